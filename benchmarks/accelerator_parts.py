@@ -44,7 +44,8 @@ from benchmarks.costs import PEAKS, shares
 from benchmarks.shapes import Shape
 from recjax.config import Config
 from recjax.experience.batch import Batch
-from recjax.experience.batch import Shape as BatchShape
+from recjax.experience.layout import Layout, batch_logprobs, choose_layout
+from recjax.experience.packing import TILE, RowShape, pack, row_shape
 from recjax.hub.policy import attention_kernel
 from recjax.models.attention import attend
 from recjax.models.decoder import init_params
@@ -52,9 +53,6 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
 from recjax.planning.programs import PROGRAMS, beside, compiled, plan
 from recjax.planning.targets import load_target
-from recjax.training.layout import packed_batch
-from recjax.training.packing import TILE, RowShape, pack, row_shape
-from recjax.training.scoring import batch_logprobs
 from recjax.training.update import Recipe, TrainState, recipe_of, update
 
 
@@ -82,11 +80,11 @@ def parity() -> None:
             decoder = decoder_of(PARITY, dtype)
             tokens, sampled, *_ = generate(decoder, in_compute_dtype(decoder, params, copy=False), PARITY)
             batch = batch_of(PARITY, tokens, sampled)
-            packed = pack(batch, row_shape(2 * longest, longest))
-            score = jax.jit(batch_logprobs, static_argnames=("decoder", "micro_batches", "sampling", "chunk"))
+            packed = Layout(1, pack(batch, row_shape(2 * longest, longest)))
+            score = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
             rest = {"sampling": Sampling(), "chunk": 256}
-            padded, _ = score(decoder, params, batch, None, micro_batches=1, **rest)
-            in_rows, _ = score(decoder, params, batch, packed, micro_batches=None, **rest)
+            padded, _ = score(Layout(), decoder, params, batch, **rest)
+            in_rows, _ = score(packed, decoder, params, batch, **rest)
             apart = {"padded": difference(padded, sampled), f"packed_{decoder.attention}": difference(in_rows, sampled)}
             note(**{name: apart})
 
@@ -134,17 +132,14 @@ def updates(
     rows: RowShape | None,
 ) -> TrainState:
     """Compiles and makes a few updates; the state after them."""
-    sized = BatchShape(shape.prompts, shape.group_size, shape.prompt_tokens, shape.completion_tokens)
-    parts = config.micro_batches(sized.positions)
-    packed = pack(batch, rows) if rows else packed_batch(config, recipe, batch, parts)
-    micro = None if packed else parts
-    arguments = jax.device_put(batch), jax.random.key(0), packed
+    layout = Layout(1, pack(batch, rows)) if rows else choose_layout(config, recipe.algorithm, recipe.decoder, batch)
+    arguments = jax.device_put(batch), jax.random.key(0), layout
     started = time.perf_counter()
-    lowered = update.lower(state, {}, None, *arguments, recipe=recipe, micro_batches=micro)
+    lowered = update.lower(state, {}, None, *arguments, recipe=recipe)
     compiled = lowered.compile()
     results = {
         "compile_seconds": time.perf_counter() - started,
-        "micro_batches": int(packed.count) if packed else micro,
+        "micro_batches": int(layout.count),
     }
     memory = compiled.memory_analysis()
     lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -18,11 +18,12 @@ from absl import app, flags
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout, padding_waste
+from recjax.experience.packing import pack, row_shape
 from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.packing import Packed, pack, padding_waste, row_shape
 from recjax.training.update import Recipe, TrainState, update
 
 CONFIG = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
@@ -81,27 +82,24 @@ def main(_) -> None:
     names = f"padded, {micro_batches} micro-batches", f"packed, {tall}, prompts repeated", f"packed, {tall}, shared"
     batches = [make_batch(shape, random) for _ in range(shape.repeats)]
 
-    def laid_out(batch: Batch, way: int) -> Packed | None:
-        return pack(batch, rows, share=way == 2) if way else None
+    def laid_out(batch: Batch, way: int) -> Layout:
+        return Layout(1, pack(batch, rows, share=way == 2)) if way else Layout(micro_batches)
 
-    def arguments(batch: Batch, packed: Packed | None) -> tuple:
-        return state, {}, params if shape.reference_kl else None, batch, jax.random.key(0), packed
+    def arguments(batch: Batch, layout: Layout) -> tuple:
+        return state, {}, params if shape.reference_kl else None, batch, jax.random.key(0), layout
 
-    def compiled(packed: Packed | None) -> jax.stages.Compiled:
-        return update.lower(
-            *arguments(batches[0], packed),
-            recipe=Recipe(Decoder(CONFIG), algorithm, OPTIMIZER, Sampling(), 1024),
-            micro_batches=None if packed else micro_batches,
-        ).compile()
+    def compiled(layout: Layout) -> jax.stages.Compiled:
+        recipe = Recipe(Decoder(CONFIG), algorithm, OPTIMIZER, Sampling(), 1024)
+        return update.lower(*arguments(batches[0], layout), recipe=recipe).compile()
 
     def run(program: jax.stages.Compiled, batch: Batch, way: int) -> tuple[float, float]:
         """Seconds of an update, and the share of padding."""
         nonlocal state
         started = time.perf_counter()
-        packed = laid_out(batch, way)
-        state, *found = program(*arguments(batch, packed))
+        layout = laid_out(batch, way)
+        state, *found = program(*arguments(batch, layout))
         jax.block_until_ready((state, found))
-        return time.perf_counter() - started, padding_waste(batch, packed)
+        return time.perf_counter() - started, padding_waste(batch, layout)
 
     programs = []
     for way, name in enumerate(names):

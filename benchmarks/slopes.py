@@ -25,6 +25,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tables import show
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
 from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
@@ -107,8 +108,8 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
                 None,
                 batch,
                 jax.random.key(number),
+                Layout(),
                 recipe=Recipe(unrolled_for_training(decoder), ALGORITHM, OPTIMIZER, Sampling(), 1024),
-                micro_batches=1,
             )
         )
 

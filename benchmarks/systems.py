@@ -29,7 +29,7 @@ SYSTEMS = {
     "recjax": System("recjax_worker", None, {}, "recjax"),
     # What made a difference, each switched off.
     "recjax_padded": System(
-        "recjax_worker", None, {"set": {"recjax.training.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
+        "recjax_worker", None, {"set": {"recjax.experience.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
     ),
     "recjax_untransposed": System(
         "recjax_worker",

@@ -8,15 +8,12 @@ devices. The exit status is 0 if both programs fit, 1 if not, and 2 for an inval
 not fit, the command lists changes of the config that need less memory, the cheapest first.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator
 
 import jax
 from absl import flags
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config import load_config
@@ -61,8 +58,8 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
     show_plan(console, planned)
     programs = {}
     for name in PROGRAMS:
-        with _progress(console, f"compiling {name} for {target.name}"):
-            programs[name] = compiled(planned, name)
+        console.print(f"compiling {name} for {target.name} …")
+        programs[name] = compiled(planned, name)
         console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
     peaks = {name: programs[name].needed + beside(planned, name) for name in PROGRAMS}
     show_memory(console, planned, programs, peaks)
@@ -99,18 +96,6 @@ def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
     if tokens := config.rollout.max_completion_tokens // 2:
         changes.append((f"rollout.max_completion_tokens={tokens}", "shorter completions are another experiment"))
     return changes
-
-
-@contextlib.contextmanager
-def _progress(console: Console, what: str) -> Iterator[None]:
-    """Shows a spinner with the elapsed time during a compilation."""
-    if not console.is_terminal:
-        console.print(f"{what} …")
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
 
 
 def show_plan(console: Console, planned: Plan) -> None:

@@ -5,13 +5,12 @@
 checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
 Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
 config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
-rollout.prompts_per_step (number of problems sampled at a time). The same command resumes an interrupted evaluation.
+rollout.prompts_per_step (number of problems sampled at a time). The same command repeats an interrupted evaluation.
 Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar, start
-from recjax.experience.trajectories import thoughts_opening
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
@@ -88,24 +87,21 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     """
     task, evaluated, label = load_task(config), open_policy(checkpoint, config), task_label(config.task)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
-    # An interrupted evaluation keeps the date of its prompts, unless a run or the config sets one.
-    own_date, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
-    begun = None
-    if own_date and not (evaluated.run or config.model.chat_date) and stored.is_file():
-        begun = (read_yaml_file(stored) or {}).get(CHAT_DATE)
-    if begun and begun != own_date:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_date": begun})})
-        evaluated = open_policy(checkpoint, config)
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    open_folder(folder, what_decides(config, evaluated))
-    if not hosts.any_says((folder / "samples.parquet").is_file()):
-        sample_rounds(config, evaluated, prompts, task, folder)
+    samples = folder / "samples.parquet"
+    if not open_folder(folder, what_decides(config, evaluated)):
+        rows = sampled_rows(config, evaluated, prompts, task)
+        if hosts.is_first():
+            with whole_file(samples) as file:
+                rows.to_parquet(file, index=False, compression="zstd")
     if not hosts.is_first():
         return folder, {}
-    shutil.rmtree(folder / "rounds", ignore_errors=True)
-    rows = _read(folder / "samples.parquet")
+    try:
+        rows = pd.read_parquet(samples)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{samples} is damaged ({error}); delete it and run the same command again") from error
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
@@ -139,66 +135,50 @@ def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     }
 
 
-def open_folder(folder: Path, decides: dict[str, Any]) -> None:
-    """Creates the folder with its config.yaml, or checks that an existing folder holds the same evaluation.
+def open_folder(folder: Path, decides: dict[str, Any]) -> bool:
+    """Creates the folder with its config.yaml, or checks that its samples are those of the same evaluation.
 
+    Returns:
+        True if the folder has all samples.
     Raises:
         ValueError: the folder holds another evaluation or other files.
     """
+    stored, samples = folder / "config.yaml", folder / "samples.parquet"
     with writing(folder):
-        stored = folder / "config.yaml"
-        found = folder.exists() and {path.name for path in folder.iterdir()} - {partial_of(stored.name)}
-    known = stored.is_file()
+        found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     hosts.wait_for_all("looked into the evaluation's folder")
-    if known:
+    is_done = hosts.any_says(samples.name in found)
+    if is_done and stored.name in found:
         theirs = read_yaml_file(stored)
         if not isinstance(theirs, dict):
             raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
         if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
-    elif found:
+    # An interrupted evaluation leaves these files.
+    elif found - {stored.name, partial_of(stored.name), partial_of(samples.name)}:
         raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(stored, write_yaml(decides))
+    return is_done
 
 
-def sample_rounds(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task, folder: Path) -> None:
-    """Samples the missing rounds, one file per round, and merges all rounds into samples.parquet."""
-    size, count = config.rollout.prompts_per_step, len(prompts.texts)
-    files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
-    begin = hosts.least(next((first for first, file in files.items() if not file.is_file()), count))
-    if hosts.is_first():
-        (folder / "rounds").mkdir(exist_ok=True)
+def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
+    """Samples completions of all problems; returns a row for each, with the answer that its grader read."""
+    rows, openings, tokenizer = [], [], evaluated.policy.tokenizer
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, task.reward))
-        bar = stack.enter_context(progress_bar(evaluated.name, count, begin, unit="problem", shown=hosts.is_first()))
+        bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
+        stack.enter_context(bar)
         agents = Agents(config, evaluated.policy) if config.task.agent else None
         stack.enter_context(agents or contextlib.nullcontext())
-        options = {"step": 0, "first": begin, "agents": agents}
-        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
-            if hosts.is_first():
-                rows = pd.DataFrame(sample_rows(done))
-                tokenizer = evaluated.policy.tokenizer
-                openings = [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
-                rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
-                _write_table(rows, files[done.first])
+        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, agents=agents):
+            rows += sample_rows(done)
+            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
             bar.update(len(done.groups))
-    if hosts.is_first():
-        _write_table(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
-
-
-def _read(file: Path) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it and run the same command again") from error
-
-
-def _write_table(rows: pd.DataFrame, path: Path) -> None:
-    with whole_file(path) as file:
-        rows.to_parquet(file, index=False, compression="zstd")
+        parsed = grading.parsed([row["completion"] for row in rows], openings) if hosts.is_first() else None
+    return pd.DataFrame(rows).assign(parsed=parsed)
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:

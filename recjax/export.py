@@ -23,7 +23,7 @@ from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_mode
 from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.training.environment import starts
+from recjax.training.run_folder import starts
 from recjax.training.trained import open_checkpoint, run_adapters, run_config
 
 FLAGS = flags.FLAGS

@@ -71,7 +71,14 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        end_after(error)
+        print(
+            f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another process, which"
+            " ended or cannot be reached; see its log. The same command for all processes continues from the files on"
+            f" disk. ({str(error).splitlines()[0]})",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # an ordinary exit would wait for the other processes
 
 
 def is_first() -> bool:
@@ -205,15 +212,3 @@ def from_first(act: Callable[[], T]) -> T:
 
 
 _told = itertools.count()
-
-
-def end_after(error: Exception) -> None:
-    """Ends a process that has lost the other processes, at once; an ordinary exit would wait for them."""
-    print(
-        f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another process, which"
-        " ended or cannot be reached; see its log. The same command for all processes continues from the files on disk."
-        f" ({str(error).splitlines()[0]})",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)

@@ -8,8 +8,7 @@ from pathlib import Path
 from absl import flags
 from rich.table import Table
 
-from recjax.algorithms.catalog import PAPER, changes_of
-from recjax.algorithms.field import FIELD
+from recjax.algorithms.catalog import FIELD, PAPER, changes_of
 from recjax.console import command, plain_console, start
 from recjax.plots.objectives import draw_coefficients
 from recjax.plots.style import save_figure

@@ -43,15 +43,11 @@ def main(argv: list[str]) -> None:
     if not FLAGS.dry_run:
         config = load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
-    import jax
-
     from recjax import hosts
     from recjax.cache import keep_compiled_programs
     from recjax.planning.dry_run import print_dry_run
     from recjax.rollout.generators import require_ray
     from recjax.training.loop import Preempted, train
-    from recjax.training.mesh import make_mesh
-    from recjax.training.run_folder import check_run_folder
 
     keep_compiled_programs()
     if FLAGS.dry_run:
@@ -59,8 +55,6 @@ def main(argv: list[str]) -> None:
     try:
         with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
             require_ray(config)
-            check_run_folder(config, FLAGS.overwrite)
-            jax.set_mesh(make_mesh(config.mesh))
             summary = train(config, FLAGS.overwrite)
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)

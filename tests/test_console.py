@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from recjax import console
+from tests import commands
+from tests.commands import Command
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +35,11 @@ def printed_lines(folder, *arguments):
     place.mkdir()
     (place / "chatty.py").write_text(CHATTY)
     (place / "tiny.yaml").write_text(TINY.replace("tests.training.tiny_run:", "chatty:"))
-    command = [sys.executable, "-m", "recjax.train", "--config", "tiny.yaml", "output=run", "training.steps=4"]
-    environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONUNBUFFERED": "", "COLUMNS": "120"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run([*command, *arguments], cwd=place, env=environment, timeout=300, **pipes)
-    text = done.stdout.decode()
-    assert done.returncode == 0 and "\r" not in text, text
-    return text.splitlines()
+    command = ["-m", "recjax.train", "--config", "tiny.yaml", "output=run", "training.steps=4"]
+    environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}", "COLUMNS": "120"}
+    done = commands.run([*command, *arguments], cwd=place, env=environment, stderr=subprocess.STDOUT)
+    assert done.returncode == 0 and "\r" not in done.stdout, done.stdout
+    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -57,15 +57,14 @@ def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--verbosity=0"]])
-def test_a_run_whose_log_nobody_reads_any_more_trains_to_its_end(tmp_path, arguments):
+def test_a_run_whose_log_nobody_reads_any_more_trains_to_its_end(tmp_path, arguments, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
-    command = [sys.executable, "-m", "recjax.train", "--config", "tiny.yaml", "output=run [/x]", "training.steps=4"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, **pipes) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(timeout=300) == 0
+    command = ["-m", "recjax.train", "--config", "tiny.yaml", "output=run [/x]", "training.steps=4", *arguments]
+    process = Command(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ended.append(process)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
     assert json.loads((tmp_path / "run [/x]" / "summary.json").read_text())["steps"] == 4
 
 
@@ -76,6 +75,8 @@ from absl import app, flags
 from rich.table import Table
 from tqdm import tqdm
 from recjax import console
+from tests import commands
+from tests.commands import Command
 
 @console.command
 def main(argv):

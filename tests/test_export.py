@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +20,7 @@ from recjax.training import checkpoint
 from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
+from tests import commands
 from tests.hub.test_families import forward
 from tests.marks import slow_except
 from tests.training.tiny_run import TINY, train
@@ -30,7 +29,7 @@ SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0"
 TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
 
 
-@pytest.fixture(scope="module", params=slow_except(TRAINED, "all", "adapters"))
+@pytest.fixture(scope="module", params=slow_except(TRAINED, "adapters"))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
     folder = tmp_path_factory.mktemp("run")
@@ -115,7 +114,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
 def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
     run, config, *_ = finished
     with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
@@ -158,13 +157,13 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
         assert weights.version == 1
 
 
-@pytest.mark.parametrize("finished", TRAINED, indirect=True)
+@pytest.mark.parametrize("finished", slow_except(TRAINED, "adapters"), indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
     open_checkpoint(finished[0])
 
 
-@pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
 def test_a_card_says_what_was_trained(finished, tmp_path):
     run, config, *_ = finished
     export(str(run), None, str(tmp_path / "out"), None, "float32")
@@ -218,9 +217,7 @@ def test_a_push_makes_a_private_repository_and_its_errors_are_one_line(tmp_path,
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
     def command(*arguments):
-        root = Path(__file__).parents[1]
-        line = [sys.executable, "-m", "recjax.export", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, cwd=root, timeout=600)
+        return commands.run(["-m", "recjax.export", *arguments])
 
     run, *_ = finished
     once = command("--run", str(run), "--output", str(tmp_path / "once"), "--step", "1")

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax import files
@@ -27,6 +27,7 @@ def test_what_was_not_touched_is_whole(folder):
     assert (folder / files.MANIFEST).read_bytes() == before
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_bit_changes_unnoticed(folder, data):
     name = data.draw(st.sampled_from(["inner/array", "text.json", files.MANIFEST]))

@@ -1,9 +1,6 @@
 """Generated experience: what an offline run would draw, to the bit, however often it was stopped."""
 
-import os
-import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -19,6 +16,8 @@ from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
+from tests import commands
+from tests.commands import Command
 from tests.experience.rows import columns_of, read_columns, same
 from tests.training.tiny_run import TINY, train
 
@@ -130,17 +129,16 @@ def recorded(path):
 @pytest.mark.slow
 def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, tmp_path):
     path = tmp_path / "s.db"
-    command = [sys.executable, "-m", "recjax.generate_experience", "--config", str(tiny[1]), *SETTINGS]
-    command += ["--output", str(path), "--steps"]
-    process = subprocess.Popen([*command, "1000"], stderr=subprocess.DEVNULL)
+    command = ["-m", "recjax.generate_experience", "--config", tiny[1], *SETTINGS, "--output", path, "--steps"]
+    process = Command([*command, "1000"], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (path.exists() and recorded(path)) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     before = recorded(path)
     steps = max(3, before + 1)
-    done = subprocess.run([*command, str(steps)], capture_output=True, text=True)
+    done = commands.run([*command, steps])
     assert done.returncode == 0, done.stderr
     assert f"{steps - before} new batches, {before} already in the store; {16 * steps} rows in total" in done.stdout
     rows = read_columns(path)

@@ -20,17 +20,26 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
+from tests.commands import said, two_of
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
-from tests.two_processes import said, two_of
 
 # Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
 OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
 
 
+# A command that counts a silent process as lost after a quarter of the time.
+IMPATIENT = """
+import runpy, sys
+from recjax import hosts
+hosts.LOST_SECONDS = 15
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
 def start(tmp_path, *options, command="train", flags=()):
     """Two processes of a command with two devices each; what they say goes to files."""
-    arguments = ["-m", f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
+    arguments = ["-c", IMPATIENT, f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
     names = ("--coordinator", "--processes", "--process_id")
     return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], names)
 

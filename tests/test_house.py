@@ -9,10 +9,9 @@ import re
 
 import pytest
 
-from tests.test_rooms import IMPORTS, PATHS, ROOT
+from tests.test_rooms import PATHS, ROOT, imports, trees
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
 LINES = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in PATHS.items()}
 SMALL = 8  # lines of a helper's body
 
@@ -35,14 +34,14 @@ def imported_through_others(start):
     while waiting:
         if (name := waiting.pop()) not in reached and name in PATHS:
             reached.add(name)
-            waiting += IMPORTS[name]
+            waiting += imports()[name]
     return reached
 
 
 def public_names_of_several_files():
     names = collections.Counter(
         node.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main"
     )
@@ -55,7 +54,7 @@ def small_helpers_called_once():
     Decorated functions and functions that are passed on need their name.
     """
     helpers = set()
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         nodes = list(ast.walk(tree))
         uses = collections.Counter(
             node.id if isinstance(node, ast.Name) else node.attr

@@ -3,8 +3,6 @@
 import csv
 import gzip
 import json
-import subprocess
-import sys
 from datetime import UTC, datetime
 
 import datasets
@@ -28,6 +26,7 @@ from recjax.import_experience import import_exports, import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
+from tests import commands
 from tests.experience.rows import append, columns_of, read, read_columns, same
 from tests.experience.test_store import ROWS
 from tests.marks import slow
@@ -292,14 +291,14 @@ def test_the_same_file_is_imported_once(tmp_path):
 @pytest.mark.slow
 def test_the_command(tmp_path):
     path = write(tmp_path / "a.csv", [{**row, "mood": 1} for row in PLAIN])
-    command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]
-    done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
+    command = ["-m", "recjax.import_experience", "--input", path, "--output", tmp_path / "s"]
+    done = commands.run([*command, "--source", "claude"])
     assert "3 rows in 2 groups, 1 rows pending\nunused columns: mood" in done.stdout, done.stderr
     assert read_columns(tmp_path / "s")[0].source == "claude"
     more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
-    done = subprocess.run([*command[:4], more, *command[5:]], capture_output=True, text=True)
+    done = commands.run([*command[:3], more, *command[4:]])
     assert "1 rows pending; the store has 6 rows" in done.stdout, done.stderr
-    done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
+    done = commands.run([*command, "--reward_column", "score"])
     assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has this column")
 
 

@@ -155,7 +155,7 @@ def local_processes(tmp_path, *options):
     """The local launch file, run on the tiny run with the Python that runs this."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    environment = {**os.environ, "PATH": path}
     command = [LAUNCH / "local_processes.sh", tmp_path / "tiny.yaml", f"output={tmp_path / 'run'}", *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 

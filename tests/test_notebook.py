@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import commands
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "tutorials" / "quickstart.ipynb"
@@ -30,9 +30,7 @@ def test_the_cells_are_a_program(tmp_path):
     short = ["evaluation.problems=16", "warm_start.steps=5", "samples={every: 2}"]
     program = program.replace("evaluation.problems=256", '", "'.join(short))
     assert short[-1] in program and "training.steps=8" in program
-    (tmp_path / "notebook.py").write_text(program, encoding="utf-8")
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    command = [sys.executable, "notebook.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = commands.run(["-c", program], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

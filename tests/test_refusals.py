@@ -16,13 +16,15 @@ LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 # One override, a list of them, and parts of the message.
 CASES = [
     # Keys and values.
+    (["seed=-1", "optimizer.learning_rat=1"], "override 'seed=-1': seed = -1", "unknown key 'optimizer.learning_rat'"),
+    ("tracking.wandb={1: x}", "tracking.wandb.1", "takes names that are texts"),
     ("optimizer.learning_rat=1e-6", "'optimizer.learning_rat'", "1e-06", "did you mean 'optimizer.learning_rate'?"),
     ("optimiser.learning_rate=1e-6", "unknown key 'optimiser'", "did you mean 'optimizer'?"),
     ("algorithm.regulariser={}", "unknown key 'algorithm.regulariser'", "did you mean 'algorithm.regularizer'?"),
     ("task.gsm8k.tran=x", "'task.gsm8k.tran'", "'task.gsm8k.train'"),
     ("sync_interval=3", "'sync_interval'", "3", "'regime.sync_interval'"),
     ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, output, model"),
-    ("optimizer=3", "optimizer must hold keys and values", "3"),
+    ("optimizer=3", "optimizer = 3: takes a mapping"),
     ("optimizer=~", "optimizer = None: takes a mapping"),
     ("tracking=~", "tracking = None: takes a mapping"),
     ("seed", "'seed'", "key=value"),
@@ -31,7 +33,7 @@ CASES = [
     ("output=${seed}", "output", "${seed}", "not replaced", "\\${"),
     ("algorithm.clip.name=${seed}", "algorithm.clip.name", "${seed}", "not replaced"),
     # Types.
-    ("training.steps=many", "training.steps = 'many'", "takes an integer, in decimal digits"),
+    ("training.steps=many", "training.steps = 'many'", "takes an integer, 1 or more, in decimal digits"),
     ("training.steps=2.5", "training.steps = 2.5", "an integer"),
     ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast'", "a number"),
     ("optimizer.learning_rate=1:30.5", "optimizer.learning_rate = '1:30.5'", "a number", "decimal digits"),
@@ -76,9 +78,9 @@ CASES = [
     ("model.lora={alpha: 0}", "model.lora.alpha = 0", "above 0"),
     ("model.lora={rank: 0}", "model.lora.rank = 0", "1 or more"),
     ("mesh.fsdp=0", "mesh.fsdp = 0", "takes a number of devices, or -1"),
-    ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0: must be 1 or more"),
-    ("experience.replay.half_life=0", "half_life = 0: must be above 0"),
-    ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: must be above 0, below 1"),
+    ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0: takes a number, 1 or more"),
+    ("experience.replay.half_life=0", "half_life = 0: takes a number, above 0, or null"),
+    ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: takes a number, above 0, below 1"),
     # Forms of texts.
     ("model.freeze=['(']", "model.freeze = ['(']", "'(' is not a regular expression"),
     ("model.chat_date='26.11.2026'", "model.chat_date = '26.11.2026'", "takes a day as YYYY-MM-DD"),
@@ -113,9 +115,12 @@ CASES = [
     ("model.decoder.num_kv_heads=4", "model.decoder.num_kv_heads = 4: must divide", "num_heads = 2"),
     ("model.chat_template_kwargs={enable_thinking: false}", "model.chat_template_kwargs", "model.decoder", "remove"),
     ([LORA, "model.freeze=[embedding]"], "model.freeze = ['embedding']: does not work with model.lora; remove one"),
-    ("mesh.tensor=-1", "mesh.data and mesh.tensor", "only one"),
+    ("mesh.tensor=-1", "mesh.data = -1: only one of mesh.data and mesh.tensor"),
     ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
-    ("algorithm.distillation.coefficient=0.1", "algorithm.distillation = 'on': needs a teacher: set model.teacher"),
+    (
+        "algorithm.distillation.coefficient=0.1",
+        "{'coefficient': 0.1}: needs a teacher: set model.teacher",
+    ),
     # Task.
     ("task=gms8k", "override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"),
     ("task=nonsense", "'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"),
@@ -135,22 +140,30 @@ CASES = [
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
     (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
     ([*AGENT, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
-    ([*AGENT, *ASYNC], "regime.mode = 'async': does not work with task.agent"),
     ([*AGENT, STORE], "experience.store = 'somewhere': does not work with task.agent"),
     ([*AGENT, "experience.mix={store: x}"], "experience.mix = {'store': 'x'", "does not work with task.agent"),
     ([*AGENT, "task.overlong_tokens=2"], "task.overlong_tokens = 2: does not work with task.agent"),
-    ([*AGENT, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'", "of tokens"),
-    (TURNS, "algorithm.advantage = 'turn_returns': reads the turns of agents", "set task.agent"),
-    ([*AGENT, TURNS, "task.truncated=penalize"], "task.truncated = 'penalize': replaces rewards of whole trajectories"),
-    (["task.agent=tools", CONTEXT], "task.agent = 'tools': needs the functions that the model may call"),
-    (["task.agent=environment", CONTEXT], "task.agent = 'environment': needs the environment to play"),
+    (
+        [*AGENT, "algorithm.advantage={name: discounted}"],
+        "advantage = {'name': 'discounted'}: computes advantages of tokens",
+    ),
+    (TURNS, "advantage = {'name': 'turn_returns'}: reads the turns of agents", "set task.agent"),
+    (
+        [*AGENT, TURNS, "task.truncated=penalize"],
+        "task.truncated = 'penalize': replaces rewards, but",
+        "the rewards of turns",
+    ),
+    (
+        ["task.agent=tools", CONTEXT],
+        "task.tools = []: is required with task.agent = tools; set it: module:function",
+    ),
+    (
+        ["task.agent=environment", CONTEXT],
+        "task.environment = None: is required with task.agent = environment; set it: module:class",
+    ),
     ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
-    (
-        [*AGENT, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=64"],
-        "training.tokens_per_micro_batch = 64: does not work with task.agent and an algorithm that compares",
-    ),
     # Sampling and staleness.
     ("rollout.long_prompts=drop", "rollout.long_prompts = 'drop'", "rollout.max_prompt_tokens; set it"),
     (["regime.offline=true", "regime.sync_interval=20"], "regime.sync_interval = 20", "regime.offline; remove one"),
@@ -168,7 +181,10 @@ CASES = [
     ([*ASYNC, STORE], "regime.mode = 'async': does not work with experience.store"),
     # Experience.
     ("experience={}", "experience: give at least one of store, mix, late, replay, refill and record"),
-    ("experience.missing_logprobs=initial", "experience: give at least one of store"),
+    (
+        "experience.missing_logprobs=initial",
+        "missing_logprobs = 'initial': applies only with experience.store or",
+    ),
     ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3", "whole number out of rollout.group_size = 4"),
     ("experience.mix.share=0.5", "experience.mix.store has no value"),
     ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least", "shortest = 3"),
@@ -193,7 +209,7 @@ CASES = [
     ([STORE, "regime.sync_interval=2"], "regime.sync_interval = 2: does not work with experience.store"),
     ([STORE, "regime.sync_offset=1"], "regime.sync_offset = 1: does not work with experience.store"),
     # A followed store.
-    ([*FOLLOW, "experience.store=null"], "give at least one of store"),
+    ([*FOLLOW, "experience.store=null"], "follow = True: applies only with experience.store; set it"),
     (["experience.record=true", *FOLLOW[1:]], "experience.follow = True: applies only with experience.store; set it"),
     ([STORE, "experience.group_by=prompt"], "group_by = 'prompt': applies only with experience.follow; set it"),
     ([STORE, "experience.deadline_seconds=9"], "deadline_seconds = 9.0: applies only with experience.follow; set it"),

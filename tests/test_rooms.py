@@ -1,6 +1,7 @@
 """Who may import whom: commands are imported by nobody, rooms by those above them, files never in a circle."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -28,10 +29,16 @@ PATHS = {
 }
 
 
-def imports_of(path):
+@functools.cache
+def trees():
+    """The syntax tree of every file of the package, by name."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
+
+
+def imports_of(path, tree):
     """The files of the package that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -41,7 +48,10 @@ def imports_of(path):
     return {name for name in found if name.split(".")[0] == "recjax"}
 
 
-IMPORTS = {name: imports_of(path) for name, path in PATHS.items()}
+@functools.cache
+def imports():
+    """The names of the files that every file imports, by name."""
+    return {name: imports_of(PATHS[name], tree) for name, tree in trees().items()}
 
 
 def is_command(name):
@@ -68,7 +78,7 @@ def test_every_file_has_its_room():
 
 
 def test_nobody_imports_a_command():
-    wrong = [(name, other) for name, others in IMPORTS.items() for other in others if is_command(other)]
+    wrong = [(name, other) for name, others in imports().items() for other in others if is_command(other)]
     assert not wrong, "\n".join(f"{name} imports {other}, a command: move what both need" for name, other in wrong)
 
 
@@ -79,7 +89,7 @@ def test_every_command_starts_in_the_same_way():
 
 def test_rooms_import_what_is_below_them():
     wrong = []
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         here = room_of(name)
         for other in sorted(others):
             there = room_of(other)
@@ -90,7 +100,7 @@ def test_rooms_import_what_is_below_them():
 
 def test_the_config_imports_algorithms_and_light_tables_alone():
     wrong = []
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         if room_of(name) is None and not is_command(name):
             heavy = sorted(other for other in others - LIGHT if room_of(other) not in (None, "algorithms"))
             wrong += [f"{name} imports {other}, and everybody imports {name}" for other in heavy]
@@ -99,6 +109,6 @@ def test_the_config_imports_algorithms_and_light_tables_alone():
 
 def test_no_imports_go_in_a_circle():
     try:
-        graphlib.TopologicalSorter(IMPORTS).prepare()
+        graphlib.TopologicalSorter(imports()).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import yaml
 from recjax import sweep
 from recjax.analysis.sweeps import read_sweep
 from recjax.sweep import run_all
+from tests import commands
+from tests.commands import Command
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,7 @@ def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message
 
 @pytest.mark.slow
 def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_only_what_is_missing(write, monkeypatch):
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **options: Command(command[1:], **options))
     path = write(grids=[{"algorithm": "all", "seed": [0]}])
     base, runs = read_sweep(path, extra=["training.steps=1", "evaluation.every=0"])
     occupied = Path(runs[0].config.output)
@@ -146,9 +148,9 @@ def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_on
 def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_path):
     path = write()
     arguments = ["--smoke", "training.steps=2000", "training.checkpoint_every=20", "evaluation.every=0"]
-    command = [sys.executable, "-m", "recjax.sweep", str(path), *arguments]
+    command = ["-m", "recjax.sweep", path]
     metrics = tmp_path / "runs_smoke" / "grpo__1" / "metrics.jsonl"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = Command([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 50):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.2)
@@ -159,7 +161,7 @@ def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_p
     time.sleep(1)
     assert len(metrics.read_text().splitlines()) == lines < 2000  # no run goes on by itself
     arguments[1] = f"training.steps={lines + 5}"
-    done = subprocess.run([*command[:4], *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = commands.run([*command, *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 runs finished" in done.stdout
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(lines + 6))

@@ -9,15 +9,19 @@ import pytest
 
 from recjax.config import load_config
 from recjax.training.loop import train
+from tests import commands
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]
 
 
 def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "recjax.train", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    line = [sys.executable, "-m", "recjax.train", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def forked(*arguments):
+    return commands.run(["-m", "recjax.train", *arguments])
 
 
 @pytest.fixture
@@ -53,17 +57,17 @@ def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_
         "training.steps=2",
         f"output={tmp_path / 'run'}",
     ]
-    done = command("--config", str(config), *own)
+    done = forked("--config", str(config), *own)
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout and "training.png" in done.stdout.replace("\n", "")
-    again = command("--config", str(config), *own)
+    again = forked("--config", str(config), *own)
     assert again.returncode != 0 and "finished run of 2 steps" in again.stderr and "Traceback" not in again.stderr
-    assert command("--config", str(config), *own, "--overwrite").returncode == 0
+    assert forked("--config", str(config), *own, "--overwrite").returncode == 0
 
 
 @pytest.mark.slow
 def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
-    done = command("--config", str(config), "--dry_run", f"output={tmp_path / 'run'}", "regime.sync_interval=2")
+    done = forked("--config", str(config), "--dry_run", f"output={tmp_path / 'run'}", "regime.sync_interval=2")
     assert done.returncode == 0, done.stderr
     for part in ("parameters ", "keys and values", "staleness of steps 1 to 6: 0–1 ×3", "a checkpoint: "):
         assert part in done.stdout
@@ -71,14 +75,14 @@ def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("start", "override", "message"),
     [
-        ("traning.steps=3", "did you mean 'training'"),
-        pytest.param("rollout.stop=[ab]", "stop string 'ab'", marks=pytest.mark.slow),
+        (command, "traning.steps=3", "did you mean 'training'"),
+        pytest.param(forked, "rollout.stop=[ab]", "stop string 'ab'", marks=pytest.mark.slow),
     ],
 )
-def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):
-    refused = command("--config", str(config), f"output={tmp_path / 'run'}", override)
+def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, start, override, message):
+    refused = start("--config", str(config), f"output={tmp_path / 'run'}", override)
     assert refused.returncode != 0 and message in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "run").exists()
 

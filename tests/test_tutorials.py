@@ -7,6 +7,7 @@ Numbers of the output may differ; a line of `…` stands for lines left out.
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,21 @@ from typing import NamedTuple
 import pytest
 
 from recjax.config import load_config
+from tests import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "sweeps.md"]
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# A worse base policy will do to see that a page works.
-SHORTER = {"warm_start: {steps: 400,": "warm_start: {steps: 40,"}
+# A worse base policy and few steps will do to see that a page works.
+SHORTER = {
+    "steps: 400, batch_size: 256": "steps: 40, batch_size: 32",
+    "steps: 100, checkpoint_every: 50": "steps: 6, checkpoint_every: 3",
+    "steps: 100, checkpoint_every: 100": "steps: 8, checkpoint_every: 8",
+    "every: 50, problems: 256": "every: 3, problems: 32",
+    "every: 50, problems: 200": "every: 3, problems: 32",
+    "every: 25, problems: 256": "every: 2, problems: 32",
+    "in (50, 100)": "in (3, 6)",
+}
 _SAMPLE = re.compile(r"│ \d+ ?[+*] ?\d+ ?=")  # the answer of such a policy may be anything
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
@@ -46,21 +56,20 @@ def write_files(page: Path, folder: Path, shorter: dict[str, str] | None = None)
             (folder / block.title).write_text(text, encoding="utf-8")
 
 
-def run(command: str, folder: Path, cache: Path, fails: bool = False) -> str:
+def run(block: str, folder: Path, cache: Path, fails: bool = False) -> str:
     """What a block of bash prints, standard error included."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "RECJAX_CACHE": str(cache),
-        "COLUMNS": "100",
-    }
-    command = ["bash", "-e", "-o", "pipefail", "-c", command]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
-    )
-    assert bool(done.returncode) == fails, done.stdout[-3000:]
-    return done.stdout
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RECJAX_CACHE": str(cache), "COLUMNS": "100"}
+    options, printed = {"cwd": folder, "env": environment, "timeout": 1800, "stderr": subprocess.STDOUT}, ""
+    for line in block.splitlines():
+        program, *arguments = shlex.split(line)
+        if program != "python":
+            done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, **options)
+        else:
+            script = [] if arguments[0].startswith("-") else ["-c", (folder / arguments.pop(0)).read_text()]
+            done = commands.run([*script, *arguments], **options)
+        printed += done.stdout
+        assert bool(done.returncode) == fails, done.stdout[-3000:]
+    return printed
 
 
 def shape_of(line: str) -> str:

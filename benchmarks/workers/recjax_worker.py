@@ -14,15 +14,15 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
+from recjax.experience.layout import choose_layout
 from recjax.host_memory import SETTLING_STEPS, close_gaps, prepare_host_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
-from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
+from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
-from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh
 from recjax.training.start import begin
 from recjax.training.update import recipe_of, update
@@ -67,19 +67,17 @@ def prepare(inputs: Inputs) -> System:
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
     contextlib.ExitStack().enter_context(run.grading)  # until the process ends
     limit, policy, group_size = config.rollout.max_completion_tokens, run.policy, config.rollout.group_size
-    parts = config.micro_batches(run.shape.positions)
 
     def updated(trained, batch: Batch, number: int):
-        packed = packed_batch(config, recipe, batch, parts)
+        layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch)
         trained, metrics, _ = update(
             trained,
             run.frozen,
             None,
             put_rows(batch._replace(reward_parts={})),
             jax.random.key(number),
-            packed,
+            layout,
             recipe=recipe,
-            micro_batches=None if packed else parts,
         )
         return trained, {name: float(value) for name, value in on_host(metrics).items()}
 

@@ -27,9 +27,9 @@ from experiments.claims.staleness import (
     rank_correlations,
     survived,
 )
-from experiments.claims.verdicts import REGIMES, Claim, as_json, claims
+from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_over_steps
 from recjax.analysis.collect import axes_of, collect, read_runs
-from recjax.analysis.compare import final, mean_over_steps
+from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS

@@ -2,7 +2,7 @@
 
 One trains from an evaluation to the next, the other evaluates: inside the first one's loop an evaluation takes four
 times as long on a CPU. Several runs at once by `vmap` are no faster there than one after the other: see
-benchmarks/together.py. Sampling is the engine's program for a whole batch, the update is the trainer's, and so are
+benchmarks/together.py. Sampling takes the engine's programs, the update is the trainer's, and so are
 prompts, keys and rewards: a run made here is the run of `recjax.train` but for rounding. What it lacks is what the
 laboratory does not need: checkpoints, queues of other kinds, files.
 """
@@ -21,11 +21,13 @@ from jaxtyping import Array, Float, Int, UInt32
 from recjax.analysis.collect import COLUMNS
 from recjax.config import Config
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout.collecting import row_keys
-from recjax.rollout.decoding import whole_batch
+from recjax.rollout.decoding import SlotState, decode, first_tokens, prefill
+from recjax.rollout.keys_values import Memory, empty
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
 from recjax.training.rounds import batch_key, drop_key
@@ -134,19 +136,17 @@ class Programs:
 
     def _sample(self, params, prompts, keys, group_size):
         longest, count = self._config.rollout.max_completion_tokens, len(prompts) * group_size
-        tokens, logprobs, counts = whole_batch(
-            params_for(self._sampler, params),
-            prompts,
-            jnp.ones(prompts.shape, bool),
-            keys,
-            jnp.full(count, longest),
-            decoder=self._sampler,
-            sampling=self._recipe.sampling,
-            stop_ids=self._policy.stop_ids,
-            group_size=group_size,
-            round_time=longest - 1,
-        )
-        return tokens, logprobs, counts
+        decoder, sampling, stop_ids = self._sampler, self._recipe.sampling, self._policy.stop_ids
+        weights, zeros = params_for(decoder, params), jnp.zeros(count, jnp.int32)
+        cache, scores = prefill(weights, prompts, jnp.ones(prompts.shape, bool), decoder=decoder)
+        first, first_logprobs = first_tokens(scores, jnp.arange(count) // group_size, keys, sampling=sampling)
+        live = ~jnp.isin(first, jnp.array(stop_ids, jnp.int32)) & (longest > 1)
+        rows = SlotState(live, zeros + prompts.shape[1], zeros, first, zeros + 1, zeros + longest, keys)
+        # One round samples all other tokens, so that the memory needs no room for them.
+        memory, options = Memory(cache, empty(cache, rows=count, time=0)), {"sampling": sampling, "stop_ids": stop_ids}
+        _, state = decode(weights, memory, rows, zeros[0], decoder=decoder, round_time=longest - 1, **options)
+        tokens = jnp.concatenate([first[:, None], state.tokens], axis=1)
+        return tokens, jnp.concatenate([first_logprobs[:, None], state.logprobs], axis=1), 1 + state.counts
 
     def _rewards(self, tokens, counts, answers) -> Float[Array, " batch"]:
         """As `recjax.tasks.rewards.last_number_match`."""
@@ -202,7 +202,7 @@ class Programs:
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
             batch = self._batch(seed, sampler, asked, keys)
             key = jax.random.fold_in(drop_key(seed.number), number)
-            state, metrics, _ = update(state, {}, None, batch, key, recipe=self._recipe, micro_batches=1)
+            state, metrics, _ = update(state, {}, None, batch, key, Layout(), recipe=self._recipe)
             measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
             return (state, sampler, older), measured
 

@@ -10,9 +10,20 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.staleness import EARLY
-from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
+from experiments.claims.verdicts import (
+    KL_MARGIN,
+    MARGIN,
+    NARROW,
+    WIDE,
+    Claim,
+    compare,
+    fallen,
+    gain,
+    log_divergences,
+    mean_over_steps,
+)
 from recjax.analysis.collect import axes_of
-from recjax.analysis.compare import fallen, final, mean_over_steps
+from recjax.analysis.compare import final
 
 STALE = ("interval_5", "interval_20", "interval_50", "offset_10")
 OFF_POLICY = (*STALE, "offline")

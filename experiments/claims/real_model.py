@@ -8,8 +8,19 @@ import pandas as pd
 from experiments.claims.map_page import NO_VERDICTS, in_words
 from experiments.claims.markdown import markdown_table
 from experiments.claims.readings import rates_of
-from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
-from recjax.analysis.compare import fallen, final, mean_over_steps
+from experiments.claims.verdicts import (
+    KL_MARGIN,
+    MARGIN,
+    NARROW,
+    WIDE,
+    Claim,
+    compare,
+    fallen,
+    gain,
+    log_divergences,
+    mean_over_steps,
+)
+from recjax.analysis.compare import final
 
 REGIME = ("interval_20",)
 EARLY = 20  # steps until weights reach the sampler for the first time

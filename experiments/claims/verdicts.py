@@ -4,18 +4,45 @@ Every claim is a list of checks, each a mean over runs or pairs of runs with its
 claim says of it. The checks and the margins were written down before the grid was run.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from recjax.analysis.compare import Estimate, estimate, fallen, final, mean_over_steps, paired_difference
+from recjax.analysis.compare import Estimate, estimate, evaluations_of, final
 
 MARGIN = 0.05  # accuracies closer than this are alike
 KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
 OFF_POLICY = ("interval_20", "offset_10", "offline")
 REGIMES = ("on_policy", *OFF_POLICY)
 NARROW, WIDE = "rec_one_side_nois", "rec_one_side_nois_wide"
+
+
+def mean_over_steps(table: pd.DataFrame) -> pd.Series:
+    """The mean of each run's evaluations after step 0, by its settings; higher for runs that learn sooner."""
+    return evaluations_of(table[table["step"] > 0]).mean()
+
+
+def fallen(table: pd.DataFrame) -> pd.Series:
+    """The drop from each run's best evaluation to its last, by its settings; 0 for a run that ends at its best."""
+    return evaluations_of(table).max() - final(table, last=1)
+
+
+def paired_difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
+    """`first` minus `second` on one axis, paired by all other settings.
+
+    Args:
+        values: one number a run, by its settings.
+        axis: the setting in which the two differ.
+        where: the pairs' settings, as values by axis.
+    Raises:
+        ValueError: fewer than two pairs.
+    """
+    for name, allowed in where.items():
+        values = values[values.index.get_level_values(name).isin(allowed)]
+    by_kind = values.unstack(axis).reindex(columns=[first, second])
+    return estimate((by_kind[first] - by_kind[second]).dropna().to_numpy())
 
 
 class Check(NamedTuple):

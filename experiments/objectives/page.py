@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
-from recjax.algorithms.catalog import PAPER, Preset, changes_of
-from recjax.algorithms.field import FIELD
+from recjax.algorithms.catalog import FIELD, PAPER, Preset, changes_of
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
 from recjax.analysis.collect import read_runs
@@ -28,6 +27,7 @@ FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
 METRICS = HERE / "metrics.parquet"
 DOCS = HERE.parent.parent / "docs"
+OFF = {"objective": "The reduction of the loss of each token, `token_loss`."}  # descriptions of axes without a function
 REGIMES = {"interval_20": "sync_interval 20", "offline": "offline"}
 NOT_RUN = """\
 The runs of [experiments/objectives/grid.yaml](../experiments/objectives/grid.yaml) have not been made yet: every
@@ -171,7 +171,7 @@ def axis_section(axis: str) -> str:
             f"`{option}`" + ("" if parameter.default is parameter.empty else f" {parameter.default}")
             for option, parameter in readable_options(function).items()
         ]
-        said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|") if function else "Off."
+        said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|") if function else OFF.get(axis, "Off.")
         lines.append(f"| `{name}` | {said} | {', '.join(options)} |")
     if axis in READABLE:
         lines.append(f"\nYour own function may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from recjax.algorithms.advantages import group_mean_advantages
-from recjax.algorithms.anchors import behavior_anchor
-from recjax.algorithms.ratios import token_ratio
+from recjax.algorithms.ratios import behavior_anchor, token_ratio
 from recjax.algorithms.reading import SCORED, names_read
 from recjax.algorithms.reduce import token_mean
 
@@ -18,7 +17,7 @@ class Algorithm:
 
     Instances are hashable, so jit takes them as static arguments. `presets.build_algorithm` makes one from names and
     options. A function's positional parameters name the values that it reads; `reading` lists these names. An axis that
-    is None has no effect. If objective is None, the loss is the policy gradient: the reduction of `losses.token_loss`.
+    is None has no effect. Without an objective, the loss is the policy gradient: the reduction of `losses.token_loss`.
     """
 
     objective: Callable | None = None

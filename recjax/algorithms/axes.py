@@ -5,30 +5,25 @@ from typing import Any
 
 from recjax.algorithms import (
     advantages,
-    anchors,
     batch_advantages,
     clipping,
-    distillation,
-    losses,
     masks,
     ratios,
     reduce,
     regularizers,
-    selection,
     token_weighting,
-    turns,
     weighting,
 )
 from recjax.algorithms.options import did_you_mean, require, user_function
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
 
 OBJECTIVES = {
-    "policy_gradient": losses.policy_gradient,
-    "pairwise_consistency": losses.pairwise_consistency,
+    "policy_gradient": None,
+    "pairwise_consistency": reduce.pairwise_consistency_loss,
 }
 SELECTIONS = {
     "all": None,
-    "drop_excess_negatives": selection.drop_excess_negatives,
+    "drop_excess_negatives": weighting.drop_excess_negatives,
 }
 ADVANTAGES = {
     "group_mean": advantages.group_mean_advantages,
@@ -44,13 +39,13 @@ ADVANTAGES = {
     "part_normalized": batch_advantages.part_normalized_advantages,
     "log_mean_exp": batch_advantages.log_mean_exp_advantages,
     "discounted": batch_advantages.discounted_advantages,
-    "turn_returns": turns.turn_return_advantages,
+    "turn_returns": batch_advantages.turn_return_advantages,
     "none": batch_advantages.no_advantages,
 }
 ANCHORS = {
-    "behavior": anchors.behavior_anchor,
-    "proximal": anchors.proximal_anchor,
-    "interpolated": anchors.interpolated_anchor,
+    "behavior": ratios.behavior_anchor,
+    "proximal": ratios.proximal_anchor,
+    "interpolated": ratios.interpolated_anchor,
 }
 RATIOS = {
     "token": ratios.token_ratio,
@@ -127,7 +122,7 @@ ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
     "entropy": regularizers.entropy_bonus,
-    "distillation": distillation.teacher_advantages,
+    "distillation": advantages.teacher_advantages,
 }
 _OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and not name.startswith("scored_")]
 _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]

@@ -1,4 +1,7 @@
-"""The algorithms of arXiv 2509.24203 as changes to REINFORCE, with sources; `field` has other papers' algorithms."""
+"""The algorithms of the literature as changes to REINFORCE, with sources.
+
+PAPER is for arXiv 2509.24203, FIELD for other papers. Options are the papers'; notes list differences and doubts.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -71,5 +74,303 @@ PAPER = {
         REC,
         "(2τ/K)(a − ā), a = r − τ log π/μ of the completion",
         {"objective": {"name": "pairwise_consistency"}},
+    ),
+}
+
+
+BY_SEQUENCE = {"name": "sequence_mean_token_mean"}
+GSPO = {
+    "advantage": NORMALIZED,
+    "ratio": {"name": "sequence_mean"},
+    "clip": {"name": "one_side", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    "weight": IMPORTANCE,
+    "reduction": BY_SEQUENCE,
+}
+DPPO = {"clip": {"name": "probability_difference"}, "weight": {"name": "truncated", "cap": 20.0}}
+SUMMARY = "read in a summary only"
+
+FIELD = {
+    # --- Advantages.
+    "rloo": Preset("RLOO", "2402.14740", "K/(K−1)·A", {"advantage": {"name": "leave_one_out"}}),
+    "dr_grpo": Preset(
+        "Dr.GRPO",
+        "2503.20783",
+        "ρA·one-side(ρ)",
+        {"clip": ONE_SIDE, "weight": IMPORTANCE, "reduction": {"name": "sequence_mean_token_sum"}},
+        "the paper divides by a fixed length as well: reduction={name: fixed_length, length: N}",
+    ),
+    "reinforce_pp": Preset(
+        "REINFORCE++",
+        "2501.03262",
+        "ρA·one-side(ρ), A = r whitened over the batch",
+        {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "none"}},
+        "over completions; reference code counts a completion once for each token: over=tokens, ddof=1. No KL in the"
+        " reward",
+    ),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++-baseline",
+        "2501.03262",
+        "ρA·one-side(ρ), A = r − r̄ whitened over the batch",
+        {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "group"}},
+        "as for `reinforce_pp`",
+    ),
+    "lite_ppo": Preset(
+        "LitePPO",
+        "2508.08221",
+        "ρA·one-side(ρ), A = (r − r̄)/σ of the batch",
+        {**CLIPPED, "advantage": {"name": "batch_deviation"}},
+        SUMMARY,
+    ),
+    "opo": Preset(
+        "OPO", "2505.23585", "A = r − Σ L r / Σ L", {"advantage": {"name": "length_weighted"}}, "on-policy in the paper"
+    ),
+    "gpg": Preset(
+        "GPG",
+        "2504.02546",
+        "A·G/G₊",
+        {"advantage": {"name": "signal_scaled"}},
+        "groups with different rewards are counted; verl counts rewards that are not zero",
+    ),
+    "maxrl": Preset("MaxRL", "2602.02710", "A = (r − r̄)/r̄", {"advantage": {"name": "mean_relative"}}),
+    "gdpo": Preset(
+        "GDPO",
+        "2601.05242",
+        "ρA·one-side(ρ), A = Σ_p w_p (r_p − r̄_p)/σ_p, whitened over the batch",
+        {**CLIPPED, "advantage": {"name": "part_normalized"}},
+        "over completions with ddof 0; the authors' verl code has over=tokens and ddof=1, their TRL code ddof=1 only",
+    ),
+    "oapl": Preset(
+        "OAPL, A*-PO",
+        "2602.19362",
+        "A − β Σ_t log ρ_t, A = r − β log mean exp(r/β)",
+        {
+            "advantage": {"name": "log_mean_exp", "beta": 1.0},
+            "regularizer": {"name": "squared_log_ratio_per_completion", "tau": 1.0},
+        },
+        f"{SUMMARY}; β stands on two axes, as advantage.beta and regularizer.tau, and both must be changed",
+    ),
+    # --- Clips and masks.
+    "dapo": Preset(
+        "DAPO",
+        "2503.14476",
+        "ρA·one-side(ρ; 0.2, 0.28), A over σ",
+        {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}},
+        "dynamic sampling is experience.refill, the soft penalty of long completions task.overlong_tokens",
+    ),
+    "dual_clip_ppo": Preset(
+        "Dual-clip PPO", "1912.09729", "ρA·one-side(ρ), 0 where A < 0 and ρ > 3", {**CLIPPED, "clip": {"name": "dual"}}
+    ),
+    "icepop": Preset(
+        "IcePop",
+        "2510.18855",
+        "ρA where 0.5 ≤ ρ ≤ 5",
+        {"clip": {"name": "two_side", "epsilon_low": 0.5, "epsilon_high": 4.0}, "weight": IMPORTANCE},
+        "REC-TwoSide-IS with other bounds; on π/μ at once, where the paper has π/π_old clipped beside it",
+    ),
+    "dppo_tv": Preset(
+        "DPPO-TV",
+        "2602.04879",
+        "min(ρ, 20)A, 0 where π − μ has gone beyond ±0.2 with A",
+        DPPO,
+        "verl's cap of 20 is overruled by its config, which gives 3",
+    ),
+    "dppo_kl": Preset(
+        "DPPO-KL",
+        "2602.04879",
+        "min(ρ, 20)A, 0 where π has gone with A beyond 0.05 nats of KL(μ ‖ π) of this token or another",
+        {**DPPO, "clip": {"name": "binary_kl"}},
+        "δ = 0.05 is uncertain",
+    ),
+    "prime_rl": Preset(
+        "prime-rl's default",
+        "https://github.com/PrimeIntellect-ai/prime-rl/pull/2187",
+        "ρA·DPPO-TV(π, μ) − 0.002 log ρ",
+        {
+            "clip": {"name": "probability_difference"},
+            "weight": IMPORTANCE,
+            "regularizer": {"name": "squared_log_ratio_per_token", "tau": 2e-3},
+        },
+    ),
+    "kimi_k15": Preset(
+        "Kimi K1.5, K2",
+        "2501.12599",
+        "A − τ Σ_t log ρ_t",
+        {"regularizer": {"name": "squared_log_ratio_per_completion"}},
+        "OPMD by another name; τ = 0.1 is this package's",
+    ),
+    "kimi_k25": Preset(
+        "Kimi K2.5, GLM-5",
+        "2602.02276",
+        "ρA·two-side(ρ) − τ log ρ",
+        {
+            "clip": {"name": "two_side"},
+            "weight": IMPORTANCE,
+            "regularizer": {"name": "squared_log_ratio_per_token"},
+        },
+        f"{SUMMARY}; bounds and τ are this package's",
+    ),
+    "opsm": Preset(
+        "Off-policy sequence masking",
+        "2512.02556",
+        "ρA·one-side(ρ), 0 in completions with A < 0 and mean log(μ/π) > 0.5",
+        {**CLIPPED, "mask": {"name": "off_policy_negatives"}},
+        "the threshold is TRL's suggestion; slime's default is 1e-4. The paper's KL is unbiased_reference_kl",
+    ),
+    "mis": Preset(
+        "Masked importance sampling",
+        "",
+        "ρA·one-side(ρ), 0 in completions whose mean ratio leaves 0.99 to 1.01",
+        {**CLIPPED, "mask": {"name": "sequence_band"}},
+        "on the geometric mean, as SkyRL's docs prefer; TRL's default is the product up to 3, which masks long"
+        " completions for their length alone: mask={level: product, low: 0.0, high: 3.0}",
+    ),
+    "m2po": Preset(
+        "M2PO",
+        "2510.01161",
+        "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
+        {"advantage": NORMALIZED, "weight": IMPORTANCE, "mask": {"name": "one_side_second_moment"}},
+        "as in the authors' code, but with b of the whole batch instead of a micro-batch; AReaL's form masks the"
+        " largest (log ρ)² whatever A: mask={name: second_moment}",
+    ),
+    "bapo": Preset(
+        "BAPO",
+        "2510.18927",
+        "ρA·one-side(ρ; bounds that rise until A > 0 has half)",
+        {**CLIPPED, "clip": {"name": "balanced"}},
+        "as in the paper, with bounds of the whole batch; the authors' verl code has bounds of each micro-batch,"
+        " raises the lower one first, counts tokens outside of the bounds at the bound, and clips A < 0 at ρ = 3 as"
+        " well; its example starts from 0.8 to 0.95 and 1.2 to 2",
+    ),
+    "clip_cov": Preset(
+        "Clip-Cov",
+        "2505.22617",
+        "ρA·one-side(ρ), 0 at the 0.02 % of tokens of highest covariance of log π and A",
+        {**CLIPPED, "mask": {"name": "covariance"}},
+        "the authors pick as many at random among unclipped tokens with a covariance of 1 to 5; here the highest. A"
+        " share of 0.002 is KL-Cov's",
+    ),
+    "high_entropy": Preset(
+        "Beyond the 80/20 rule",
+        "2506.01939",
+        "ρA·one-side(ρ; 0.2, 0.28) at the 20 % of tokens of highest entropy",
+        {
+            **CLIPPED,
+            "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28},
+            "mask": {"name": "high_entropy"},
+        },
+    ),
+    # --- Ratios of completions.
+    "gspo": Preset(
+        "GSPO", "2507.18071", "sA·one-side(s; 3e-4, 4e-4), s = exp(mean log ρ), A over σ; mean over completions", GSPO
+    ),
+    "gspo_token": Preset(
+        "GSPO-token",
+        "2507.18071",
+        "as `gspo`, with A_t",
+        GSPO,
+        "the same function, because any advantage may be per token",
+    ),
+    "luspo": Preset(
+        "LUSPO",
+        "2602.05261",
+        "L·sA·one-side(s; 3e-4, 4e-4)",
+        {**GSPO, "reduction": {"name": "sequence_mean_token_sum"}},
+    ),
+    "gmpo": Preset(
+        "GMPO",
+        "2507.20673",
+        "sA where log ρ_t is inside ±0.4 on A's side, s = exp(mean log ρ clipped there); mean over completions",
+        {
+            "advantage": NORMALIZED,
+            "ratio": {"name": "clipped_sequence_mean"},
+            "clip": {"name": "log_one_side"},
+            "weight": IMPORTANCE,
+            "reduction": BY_SEQUENCE,
+        },
+        "±0.4 is the paper's; verl's code has ±0.2",
+    ),
+    "topr": Preset(
+        "TOPR",
+        "2503.14286",
+        "A where A ≥ 0, min(s, 1)A where A < 0, s = exp(Σ log ρ)",
+        {"ratio": {"name": "sequence_product"}, "weight": {"name": "tapered"}},
+        f"{SUMMARY}; of whole completions, where Trinity and ROLL have it token by token",
+    ),
+    "vespo": Preset(
+        "VESPO",
+        "2602.10693",
+        "s^k exp(λ(1−s))A, s = exp(Σ log ρ); k, λ = 2, 3 where A > 0, else 3, 2",
+        {"advantage": NORMALIZED, "ratio": {"name": "sequence_product"}, "weight": {"name": "peaked"}},
+        "mean over tokens, as in the authors' scripts; their code bounds each token's log ρ to ±20 before the sum as"
+        " well, and multiplies a correction for the engine into s",
+    ),
+    # --- Weights.
+    "cispo": Preset(
+        "CISPO, ScaleRL",
+        "2506.13585",
+        "min(ρ, 5)A, A over σ",
+        {"advantage": NORMALIZED, "weight": {"name": "truncated", "cap": 5.0}},
+        "TRL and verl read the cap as 0.2, which makes every weight at most that",
+    ),
+    "aspo": Preset(
+        "ASPO",
+        "2510.06062",
+        "min(1/ρ, 3)A·one-side(ρ) where A > 0, min(ρ, 3)A·one-side(ρ) where A < 0",
+        {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": {"name": "inverse"}},
+        "beyond 3 tokens keep their gradient, as in the authors' code, whose range is 0.4 at each completion's 20 % of"
+        " tokens of highest entropy",
+    ),
+    "sapo": Preset(
+        "SAPO",
+        "2511.20347",
+        "4σ(1−σ)ρA, σ = sigmoid(τ(ρ−1)), τ = 1 where A > 0, else 1.05; mean over completions",
+        {"advantage": NORMALIZED, "weight": {"name": "soft"}, "reduction": BY_SEQUENCE},
+        "Trinity detaches the gate, whose weight then grows with ρ",
+    ),
+    "luffy": Preset(
+        "LUFFY",
+        "2504.14945",
+        "ρA on own tokens, γp/(p+γ)²·A on an expert's, γ = 0.1",
+        {"advantage": NORMALIZED, "weight": {"name": "expert_shaped"}},
+        "an expert's completions are those without a policy version: experience.mix. The authors' script has A = r − r̄"
+        " without σ and the sum over tokens by a fixed length: advantage={name: group_mean}, reduction={name:"
+        " fixed_length, length: N}",
+    ),
+    "p3o": Preset(
+        "P3O",
+        "2605.12380",
+        "min(ρ, effective share of the batch)A",
+        {"weight": {"name": "effective_size_capped"}},
+        SUMMARY,
+    ),
+    # --- Anchors.
+    "tis": Preset(
+        "TIS",
+        "",
+        "min(π_prox/μ, 2)·ρA·one-side(ρ), ρ = π/π_prox",
+        {**CLIPPED, "anchor": {"name": "proximal"}, "correction": {"name": "truncated", "cap": 2.0}},
+        "a run makes one update of a batch, in which ρ = 1",
+    ),
+    "decoupled_ppo": Preset(
+        "Decoupled PPO",
+        "2505.24298",
+        "π_prox/μ·ρA·one-side(ρ), ρ = π/π_prox",
+        {**CLIPPED, "anchor": {"name": "proximal"}, "correction": IMPORTANCE},
+        "a run makes one update of a batch, in which ρ = 1",
+    ),
+    "a3po": Preset(
+        "A-3PO",
+        "2512.06547",
+        "as `decoupled_ppo`, log π_prox = α log μ + (1−α) log π",
+        {**CLIPPED, "anchor": {"name": "interpolated"}, "correction": IMPORTANCE},
+        "α = 0.5; in the paper it follows from a token's staleness",
+    ),
+    # --- Without rewards.
+    "on_policy_distillation": Preset(
+        "On-policy distillation",
+        "2306.13649",
+        "log π_teacher − log π",
+        {"advantage": {"name": "none"}, "distillation": {"coefficient": 1.0}},
+        "added to the reward's advantage with any other preset and distillation.coefficient",
     ),
 }

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from recjax.algorithms.losses import Algorithm, RowTerms, impossible, token_terms
+from recjax.algorithms.groups import one_per_trajectory
+from recjax.algorithms.losses import Algorithm, RowTerms, impossible_tokens, token_terms
 from recjax.algorithms.ratios import bounded_exp, log_difference, per_token, sequence_sum
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
-from recjax.algorithms.trajectories import one_per_trajectory
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
 
@@ -127,7 +127,7 @@ def diagnose(
     """Computes scalar metrics of a whole batch, by name; without behavior log-probs, it skips metrics of the ratio.
 
     Entropy, ratio, KL and sample size cover all real rows; clipping, weights and advantages cover kept rows. Rows of a
-    trajectory count as one. Tokens of `ratios.impossible_tokens` are counted by policy; metrics of the ratio skip them.
+    trajectory count as one. Tokens of `losses.impossible_tokens` are counted by policy; metrics of the ratio skip them.
 
     Examples:
         >>> from recjax import algorithms
@@ -148,7 +148,7 @@ def diagnose(
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
-    found = impossible(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    found = impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     for policy in ("policy", "behavior", "teacher"):
         if policy in found:
             scalars[f"impossible_tokens/{policy}"] = jnp.sum(found[policy], dtype=jnp.float32)

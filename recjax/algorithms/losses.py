@@ -13,13 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
-from recjax.algorithms.anchors import behavior_anchor
-from recjax.algorithms.consistency import pairwise_consistency_loss
+from recjax.algorithms.groups import first_rows, one_per_trajectory, trajectory_sums
 from recjax.algorithms.options import require
-from recjax.algorithms.ratios import bounded_exp, impossible_tokens, log_difference, per_token, sequence_sum
+from recjax.algorithms.ratios import (
+    behavior_anchor,
+    bounded_exp,
+    log_difference,
+    per_token,
+    sequence_sum,
+)
 from recjax.algorithms.reading import call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
-from recjax.algorithms.trajectories import first_rows, one_per_trajectory, trajectory_sums
 
 
 class Scored(NamedTuple):
@@ -70,14 +74,63 @@ class TokenTerms(NamedTuple):
     coefficients: Float[Array, "batch time"]
 
 
-def impossible(
+class TokenValues(NamedTuple):
+    """Values of a micro-batch that the functions of the axes read by name, masked; `reading` describes each.
+
+    A value is None if it is unknown or not computed yet.
+    """
+
+    logprobs: Float[Array, "batch time"]
+    behavior_logprobs: Float[Array, "batch time"]
+    completion_mask: Bool[Array, "batch time"]
+    foreign: Bool[Array, " batch"] | None
+    trajectories: Int[Array, " batch"] | None
+    proximal_logprobs: Float[Array, "batch time"] | None = None
+    teacher_logprobs: Float[Array, "batch time"] | None = None
+    reference_logprobs: Float[Array, "batch time"] | None = None
+    entropy: Float[Array, "batch time"] | None = None
+    advantages: Float[Array, "batch #time"] | None = None
+    anchor_logprobs: Float[Array, "batch time"] | None = None
+    log_ratio: Float[Array, "batch time"] | None = None
+    ratio: Float[Array, "batch time"] | None = None
+    per_token: Float[Array, "batch time"] | None = None
+
+
+class BatchValues(NamedTuple):
+    """Values of a whole batch that the functions of the axes read by name; `reading` describes each.
+
+    A value is None if it is unknown or not computed yet.
+    """
+
+    rewards: Float[Array, " batch"]
+    group_ids: Int[Array, " batch"]
+    key: PRNGKeyArray
+    kept: Bool[Array, " batch"]
+    completion_mask: Bool[Array, "batch time"] | None
+    lengths: Int[Array, " batch"] | None
+    foreign: Bool[Array, " batch"] | None
+    reward_parts: Mapping[str, Float[Array, " batch"]] | None
+    part_weights: Mapping[str, Float[Array, " batch"]] | None
+    trajectories: Int[Array, " batch"] | None
+    turn_rewards: Float[Array, "batch turns"] | None
+    token_turns: Int[Array, "batch time"] | None
+    scored_logprobs: Float[Array, "batch time"] | None = None
+    scored_entropy: Float[Array, "batch time"] | None = None
+    scored_log_ratio: Float[Array, "batch time"] | None = None
+    advantages: Float[Array, "batch *rest"] | None = None
+
+
+def impossible_tokens(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Bool[Array, "batch time"]]:
-    """Applies `impossible_tokens` to kept rows, for each policy that the algorithm reads.
+    """For each policy that the algorithm reads, True at tokens of kept rows with probability 0 (log-prob −inf).
+
+    Such a token has no finite ratio or loss. The losses treat it as a token that the policy did not choose, in values,
+    gradients and counts. NaN is not −inf and stays NaN in the loss.
 
     Takes the arguments of `token_loss`.
 
@@ -86,31 +139,51 @@ def impossible(
         >>> algorithm = algorithms.build("reinforce", {})
         >>> mask = jnp.array([[True, True], [True, True]])
         >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
-        >>> print(impossible(algorithm, jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]]), None, rows, mask)["policy"])
+        >>> logprobs = jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]])
+        >>> print(impossible_tokens(algorithm, logprobs, None, rows, mask)["policy"])
         [[False  True]
          [False False]]
     """
     read = {"policy": logprobs, "proximal": rows.proximal_logprobs, "teacher": rows.teacher_logprobs}
     read["behavior"] = behavior_logprobs if algorithm.needs_behavior_logprobs else None
-    return impossible_tokens(read, completion_mask & rows.kept[:, None])
-
-
-def _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask):
-    """`completion_mask` in kept rows, without impossible tokens."""
     mask = completion_mask & rows.kept[:, None]
-    for tokens in impossible(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
-        mask &= ~tokens
-    return mask
+    return {name: mask & jnp.isneginf(values) for name, values in read.items() if values is not None}
 
 
-def _behavior(algorithm: Algorithm, logprobs, behavior_logprobs):
+def _tokens(
+    algorithm: Algorithm,
+    logprobs,
+    behavior_logprobs,
+    rows: RowTerms,
+    completion_mask,
+    reference_logprobs=None,
+    entropy=None,
+) -> TokenValues:
+    """The tokens that count: in kept rows, not impossible. All values are constants but `logprobs` and `entropy`."""
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
             "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose an"
             " algorithm without clip, importance weights and squared log-ratio, with the objective policy_gradient"
         )
-    # An algorithm that does not need μ never reads this stand-in.
-    return jax.lax.stop_gradient(logprobs if behavior_logprobs is None else behavior_logprobs)
+    mask = completion_mask & rows.kept[:, None]
+    for impossible in impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
+        mask &= ~impossible
+
+    def constant(x):
+        return None if x is None else jax.lax.stop_gradient(jnp.where(mask, x, 0.0))
+
+    return TokenValues(
+        jnp.where(mask, logprobs, 0.0),
+        # An algorithm that does not need μ never reads this stand-in.
+        constant(logprobs if behavior_logprobs is None else behavior_logprobs),
+        mask,
+        rows.foreign,
+        rows.trajectories,
+        constant(rows.proximal_logprobs),
+        constant(rows.teacher_logprobs),
+        constant(reference_logprobs),
+        entropy,
+    )
 
 
 def row_terms(
@@ -161,55 +234,65 @@ def row_terms(
         [ 0.5 -0.5] [1. 1.] [ True  True]
     """
     # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows.
-    first = None if trajectories is None else first_rows(trajectories, row_mask)
-    values = {"rewards": rewards, "group_ids": group_ids, "key": key, "foreign": foreign}
-    values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
-    values |= {"trajectories": trajectories, "turn_rewards": turn_rewards, "token_turns": token_turns}
+    first, lengths = None if trajectories is None else first_rows(trajectories, row_mask), None
     if completion_mask is not None:
         lengths = jnp.sum(completion_mask, axis=-1)
-        values["lengths"] = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
-    values["kept"] = kept = first.is_first if first else row_mask
+        lengths = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
+    batch = BatchValues(
+        rewards,
+        group_ids,
+        key,
+        kept=first.is_first if first else row_mask,
+        completion_mask=completion_mask,
+        lengths=lengths,
+        foreign=foreign,
+        reward_parts=reward_parts,
+        part_weights=part_weights,
+        trajectories=trajectories,
+        turn_rewards=turn_rewards,
+        token_turns=token_turns,
+    )
     if algorithm.selection is not None:
-        values["kept"] = kept = call(algorithm.selection, values)
-    kept = row_mask & first.shared(kept) if first else kept
+        batch = batch._replace(kept=call(algorithm.selection, batch))
+    kept = row_mask & first.shared(batch.kept) if first else batch.kept
     if completion_mask is not None:
-        values["completion_mask"] = completion_mask & kept[:, None]
+        batch = batch._replace(completion_mask=completion_mask & kept[:, None])
     if scored is not None:
         mask = completion_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
         if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
             mask &= ~jnp.isneginf(scored.behavior_logprobs)
-        values |= {"completion_mask": mask, "scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
-        values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
+        of_policy, entropy = jnp.where(mask, scored.logprobs, 0.0), jnp.where(mask, scored.entropy, 0.0)
+        batch = batch._replace(completion_mask=mask, scored_logprobs=of_policy, scored_entropy=entropy)
         if scored.behavior_logprobs is not None:
-            values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
-    values["advantages"] = advantages = call(algorithm.advantage, values)
+            log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
+            batch = batch._replace(scored_log_ratio=log_ratio)
+    advantages = call(algorithm.advantage, batch)
+    batch = batch._replace(advantages=advantages)
     if first and advantages.ndim == 2:
         remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
-        values["kept"] = kept
-    weights = call(algorithm.row_weight, values) if algorithm.row_weight else values["kept"].astype(advantages.dtype)
+        batch = batch._replace(kept=kept)
+    weights = call(algorithm.row_weight, batch) if algorithm.row_weight else batch.kept.astype(advantages.dtype)
     if first:
         advantages, weights = (
             x if x.ndim == 2 else jnp.where(kept, first.shared(x), 0.0) for x in (advantages, weights)
         )
-        values |= {"advantages": advantages, "kept": kept}
-    masks = [call(function, values) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
-    return jax.lax.stop_gradient(
-        RowTerms(
-            advantages,
-            weights,
-            kept,
-            jnp.where(kept, rewards, 0.0),
-            group_ids,
-            foreign,
-            mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-            proximal_logprobs=jnp.where(completion_mask & kept[:, None], scored.logprobs, 0.0)
-            if scored is not None
-            else None,
-            teacher_logprobs=teacher_logprobs,
-            trajectories=trajectories,
-        )
+        batch = batch._replace(advantages=advantages, kept=kept)
+    masks = [call(function, batch) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
+    proximal = None if scored is None else jnp.where(completion_mask & kept[:, None], scored.logprobs, 0.0)
+    rows = RowTerms(
+        advantages,
+        weights,
+        kept,
+        jnp.where(kept, rewards, 0.0),
+        group_ids,
+        foreign,
+        mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
+        proximal_logprobs=proximal,
+        teacher_logprobs=teacher_logprobs,
+        trajectories=trajectories,
     )
+    return jax.lax.stop_gradient(rows)
 
 
 def token_terms(
@@ -236,35 +319,30 @@ def token_terms(
         [[ 0.5  0.5]
          [-0.5 -0.5]]
     """
-    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
-    behavior_logprobs = jnp.where(mask, _behavior(algorithm, logprobs, behavior_logprobs), 0.0)
-    values = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs, "completion_mask": mask}
-    values |= {"foreign": rows.foreign, "advantages": per_token(rows.advantages), "trajectories": rows.trajectories}
-    if rows.proximal_logprobs is not None:
-        values["proximal_logprobs"] = jnp.where(mask, rows.proximal_logprobs, 0.0)
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
+    mask, behavior_logprobs = tokens.completion_mask, tokens.behavior_logprobs
     if algorithm.distillation is not None:
-        teacher = None if rows.teacher_logprobs is None else jnp.where(mask, rows.teacher_logprobs, 0.0)
-        values["advantages"] += call(algorithm.distillation, values | {"teacher_logprobs": teacher})
-    anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behavior_logprobs
-    values |= {"anchor_logprobs": anchor, "log_ratio": log_difference(logprobs, anchor, mask)}
-    values["ratio"] = ratio = bounded_exp(call(algorithm.ratio, values))
+        tokens = tokens._replace(advantages=tokens.advantages + call(algorithm.distillation, tokens))
+    anchor = call(algorithm.anchor, tokens) if algorithm.reads_ratio else behavior_logprobs
+    tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(tokens.logprobs, anchor, mask))
+    tokens = tokens._replace(ratio=bounded_exp(call(algorithm.ratio, tokens)))
     weights = per_token(rows.weights)
     if algorithm.token_weight is not None:
-        weights *= call(algorithm.token_weight, values)
-    weights *= values["advantages"]
+        weights *= call(algorithm.token_weight, tokens)
+    weights *= tokens.advantages
     mismatch = log_difference(anchor, behavior_logprobs, mask)
-    of_anchor = values | {"log_ratio": mismatch, "ratio": bounded_exp(mismatch)}
+    of_anchor = tokens._replace(log_ratio=mismatch, ratio=bounded_exp(mismatch))
     if algorithm.correction is not None:
         weights *= call(algorithm.correction, of_anchor)
     # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
-    of_anchor["ratio"] = bounded_exp(call(algorithm.ratio, of_anchor))
-    masked_by = values if algorithm.anchor is behavior_anchor else of_anchor
+    of_anchor = of_anchor._replace(ratio=bounded_exp(call(algorithm.ratio, of_anchor)))
+    masked_by = tokens if algorithm.anchor is behavior_anchor else of_anchor
     clip = mask if rows.mask is None else rows.mask
-    for function, read in ((algorithm.clip, values), (algorithm.mask, masked_by)):
+    for function, read in ((algorithm.clip, tokens), (algorithm.mask, masked_by)):
         if function is not None and not is_of_whole_batch(function):
             clip = clip & call(function, read)
-    terms = TokenTerms(ratio, values["advantages"], clip, jnp.where(mask & clip, weights, 0.0))
+    terms = TokenTerms(tokens.ratio, tokens.advantages, clip, jnp.where(mask & clip, weights, 0.0))
     return jax.lax.stop_gradient(terms)
 
 
@@ -305,97 +383,15 @@ def token_loss(
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
-    logprobs = jnp.where(mask, logprobs, 0.0)
-    behavior_logprobs = _behavior(algorithm, logprobs, behavior_logprobs)
-    values = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs, "completion_mask": mask}
-    values |= {"foreign": rows.foreign, "trajectories": rows.trajectories}
-    terms = -coefficients * logprobs
-    if algorithm.regularizer is not None:
-        terms += call(algorithm.regularizer, values)
-    if algorithm.needs_reference:
-        if reference_logprobs is None:
-            raise ValueError(
-                "reference_logprobs = None: the coefficient of reference_kl or unbiased_reference_kl is not 0; pass"
-                " them, or set the coefficient to 0"
-            )
-        values["reference_logprobs"] = jax.lax.stop_gradient(reference_logprobs)
-        for penalty in filter(None, (algorithm.reference_kl, algorithm.unbiased_reference_kl)):
-            terms += call(penalty, values)
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)
+    terms = -coefficients * tokens.logprobs
+    for added in (algorithm.regularizer, algorithm.reference_kl, algorithm.unbiased_reference_kl):
+        if added is not None:
+            terms += call(added, tokens)
     if algorithm.entropy is not None:
-        if entropy is None:
-            raise ValueError("entropy = None: entropy.coefficient is not 0; pass it, or set the coefficient to 0")
-        terms -= algorithm.entropy(entropy, mask)
-    return jnp.where(mask, terms, 0.0)
-
-
-def policy_gradient(
-    algorithm: Algorithm,
-    logprobs: Float[Array, "batch time"],
-    behavior_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-    reference_logprobs: Float[Array, "batch time"] | None,
-    entropy: Float[Array, "batch time"] | None,
-) -> SumAndCount:
-    """Policy gradient: reduces `token_loss` to (sum, count); rows not kept add to neither.
-
-    Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
-        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
-        >>> total, count = policy_gradient(algorithm, logprobs, None, rows, mask, None, None)
-        >>> print(total, count)
-        -1.0 4.0
-    """
-    of_tokens = token_loss(
-        algorithm,
-        logprobs,
-        behavior_logprobs,
-        rows,
-        completion_mask,
-        reference_logprobs=reference_logprobs,
-        entropy=entropy,
-    )
-    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    values = {"per_token": of_tokens, "completion_mask": mask, "trajectories": rows.trajectories}
-    return call(algorithm.reduction, values)
-
-
-def pairwise_consistency(
-    algorithm: Algorithm,
-    logprobs: Float[Array, "batch time"],
-    behavior_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-    reference_logprobs: Float[Array, "batch time"] | None,
-    entropy: Float[Array, "batch time"] | None,
-    *,
-    tau: float = 1.0,
-) -> SumAndCount:
-    """`pairwise_consistency_loss` with the behavior policy as anchor; a micro-batch must hold whole groups.
-
-    It reads only the algorithm's selection and row weights.
-
-    Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("pairwise_consistency", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
-        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
-        >>> total, groups = pairwise_consistency(algorithm, logprobs, logprobs, rows, mask, None, None)
-        >>> print(total, groups)
-        0.25 1.0
-    """
-    del reference_logprobs, entropy
-    behavior_logprobs = _behavior(algorithm, logprobs, behavior_logprobs)
-    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    policy, anchor = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in (logprobs, behavior_logprobs))
-    kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
-    return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
+        terms -= call(algorithm.entropy, tokens)
+    return jnp.where(tokens.completion_mask, terms, 0.0)
 
 
 def loss(
@@ -429,5 +425,13 @@ def loss(
         >>> print(total, count, total / count)
         -1.0 4.0 -0.25
     """
-    objective = algorithm.objective or policy_gradient
-    return objective(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)
+    if algorithm.objective is None:
+        added = {"reference_logprobs": reference_logprobs, "entropy": entropy}
+        of_tokens = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
+        tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+        return call(algorithm.reduction, tokens._replace(per_token=of_tokens))
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    mask, both = tokens.completion_mask, (tokens.logprobs, tokens.behavior_logprobs)
+    policy, behavior = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in both)
+    kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
+    return algorithm.objective(policy, behavior, rows.rewards, rows.weights, rows.group_ids, kept)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import RATIO, Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES, WEIGHTS, function_of
-from recjax.algorithms.catalog import PAPER
-from recjax.algorithms.field import FIELD
+from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.options import did_you_mean, require, resolved_options
 from recjax.algorithms.reading import base, is_of_whole_batch, names_read
 
@@ -141,7 +140,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
     for axis, block in resolve(preset, overrides).items():
         options = {option: value for option, value in block.items() if option != "name"}
         function = function_of(axis, block["name"]) if axis in AXES else ADDED_TERMS[axis]
-        if function in (None, losses.policy_gradient) or (axis in ADDED_TERMS and not options["coefficient"]):
+        if function is None or (axis in ADDED_TERMS and not options["coefficient"]):
             continue
         field = axis
         if axis == "weight":

@@ -1,15 +1,16 @@
 """Ratios of the trained policy to an anchor, for tokens and for completions.
 
-The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read.
+The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read. The
+functions of the axis `anchor` return the policy in the denominator. The behavior policy μ sampled the tokens. The
+proximal policy is the policy before the update. With several updates of a batch, the trust region is around the
+proximal policy, and a separate weight corrects for μ.
 """
-
-from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.algorithms.groups import trajectory_sums
 from recjax.algorithms.options import require
-from recjax.algorithms.trajectories import trajectory_sums
 
 # e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
@@ -41,26 +42,6 @@ def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
         [1.000000e+00 4.851652e+08]
     """
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def impossible_tokens(
-    logprobs: Mapping[str, Float[Array, "batch time"] | None], completion_mask: Bool[Array, "batch time"]
-) -> dict[str, Bool[Array, "batch time"]]:
-    """For each policy, True at tokens of probability 0 (log-prob −inf).
-
-    Such a token has no finite ratio or loss. The losses treat it as a token that the policy did not choose, in values,
-    gradients and counts. NaN is not −inf and stays NaN in the loss.
-
-    Args:
-        logprobs: log-probs by policy; None for policies that the algorithm does not read.
-        completion_mask: mask of the tokens that count.
-
-    Examples:
-        >>> mask = jnp.array([[True, True, False]])
-        >>> print(impossible_tokens({"policy": jnp.array([[-1.0, -jnp.inf, -jnp.inf]])}, mask)["policy"])
-        [[False  True False]]
-    """
-    return {name: completion_mask & jnp.isneginf(values) for name, values in logprobs.items() if values is not None}
 
 
 def sequence_sum(
@@ -181,3 +162,49 @@ def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"
         (2, 1)
     """
     return values[:, None] if values.ndim == 1 else values
+
+
+def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The behavior policy: log μ.
+
+    Examples:
+        >>> print(behavior_anchor(jnp.array([[-1.0, -2.0]])))
+        [[-1. -2.]]
+    """
+    return behavior_logprobs
+
+
+def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The policy before the update: log π_prox.
+
+    recjax makes one update of each batch, so the ratio to this anchor is 1. In a loop with several updates of a batch,
+    pass your own log-probs.
+
+    Reference: arXiv 2110.00641 (PPO with a decoupled objective); arXiv 2505.24298 (AReaL).
+
+    Examples:
+        >>> print(proximal_anchor(jnp.array([[-1.0, -2.0]])))
+        [[-1. -2.]]
+    """
+    return proximal_logprobs
+
+
+def interpolated_anchor(
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: float = 0.5
+) -> Float[Array, "batch time"]:
+    """Interpolates the log-probs of policy and behavior policy: α log μ + (1 − α) log π.  Needs no scoring pass.
+
+    Args:
+        logprobs: log π of each token.
+        behavior_logprobs: log μ of each token.
+        share: share α of the behavior policy, from 0 to 1.
+    Raises:
+        ValueError: share is out of range.
+    Reference: arXiv 2512.06547 (A-3PO), whose α follows from each token's staleness.
+
+    Examples:
+        >>> print(interpolated_anchor(jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -2.0]]), share=0.5))
+        [[-1.5 -2. ]]
+    """
+    require(0 <= share <= 1, "share", share, "must be from 0 to 1")
+    return share * behavior_logprobs + (1 - share) * logprobs

@@ -5,7 +5,7 @@ A function that names a value of WHOLE_BATCH is evaluated once, on the whole bat
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from recjax.algorithms.options import did_you_mean
@@ -82,24 +82,31 @@ def is_of_whole_batch(function: Callable | None) -> bool:
     return any(name in WHOLE_BATCH for name in names_read(function))
 
 
-def call(function: Callable, values: Mapping[str, Any]) -> Any:
-    """Calls a function with the values that its positional parameters name.
+def call(function: Callable, values: object) -> Any:
+    """Calls a function with those attributes of `values` that its positional parameters name.
 
     Raises:
         ValueError: a value that the function reads is missing or None.
 
     Examples:
+        >>> from typing import NamedTuple
+        >>> class Values(NamedTuple):
+        ...     ratio: float
+        ...
         >>> def doubled(ratio): return 2 * ratio
         ...
-        >>> call(doubled, {"ratio": 1.5, "advantages": None})
+        >>> call(doubled, Values(1.5))
         3.0
     """
-    for name in names_read(function):
+    read = {name: getattr(values, name, None) for name in names_read(function)}
+    for name, value in read.items():
+        parameters = inspect.signature(base(function)).parameters
         # A parameter with the default None may be None.
-        if values.get(name) is None and inspect.signature(base(function)).parameters[name].default is not None:
+        if value is None and parameters[name].default is not None:
             title = getattr(base(function), "__name__", repr(function))
-            raise ValueError(f"{name} = None: {title} reads it; pass it, or choose another function for this axis")
-    return function(*(values.get(name) for name in names_read(function)))
+            off = "set its coefficient to 0" if "coefficient" in parameters else "choose another function for this axis"
+            raise ValueError(f"{name} = None: {title} reads it; pass it, or {off}")
+    return function(*read.values())
 
 
 def check_names(place: str, name: str, function: Callable, known: Iterable[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.algorithms.groups import trajectory_sums
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference, sequence_sum
-from recjax.algorithms.trajectories import trajectory_sums
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

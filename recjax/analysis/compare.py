@@ -1,10 +1,11 @@
-"""Summaries of runs in one number, and differences between two kinds of runs."""
+"""Summaries of runs in one number, with bootstrap intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from pandas.api.typing import SeriesGroupBy
 from scipy.stats import bootstrap
 
 from recjax.analysis.collect import axes_of
@@ -12,24 +13,14 @@ from recjax.analysis.collect import axes_of
 ACCURACY = "evaluation/accuracy"
 
 
-def _evaluations(table: pd.DataFrame, metric: str):
+def evaluations_of(table: pd.DataFrame, metric: str = ACCURACY) -> SeriesGroupBy:
     """Values of an evaluated metric in the order of steps, grouped by run."""
     return table.dropna(subset=[metric]).sort_values("step", kind="stable").groupby(axes_of(table), sort=False)[metric]
 
 
 def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Series:
     """The mean of each run's `last` evaluations after step 0, by its settings."""
-    return _evaluations(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
-
-
-def mean_over_steps(table: pd.DataFrame) -> pd.Series:
-    """The mean of each run's evaluations after step 0, by its settings; higher for runs that learn sooner."""
-    return _evaluations(table[table["step"] > 0], ACCURACY).mean()
-
-
-def fallen(table: pd.DataFrame) -> pd.Series:
-    """The drop from each run's best evaluation to its last, by its settings; 0 for a run that ends at its best."""
-    return _evaluations(table, ACCURACY).max() - final(table, last=1)
+    return evaluations_of(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
 class Estimate(NamedTuple):
@@ -64,19 +55,3 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
     found = bootstrap((values,), statistic, method="percentile", **options).confidence_interval
     return float(found.low), float(found.high)
-
-
-def paired_difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
-    """`first` minus `second` on one axis, paired by all other settings.
-
-    Args:
-        values: one number a run, by its settings.
-        axis: the setting in which the two differ.
-        where: the pairs' settings, as values by axis.
-    Raises:
-        ValueError: fewer than two pairs.
-    """
-    for name, allowed in where.items():
-        values = values[values.index.get_level_values(name).isin(allowed)]
-    by_kind = values.unstack(axis).reindex(columns=[first, second])
-    return estimate((by_kind[first] - by_kind[second]).dropna().to_numpy())

@@ -1,17 +1,20 @@
 """The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from recjax.algorithms.options import require
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
+    Bool,
     ConfigBlock,
     Float,
     Int,
+    Refusal,
     checked,
     has_password,
     key,
+    value_of,
 )
 from recjax.models.sampling import Sampling
 
@@ -37,6 +40,8 @@ class RolloutConfig(ConfigBlock):
         None,
         "Limit of an agent's whole conversation in tokens; a followed store's longer rows are skipped",
         needs="task.agent or experience.follow",
+        required="task.agent or experience.follow",
+        must="be above rollout.max_completion_tokens",
         ge=2,
     )
     slots: Int | None = key(None, "Completions decoded at the same time; null: as many as memory holds", ge=1)
@@ -60,12 +65,12 @@ class MixConfig(ConfigBlock):
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
-    def check(self, rollout: RolloutConfig) -> None:
-        """Refuses a share that is no whole number of rows or groups."""
-        in_group = self.of == "group"
-        count = rollout.group_size if in_group else rollout.prompts_per_step
-        remedy = f"must be a whole number out of rollout.{'group_size' if in_group else 'prompts_per_step'} = {count}"
-        require(abs(self.share * count - round(self.share * count)) < 1e-6, "experience.mix.share", self.share, remedy)
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A share that is no whole number of rows or groups."""
+        size = "group_size" if self.of == "group" else "prompts_per_step"
+        rows = self.share * (count := getattr(config.rollout, size))
+        problem = f"must be a whole number out of rollout.{size} = {count}"
+        yield abs(rows - round(rows)) >= 1e-6, "experience.mix.share", problem
 
 
 # A round samples a batch if one is due, and trains one step if enough groups have all their rewards. After the first
@@ -76,7 +81,7 @@ class LateConfig(ConfigBlock):
     """Rewards that arrive after their completions; recjax samples a delay for every completion, uniformly."""
 
     shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
-    longest: Int = key(0, "Longest delay, in rounds", ge=0)
+    longest: Int = key(0, "Longest delay, in rounds", must="be at least experience.late.shortest", ge=0)
     deadline: Int | None = key(
         None, "Rounds after which recjax trains on a group without its missing rewards; null: the group waits", ge=1
     )
@@ -88,17 +93,24 @@ class ReplayConfig(ConfigBlock):
     draw_every: Int = key(1, "The policy samples a batch every Nth round", excludes="experience.follow", ge=1)
     capacity: Int = key(512, "Groups that the buffer holds; a new group replaces the oldest", ge=1)
     max_staleness: Int | None = key(None, "Limit of a group's staleness, in optimizer steps; null: no limit", ge=0)
-    max_reuse: Int = key(4, "Number of times that recjax trains on a group, at most", ge=1)
+    max_reuse: Int = key(
+        4,
+        "Number of times that recjax trains on a group, at most",
+        must="be at least experience.replay.draw_every",
+        ge=1,
+    )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
-    keep_no_signal: bool = key(False, "Keep groups whose rewards are all equal")
+    keep_no_signal: Bool = key(False, "Keep groups whose rewards are all equal")
 
-    def check(self, sampled: int) -> None:
-        """Refuses a buffer that cannot give a batch its `sampled` groups, or gives them too seldom."""
-        remedy = f"must hold the {sampled} groups of a batch that come from it"
-        require(self.capacity >= sampled, "experience.replay.capacity", self.capacity, remedy)
-        remedy = f"must be at least experience.replay.draw_every = {self.draw_every}, or batches run out"
-        require(self.max_reuse >= self.draw_every, "experience.replay.max_reuse", self.max_reuse, remedy)
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A buffer that cannot give a batch its groups, and one of a store that does not grow."""
+        mix, sampled = config.experience.mix, config.rollout.prompts_per_step
+        sampled -= round(mix.share * sampled) if mix and mix.of == "batch" else 0
+        problem = f"must hold the {sampled} groups of a batch that come from it"
+        yield self.capacity < sampled, "experience.replay.capacity", problem
+        problem = "does not work with experience.store, except with experience.follow; remove one of them"
+        yield config.experience.store and not config.follows, "experience.replay", problem
 
 
 class RefillConfig(ConfigBlock):
@@ -122,22 +134,23 @@ class RegimeConfig(ConfigBlock):
         excludes="regime.offline or regime.mode = async or experience.store",
         ge=0,
     )
-    offline: bool = key(
+    offline: Bool = key(
         False,
         "Every batch comes from the initial policy; the sampler never gets new weights",
         excludes="regime.mode = async or experience.store",
     )
     mode: Literal["sync", "async"] = key(
-        "sync", "async: other processes sample during the updates, on Ray", excludes="experience.store or task.agent"
+        "sync", "async: other processes sample during the updates, on Ray", excludes="experience.store"
     )
     max_staleness: Int | None = key(
         None,
         "Limit of the experience's staleness, in optimizer steps",
         needs="regime.mode = async or experience.follow",
+        required=_ASYNC,
         ge=0,
     )
     generators: Int = key(1, "Processes that sample", needs=_ASYNC, ge=1)
-    swap_within: bool = key(
+    swap_within: Bool = key(
         False, "Generators take new weights in the middle of completions; false: only between batches", needs=_ASYNC
     )
     address: str | None = key(None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC)
@@ -145,17 +158,15 @@ class RegimeConfig(ConfigBlock):
         600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, ge=1
     )
 
-    def check(self, replay: ReplayConfig | None) -> None:
-        """Refuses an asynchronous run without a limit of staleness, and a limit that no batch could keep."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A limit of staleness that no batch could keep."""
         if self.mode == "sync":
             return
-        remedy = "is required with regime.mode = async: limit of the experience's staleness in optimizer steps, from 0"
-        require(self.max_staleness is not None, "regime.max_staleness", None, remedy)
         least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
-        if replay:
+        if replay := config.experience and config.experience.replay:
             least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
-        remedy = f"must be at least {least}, the staleness due to {why}"
-        require(self.max_staleness >= least, "regime.max_staleness", self.max_staleness, remedy)
+        problem = f"must be at least {least}, the staleness due to {why}"
+        yield self.max_staleness < least, "regime.max_staleness", problem
 
 
 def _no_group(text: str) -> str | None:
@@ -179,15 +190,15 @@ class ExperienceConfig(ConfigBlock):
         " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
         needs=f"{_STORE} or experience.mix",
     )
-    regrade: bool = key(
+    regrade: Bool = key(
         False,
         "Grade a store's completions with this run's reward, instead of their own rewards",
         needs=f"{_STORE} or experience.mix",
     )
-    record: bool = key(
+    record: Bool = key(
         False, "Keep the completions that the policy samples in experience.db in the run's folder", excludes=_STORE
     )
-    follow: bool = key(
+    follow: Bool = key(
         False, "Train on a store as it grows, on each group once, when all its rewards have arrived", needs=_STORE
     )
     group_by: checked(str, _no_group) = key(
@@ -203,30 +214,19 @@ class ExperienceConfig(ConfigBlock):
         gt=0,
     )
 
-    def check(self, rollout: RolloutConfig, regime: RegimeConfig, checkpoint_every: int) -> None:
-        """Refuses an empty block, and contradictions within its own blocks or with a followed store."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """An empty block, and settings that do not work with a followed store."""
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
-        sampled = rollout.prompts_per_step
-        if self.mix:
-            self.mix.check(rollout)
-            sampled -= round(self.mix.share * sampled) if self.mix.of == "batch" else 0
-        if late := self.late:
-            remedy = f"must be at least experience.late.shortest = {late.shortest}"
-            require(late.longest >= late.shortest, "experience.late.longest", late.longest, remedy)
-        if self.replay:
-            self.replay.check(sampled)
-            remedy = "does not work with experience.store, except with experience.follow; remove one of them"
-            require(self.follow or not self.store, "experience.replay", self.replay.model_dump(), remedy)
         if not self.follow:
             return
-        remedy = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
-        require(self.missing_logprobs != "initial", "experience.missing_logprobs", self.missing_logprobs, remedy)
-        limits = {"regime.max_staleness": regime.max_staleness}
-        limits |= {"experience.replay.max_staleness": self.replay.max_staleness} if self.replay else {}
-        for name, limit in limits.items():
-            remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that"
-            remedy += " follows the run samples with its checkpoints; raise it, or write checkpoints more often"
-            require(limit is None or limit >= checkpoint_every - 1, name, limit, remedy)
+        problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
+        yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
+        least = config.training.checkpoint_every - 1
+        problem = f"must be at least training.checkpoint_every - 1 = {least}, as a server that follows the run samples"
+        problem += " with its checkpoints; raise it, or write checkpoints more often"
+        for name in ("regime.max_staleness", "experience.replay.max_staleness"):
+            limit = value_of(config, name)
+            yield limit is not None and limit < least, name, problem

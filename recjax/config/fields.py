@@ -1,18 +1,20 @@
-"""The base class of all config blocks, the types of their values, and the messages about values they refuse."""
+"""The base class of all config blocks, the types and rules of their keys, and the messages about refused values."""
 
 import difflib
 import functools
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import pydantic
 from pydantic.fields import FieldInfo
 
-from recjax.algorithms.options import require
+from recjax.algorithms.options import did_you_mean
+from recjax.config.yaml_values import read_decimal
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
@@ -37,77 +39,117 @@ def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
     return Annotated[of, pydantic.AfterValidator(validate)]
 
 
-Int = checked(int, lambda value: None if abs(value) < 2**63 else "must be a 64-bit number")
+# Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
+_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+
+
+def _read_switch(value: Any) -> Any:
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Bool = Annotated[bool, pydantic.BeforeValidator(_read_switch)]
+Int = checked(
+    Annotated[int, pydantic.BeforeValidator(read_decimal)],
+    lambda value: None if abs(value) < 2**63 else "must be a 64-bit number",
+)
+Number = Annotated[float, pydantic.BeforeValidator(read_decimal)]
 Float = checked(
-    Annotated[float, pydantic.Field(allow_inf_nan=False)],
+    Annotated[Number, pydantic.Field(allow_inf_nan=False)],
     lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}",
 )
 # A user's own function or class.
 Place = checked(str, lambda value: None if ":" in value else "takes module:name")
 
-_BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
-_TYPES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
-    types.NoneType: "null",
+_BOUNDS = {"ge": ", {} or more", "gt": ", above {}", "le": ", at most {}", "lt": ", below {}"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
+_RELATIONS = {
+    "be below": operator.lt,
+    "be above": operator.gt,
+    "be at least": operator.ge,
+    "be at most": operator.le,
+    "divide": lambda value, other: other % value == 0,
+    "be an even multiple of": lambda value, other: value % (2 * other) == 0,
 }
-_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+
+
+# A flag that is true for a contradiction, the key to name with its value, and the problem with its remedy.
+Refusal = tuple[Any, str, str]
 
 
 class ConfigBlock(pydantic.BaseModel):
-    """A block of keys: frozen, with no other keys and no conversion between types."""
+    """A block of keys: frozen, with no other keys, with conversion only from texts to numbers and booleans."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
+    def __init__(self, /, **values: Any):
+        """Checks the values.
 
-def key(default: Any, description: str = "", *, needs: str = "", excludes: str = "", **bounds: Any) -> Any:
+        Raises:
+            ValueError: a line for each wrong value, with its key and a remedy.
+        """
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            raise ValueError("\n".join(problems(type(self), error, values))) from None
+
+    __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
+
+    def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:
+        """Contradictions within the block and with other blocks, beyond the rules of `key`."""
+        return ()
+
+
+def key(default: Any, description: str = "", **rules: Any) -> Any:
     """A key of a block.
 
     Args:
         default: the default, or a function that makes it.
-        needs: conditions of which one must hold if the key has another value than its default: `A or B`, each a key
-            that must be set, or `key = value`.
-        excludes: conditions of which none may hold then.
-        bounds: pydantic's constraints, such as `ge` and `lt`.
+        rules: pydantic's constraints, such as `ge` and `lt`, and relations to other keys. A condition is a key that is
+            set, or `key = value`; `A or B` are two conditions.
+            needs: conditions of which one must hold if the key has another value than its default.
+            excludes: conditions of which none may hold then.
+            required: conditions with which the key must be set.
+            must: relation to another key's value, if both are set, such as `be at most KEY`; see `_RELATIONS`.
     """
     default = {"default_factory": default} if callable(default) else {"default": default}
-    rules = {"needs": needs, "excludes": excludes}
-    return pydantic.Field(**default, description=description, json_schema_extra=rules, **bounds)
+    relations = {name: rules.pop(name, "") for name in ("needs", "excludes", "required", "must")}
+    return pydantic.Field(**default, description=description, json_schema_extra=relations, **rules)
 
 
-def default_of(field: FieldInfo) -> Any:
-    """A field's default."""
-    return field.default_factory() if field.default_factory else field.default
+def value_of(config: ConfigBlock, name: str) -> Any:
+    """The value of a dotted key; None if one of its blocks is off."""
+    return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
 
 
-def check_rules(config: ConfigBlock, keys: Mapping[str, FieldInfo]) -> None:
-    """Refuses keys that need another key which is not set, or exclude one that is set."""
-
-    def value_of(name: str) -> Any:
-        return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
+def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
+    """Contradictions between keys by the rules of `key`."""
 
     def holds(condition: str) -> bool:
         name, _, value = condition.partition(" = ")
-        return str(value_of(name)) == value if value else bool(value_of(name.removesuffix(" above 0")))
+        found = value_of(config, name.removesuffix(" above 0"))
+        return str(found) == value if value else bool(found)
 
-    for name, field in keys.items():
-        needs, excludes = field.json_schema_extra.values()
-        if not (needs or excludes):
+    def held(conditions: str) -> list[str]:
+        return [condition for condition in filter(None, conditions.split(" or ")) if holds(condition)]
+
+    for name, field in schema_keys(type(config)).items():
+        block, _, _ = name.rpartition(".")
+        if block and value_of(config, block) is None:
             continue
-        value = value_of(name)
-        if value == default_of(field) or (value is None and value_of(name.rpartition(".")[0]) is None):
-            continue
-        value = value.model_dump() if isinstance(value, ConfigBlock) else value
-        needed = [] if not needs else needs.split(" or ")
-        it = "one of them" if len(needed) > 1 else "it"
-        met = not needed or any(map(holds, needed))
-        require(met, name, value, f"applies only with {needs}; set {it}, or remove this key")
-        for condition in filter(None, excludes.split(" or ")):
-            require(not holds(condition), name, value, f"does not work with {condition}; remove one of them")
+        needs, excludes, required, must = field.json_schema_extra.values()
+        value = value_of(config, name)
+        for condition in held(required):
+            yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
+        if must and value is not None:
+            relation, _, other = must.rpartition(" ")
+            limit = value_of(config, other)
+            yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"
+        if value != field.get_default(call_default_factory=True):
+            it = "one of them" if " or " in needs else "it"
+            is_met = not needs or held(needs)
+            yield not is_met, name, f"applies only with {needs}; set {it}, or remove this key"
+            for condition in held(excludes):
+                yield True, name, f"does not work with {condition}; remove one of them"
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
@@ -123,68 +165,89 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
     return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
 
 
-def schema_keys(block: type[ConfigBlock], prefix: str = "") -> dict[str, FieldInfo]:
+@functools.cache
+def schema_keys(block: type[ConfigBlock]) -> dict[str, FieldInfo]:
     """Every dotted key of a block and its field, a nested block's keys after its own."""
     keys = {}
     for name, field in block.model_fields.items():
-        keys[prefix + name] = field
+        keys[name] = field
         if nested := block_of(field.annotation):
-            keys |= schema_keys(nested, f"{prefix}{name}.")
+            keys |= {f"{name}.{inner}": own for inner, own in schema_keys(nested).items()}
     return keys
 
 
-def takes(annotation: Any) -> str:
-    """The values that an annotation accepts, in words: "an integer or null", or its choices."""
-    is_list = typing.get_origin(annotation) is list
-    if choices := choices_of(annotation):
-        return ("a list of " if is_list else "") + ", ".join(choices)
-    if len(parts := type_parts(annotation)) > 1:
-        return " or ".join(map(takes, parts))
-    if is_list:
-        return f"a list of {_PLURALS[plain_type(typing.get_args(annotation)[0])]}"
-    return _TYPES.get(plain_type(annotation), "a mapping")  # a block
+def takes(field: FieldInfo) -> str:
+    """The values that a key accepts, in words: "an integer, 1 or more, or null", or its choices."""
+    limits = [
+        form.format(f"{limit:g}" if isinstance(limit, float) else limit)
+        for each in field.metadata
+        for bound, form in _BOUNDS.items()
+        if (limit := getattr(each, bound, None)) not in (None, math.inf)
+    ]
+    return _takes(field.annotation, "".join(limits))
 
 
-def type_parts(annotation: Any) -> tuple:
-    """The types of a union, or the one type."""
-    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    return typing.get_args(annotation) if is_union else (annotation,)
+def _takes(annotation: Any, limits: str = "") -> str:
+    kind, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    if kind is Annotated:
+        return _takes(arguments[0], limits)
+    if kind in (types.UnionType, typing.Union):
+        return (", or " if limits else " or ").join(_takes(argument, limits) for argument in arguments)
+    if kind is list:
+        inner = _takes(arguments[0])
+        return f"some of {inner}" if choices_of(annotation) else f"a list of {inner.split()[-1]}s"
+    if kind is typing.Literal:
+        return ", ".join(arguments)
+    return _WORDS.get(kind, "a mapping") + (limits if kind in (int, float) else "")
 
 
-def plain_type(annotation: Any) -> Any:
-    """The type behind `Annotated[type, …]`, or the origin of `dict[…]`, `list[…]` and `Literal[…]`."""
-    annotation = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
-    return typing.get_origin(annotation) or annotation
-
-
-def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any], within: bool) -> str:
-    """The message about a value that a key does not take: key, value, and the values that it takes.
+def problems(
+    block: type[ConfigBlock],
+    error: pydantic.ValidationError,
+    values: Mapping[str, Any],
+    sources: Mapping[str, str] = types.MappingProxyType({}),
+    file: str = "",
+) -> Iterator[str]:
+    """One line for each wrong value: its source, the key, the value, the problem and the remedy.
 
     Args:
-        error: one of pydantic's, of the key or of a part of its value.
-        within: `value` is one of the values in the key's mapping.
+        values: values of the block, by key.
+        sources: file or override that set a key, by dotted key.
+        file: source of keys that are missing.
     """
-    annotation = typing.get_args(field.annotation)[-1] if within else field.annotation
-    kind, choices = error["type"], choices_of(annotation)
-    if kind == "value_error":
-        problem = str(error["ctx"]["error"])
-    elif kind.startswith(("greater_than", "less_than", "finite_number")):
-        bounds = {bound: getattr(each, bound) for each in field.metadata for bound in _BOUNDS if hasattr(each, bound)}
-        said = ", ".join(
-            _BOUNDS[bound].format(f"{limit:g}" if isinstance(limit, float) else limit)
-            for bound, limit in bounds.items()
-        )
-        finite = "finite" * (kind == "finite_number" or isinstance(value, float) and not math.isfinite(value))
-        problem = f"must be {', '.join(filter(None, [finite, said]))}"
-    elif choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        some = "some of " if typing.get_origin(annotation) is list else ""
-        problem = f"takes {some}{', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
-    else:
-        quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
-        digits = ", in decimal digits" * kind.startswith(("int", "float"))
-        problem = f"takes {takes(annotation)}{digits}{quotes}"
-    return f"{name} = {value!r:.300}: {problem}"
+    keys, named = schema_keys(block), set()
+    for each in error.errors():
+        path, kind = [str(part) for part in each["loc"]], each["type"]
+        names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
+        source = next((f"{sources[name]}: " for name in names if name in sources), "")
+        name = next((name for name in names if name in keys), "")
+        if kind == "extra_forbidden":
+            near = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.5)
+            near = near or [known for known in keys if known.split(".")[-1] == path[-1]]
+            here = block_of(keys[name].annotation) if name else block
+            hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(here.model_fields)}"
+            yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"
+        elif kind == "missing":
+            yield f"{file}{name} has no value; set it in the file or as {name}=…"
+        elif not name:  # a contradiction between keys, which its message names
+            yield str(each["ctx"]["error"])
+        elif name not in named:  # once for a list with several wrong values
+            named.add(name)
+            value = values
+            for part in name.split("."):
+                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            is_inner = isinstance(value, Mapping) and names[0] != name
+            accepted = takes(keys[name])
+            if is_inner:  # a value in a key's mapping, or a name in it
+                inner = typing.get_args(keys[name].annotation)[-1]
+                name, value = names[0], each["input"]
+                accepted = "names that are texts" if path[-1] == "[key]" else _takes(inner)
+            finite = ", finite" * (isinstance(value, float) and not math.isfinite(value))
+            digits = ", in decimal digits" * kind.startswith(("int", "float"))
+            quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
+            choices = choices_of(keys[name].annotation) if name in keys else ()
+            problem = f"takes {accepted}{finite}{digits}{quotes}{did_you_mean(value, choices)}"
+            yield f"{source}{name} = {value!r:.300}: {each['ctx']['error'] if kind == 'value_error' else problem}"
 
 
 def without_password(text: str) -> str:

@@ -5,9 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pydantic.fields import FieldInfo
-
-from recjax.config.fields import ConfigBlock, block_of, default_of, takes
+from recjax.config.fields import ConfigBlock, block_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -21,41 +19,34 @@ class Key(NamedTuple):
     meaning: str
 
 
-class Section(NamedTuple):
-    """A block of keys and its meaning; `name` is "" for the keys of the whole run."""
-
-    name: str
-    meaning: str
-    keys: list[Key]
-
-
-def sections(of: type[ConfigBlock] = Config, name: str = "", rules: str = "") -> Iterator[Section]:
-    """The block, then the blocks inside it, in the schema's order."""
-    fields = of.model_fields
-    keys = []
-    for key, field in fields.items():
-        if not block_of(field.annotation):
-            default = "–" if field.is_required() else write_yaml(default_of(field), flow=True)
-            meaning = f"{field.description.rstrip('.')}.{_rules(field)}"
-            keys.append(Key(f"{name}{key}", default, takes(field.annotation), meaning))
+def sections(
+    block: type[ConfigBlock] = Config, name: str = "", rules: str = ""
+) -> Iterator[tuple[str, str, list[Key]]]:
+    """Name ("" for the whole run), meaning and keys of a block, then of the blocks inside it, in the schema's order."""
+    keys, nested = [], []
+    for key, field in block.model_fields.items():
+        needs, excludes, required, must = field.json_schema_extra.values()
+        words = [needs and f" Only with {needs}.", required not in ("", needs) and f" Required with {required}."]
+        words += [excludes and f" Not with {excludes}.", must and f" Must {must}."]
+        related = "".join(filter(None, words))
+        if inner := block_of(field.annotation):
+            nested.append((inner, f"{name}{key}.", related))
+        else:
+            default = field.get_default(call_default_factory=True)
+            default = "–" if field.is_required() else write_yaml(default, flow=True)
+            keys.append(Key(f"{name}{key}", default, takes(field), f"{field.description.rstrip('.')}.{related}"))
     if keys:
-        yield Section(name.rstrip("."), inspect.getdoc(of).split("\n\n")[0].replace("\n", " ") + rules, keys)
-    for key, field in fields.items():
-        if nested := block_of(field.annotation):
-            yield from sections(nested, f"{name}{key}.", _rules(field))
-
-
-def _rules(field: FieldInfo) -> str:
-    needs, excludes = field.json_schema_extra.values()
-    return f" Only with {needs}." * bool(needs) + f" Not with {excludes}." * bool(excludes)
+        yield name.rstrip("."), inspect.getdoc(block).split("\n\n")[0].replace("\n", " ") + rules, keys
+    for inner in nested:
+        yield from sections(*inner)
 
 
 def help_text() -> str:
     """For a terminal."""
     lines = []
-    for section in sections():
-        lines += ["", f"{section.name}: {section.meaning}" if section.name else section.meaning]
-        for key in section.keys:
+    for name, meaning, keys in sections():
+        lines += ["", f"{name}: {meaning}" if name else meaning]
+        for key in keys:
             indent = {"initial_indent": "      ", "subsequent_indent": "      "}
             lines += [f"  {key.name} = {key.default}  ({key.takes})", *textwrap.wrap(key.meaning, 110, **indent)]
     return "\n".join(lines) + "\n"
@@ -70,10 +61,10 @@ def as_markdown() -> str:
         "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
         "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
     ]
-    for section in sections():
-        lines += ["", f"## {section.name or 'The run'}", "", section.meaning, ""]
+    for name, meaning, keys in sections():
+        lines += ["", f"## {name or 'The run'}", "", meaning, ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
-        for key in section.keys:
-            meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}".replace("|", "\\|")
+        for key in keys:
+            meaning = key.meaning.replace("|", "\\|")
             lines.append(f"| `{key.name}` | {key.takes} | `{key.default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -2,10 +2,10 @@
 
 import datetime
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from recjax.algorithms.options import require
-from recjax.config.fields import ConfigBlock, Float, Int, checked, key, require_one, wrong_with_variables
+from recjax.config.fields import ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -30,10 +30,17 @@ def _no_pattern(text: str) -> str | None:
 class DecoderShape(ConfigBlock):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: Int = key(64, "Width of the residual stream", ge=2)
+    hidden_size: Int = key(
+        64, "Width of the residual stream", must="be an even multiple of model.decoder.num_heads", ge=2
+    )
     num_layers: Int = key(3, "Transformer blocks", ge=1)
     num_heads: Int = key(4, "Attention heads", ge=1)
-    num_kv_heads: Int = key(4, "Heads of keys and values; fewer than num_heads: grouped-query attention", ge=1)
+    num_kv_heads: Int = key(
+        4,
+        "Heads of keys and values; fewer than num_heads: grouped-query attention",
+        must="divide model.decoder.num_heads",
+        ge=1,
+    )
     intermediate_size: Int = key(256, "Width of the MLP", ge=1)
 
 
@@ -79,16 +86,6 @@ class ModelConfig(ConfigBlock):
     )
     logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
 
-    def check(self) -> None:
-        """Refuses two models or none, and sizes that heads do not divide."""
-        require_one("model", {"path": self.path, "decoder": self.decoder})
-        if shape := self.decoder:
-            hidden, heads = shape.hidden_size, shape.num_heads
-            remedy = f"must be an even multiple of model.decoder.num_heads = {heads}"
-            require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
-            remedy = f"must divide model.decoder.num_heads = {heads}"
-            require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
-
 
 class WarmStartConfig(ConfigBlock):
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
@@ -99,7 +96,7 @@ class WarmStartConfig(ConfigBlock):
     wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", ge=0, le=1)
 
 
-Size = checked(int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
 
 
 class MeshConfig(ConfigBlock):
@@ -109,8 +106,8 @@ class MeshConfig(ConfigBlock):
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
-    def check(self) -> None:
-        """Refuses more than one -1."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """More than one -1."""
         rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
-        if len(rest) > 1:
-            raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")
+        problem = f"only one of {' and '.join(rest)} can be -1 and take the remaining devices; set the other"
+        yield len(rest) > 1, rest[0] if rest else "mesh", problem

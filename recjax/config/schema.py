@@ -1,6 +1,8 @@
 """The schema of a run: every key with its type, default, bounds and meaning, and the contradictions between keys."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -11,16 +13,21 @@ from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConf
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
+    Bool,
     ConfigBlock,
     Float,
     Int,
-    check_rules,
+    Number,
+    Refusal,
+    broken_rules,
     checked,
     key,
+    require_one,
     schema_keys,
+    value_of,
 )
 from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
-from recjax.config.tasks import GradingConfig, TaskConfig, named_task
+from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
@@ -63,15 +70,33 @@ class AlgorithmConfig(ConfigBlock):
         """Whether the advantage of a group's only completion is always 0."""
         return self.resolved().get("advantage", {"singleton": "zero"}).get("singleton") == "zero"
 
-    def check_singletons(self) -> None:
-        """Refuses an algorithm that learns nothing from groups of one completion."""
-        if self.ignores_singletons():
-            axes = self.resolved()
-            name = axes["advantage"]["name"] if "advantage" in axes else axes["objective"]["name"]
-            raise ValueError(
-                f"rollout.group_size = 1: {name} is always 0 for a group's only completion; raise it, or set"
-                " algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has this option"
-            )
+    def refusals(self, config: "Config") -> Iterator[Refusal]:
+        """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
+        algorithm, agent, teacher = self.build(), config.task.agent, config.model.teacher
+        place = "algorithm.advantage" if self.advantage else "algorithm.preset"
+        problem = "does not apply while algorithm.distillation.coefficient is 0; set that, or remove this key"
+        yield teacher and not algorithm.needs_teacher, "model.teacher", problem
+        problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
+        yield algorithm.needs_teacher and not teacher, "algorithm.distillation", problem
+        of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"
+        problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
+        yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
+        yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
+        yield of_turns and not agent, place, "reads the turns of agents; set task.agent, or use another advantage"
+        axes, stored = self.resolved(), config.experience and config.experience.store and not config.follows
+        always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
+        problem = f"{axes.get('advantage', axes['objective'])['name']} is always 0 for a group's only completion;"
+        problem += (
+            " raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it"
+        )
+        yield always_zero, "rollout.group_size", problem
+        if not config.has_trajectories:
+            return
+        names = {*names_read(algorithm.advantage)}
+        of_tokens = names & {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
+        of_tokens = algorithm.objective is None and of_tokens and "trajectories" not in names
+        problem = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
+        yield of_tokens, place, problem
 
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""
@@ -90,17 +115,14 @@ class OptimizerConfig(ConfigBlock):
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "Learning rate schedule; linear and cosine decay to zero over training.steps"
     )
-    warmup_steps: Int = key(0, "Optimizer steps in which the learning rate rises from zero", ge=0)
-    clip_norm: float = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
+    warmup_steps: Int = key(
+        0, "Optimizer steps in which the learning rate rises from zero", must="be below training.steps", ge=0
+    )
+    clip_norm: Number = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
     weight_decay: Float = key(0.0, "Decoupled weight decay, as in AdamW", ge=0, le=1)
     beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
     beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
     epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
-
-    def check(self, steps: int) -> None:
-        """Refuses a warm-up of all `steps` of the training."""
-        remedy = f"must be below training.steps = {steps}"
-        require(self.warmup_steps < steps, "optimizer.warmup_steps", self.warmup_steps, remedy)
 
 
 class TrainingConfig(ConfigBlock):
@@ -111,6 +133,7 @@ class TrainingConfig(ConfigBlock):
         None,
         "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device",
         excludes="training.tokens_per_micro_batch",
+        must="divide rollout.prompts_per_step",
         ge=1,
     )
     tokens_per_micro_batch: Int | None = key(
@@ -130,15 +153,12 @@ class TrainingConfig(ConfigBlock):
         None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
     )
 
-    def check(self, rollout: RolloutConfig) -> None:
-        """Refuses micro-batches of unequal size, and steps to trace that the run does not have."""
-        micro = self.micro_batch_prompts
-        remedy = f"must divide rollout.prompts_per_step = {rollout.prompts_per_step}"
-        require(micro is None or rollout.prompts_per_step % micro == 0, "training.micro_batch_prompts", micro, remedy)
-        traced, steps = self.profile_steps, f"1 <= first <= last <= training.steps = {self.steps}"
+    def refusals(self, config: "Config") -> Iterator[Refusal]:
+        """Steps to trace that the run does not have."""
+        traced = self.profile_steps
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
-        remedy = f"takes [first, last], steps with {steps}, such as [3, 4]; or null"
-        require(in_order, "training.profile_steps", traced, remedy)
+        problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
+        yield not in_order, "training.profile_steps", problem
 
 
 _SAMPLED = "evaluation.temperature above 0"
@@ -155,7 +175,7 @@ class EvaluationConfig(ConfigBlock):
     every: Int = key(50, "Optimizer steps between evaluations; 0: only before and after training", ge=0)
     problems: Int = key(256, "Number of held-out problems", ge=1)
     samples: Int = key(1, "Completions of each problem", ge=1)
-    initial_kl: bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
+    initial_kl: Bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
     temperature: checked(Float, _no_temperature) = key(1.0, "Sampling temperature; 0: greedy")
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)
     top_p: Float = key(
@@ -219,21 +239,12 @@ class Config(ConfigBlock):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
         """Refuses settings that contradict each other or that nothing would read."""
-        self.model.check()
-        self.task.check()
-        if self.experience:
-            self.experience.check(self.rollout, self.regime, self.training.checkpoint_every)
-        check_rules(self, KEYS)
-        self.optimizer.check(self.training.steps)
-        self.grading.check(self.task)
-        self.regime.check(self.experience.replay if self.experience else None)
-        overlong, longest = self.task.overlong_tokens, self.rollout.max_completion_tokens
-        remedy = f"must be at most rollout.max_completion_tokens = {longest}"
-        require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
-        self.mesh.check()
-        self.training.check(self.rollout)
-        _check_algorithm(self)
-        _check_trajectories(self)
+        require_one("model", {"path": self.model.path, "decoder": self.model.decoder})
+        require_one("task", {name: getattr(self.task, name) for name in TASKS})
+        blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
+        for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
+            value = value_of(self, name)
+            require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
         return self
 
     @property
@@ -263,45 +274,3 @@ class Config(ConfigBlock):
 
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
-
-
-def _check_trajectories(config: Config) -> None:
-    """Refuses settings that do not work with trajectories, from an agent or a followed store."""
-    if not config.has_trajectories:
-        return
-    context = config.rollout.max_context_tokens
-    by = "task.agent" if config.task.agent else "experience.follow"
-    remedy = f"is required with {by}: limit of a trajectory's tokens, with its prompts and replies"
-    require(context is not None, "rollout.max_context_tokens", context, remedy)
-    least = config.rollout.max_completion_tokens
-    remedy = f"must be above rollout.max_completion_tokens = {least}, the tokens of one reply"
-    require(context > least, "rollout.max_context_tokens", context, remedy)
-    read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
-    algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
-    names = {*names_read(algorithm.advantage)}
-    of_tokens = algorithm.objective is None and read & names and "trajectories" not in names
-    remedy = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
-    require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
-    packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
-    remedy = f"does not work with {by} and an algorithm that compares whole groups, as packing splits groups; remove it"
-    require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
-
-
-def _check_algorithm(config: Config) -> None:
-    """Refuses an algorithm that cannot be built, and contradictions between it and other blocks."""
-    algorithm, teacher = config.algorithm.build(), config.model.teacher
-    remedy = "does not apply while algorithm.distillation.coefficient is 0; set that, or remove this key"
-    require(algorithm.needs_teacher or teacher is None, "model.teacher", teacher, remedy)
-    remedy = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
-    require(teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", remedy)
-    penalizes = config.task.truncated == "penalize"
-    remedy = "replaces rewards, but this algorithm's advantage reads the rewards' parts; use train or mask"
-    require(not (penalizes and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
-    of_turns, name = algorithm.reads("turn_rewards", "token_turns"), config.algorithm.advantage.get("name")
-    remedy = "replaces rewards of whole trajectories, but this algorithm's advantage reads turns; use train or mask"
-    require(not (penalizes and of_turns), "task.truncated", config.task.truncated, remedy)
-    remedy = "reads the turns of agents, and the run has no agent; set task.agent, or use another advantage"
-    require(config.task.agent is not None or not of_turns, "algorithm.advantage", name, remedy)
-    from_store = config.experience is not None and config.experience.store is not None
-    if config.rollout.group_size == 1 and (config.follows or not from_store):
-        config.algorithm.check_singletons()

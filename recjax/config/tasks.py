@@ -1,10 +1,10 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
-import difflib
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from recjax.algorithms.options import require
-from recjax.config.fields import ConfigBlock, Float, Int, Place, block_of, checked, key, require_one
+from recjax.algorithms.options import did_you_mean
+from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
@@ -18,7 +18,7 @@ class ArithmeticTask(ConfigBlock):
     problems: list[str] = key(lambda: ["10..99 + 10..99"], "Kinds of problems: A..B op C..D, with op + - or *")
     template: str = key("{a} {op} {b} =", "Prompt")
     examples: Int = key(0, "Solved examples before each question, one a line", ge=0)
-    worked: bool = key(False, "Answers of sums show the columns and carries first: 7+5+0=12;4+8+1=13;132")
+    worked: Bool = key(False, "Answers of sums show the columns and carries first: 7+5+0=12;4+8+1=13;132")
 
 
 class FileTask(ConfigBlock):
@@ -29,7 +29,7 @@ class FileTask(ConfigBlock):
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
     answer_column: str = key("answer", "Column of answers, which the reward compares completions with")
     difficulty_column: str | None = key(None, "Column of a label; evaluation reports the accuracy of each label")
-    chat: bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
+    chat: Bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
 
 
 class Gsm8kTask(ConfigBlock):
@@ -68,7 +68,7 @@ class ReasoningGymTask(ConfigBlock):
     problems: Int = key(1000, "Training problems; recjax holds out half as many more, at most 1,024", ge=1)
     template: str = key("{question}", "Prompt")
     examples: Int = key(0, "Solved problems of the same generator before each question", ge=0)
-    chat: bool = key(
+    chat: Bool = key(
         True, "Prompts are chats with the examples as earlier turns; false: plain text, one example a line"
     )
 
@@ -105,6 +105,7 @@ class TaskConfig(ConfigBlock):
         None,
         "Tokens before the limit over which the reward's part `overlong` falls from 0 to -1; null: no such part",
         excludes="task.agent",
+        must="be at most rollout.max_completion_tokens",
         ge=1,
     )
     agent: checked(str, _no_agent) | None = key(
@@ -120,13 +121,17 @@ class TaskConfig(ConfigBlock):
         None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
     )
     tools: list[Place] = key(
-        list, "module:function of each tool; tools run in grading.workers", needs="task.agent = tools"
+        list,
+        "module:function of each tool that the model may call; tools run in grading.workers",
+        needs="task.agent = tools",
+        required="task.agent = tools",
     )
     tool_seconds: Float = key(10.0, "Time limit of one tool call", needs="task.agent = tools", gt=0)
     environment: Place | None = key(
         None,
         "module:class of the environment, made from a problem, with gymnasium's reset and step",
         needs="task.agent = environment",
+        required="task.agent = environment",
     )
 
     def chosen(self) -> str:
@@ -143,20 +148,15 @@ class TaskConfig(ConfigBlock):
             return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
-    def check(self) -> None:
-        """Refuses more than one task, an unknown reward, and settings that nothing would read."""
-        require_one("task", {name: getattr(self, name) for name in TASKS})
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """An unknown reward, and settings that nothing would read."""
         if self.reasoning_gym:
             check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
-        remedy = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
-        require(self.system_prompt is None or not plain, "task.system_prompt", self.system_prompt, remedy)
-        remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
-        require(self.reward_name() in GRADERS or ":" in self.reward_name(), "task.reward", self.reward, remedy)
-        remedy = "needs the functions that the model may call: task.tools=['module:function', …]"
-        require(self.agent != "tools" or bool(self.tools), "task.agent", self.agent, remedy)
-        remedy = "needs the environment to play: task.environment=module:class"
-        require(self.agent != "environment" or self.environment is not None, "task.agent", self.agent, remedy)
+        problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
+        yield plain and self.system_prompt is not None, "task.system_prompt", problem
+        is_known = self.reward_name() in GRADERS or ":" in self.reward_name()
+        yield not is_known, "task.reward", f"takes module:function, or one of {', '.join(GRADERS)}"
 
 
 def named_task(value: Any) -> Any:
@@ -172,9 +172,8 @@ def named_task(value: Any) -> Any:
         return {name: {"name": generator}}
     names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
     if value not in names or colon:
-        near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}, or a block"
-        raise ValueError(f"task = {value!r} names no task; {hint}")
+        hint = did_you_mean(value, names) or f"; it takes {', '.join(names)}, or a block"
+        raise ValueError(f"names no task{hint}")
     return {name: {}}
 
 
@@ -189,9 +188,8 @@ class GradingConfig(ConfigBlock):
     seconds: Float = key(5.0, "Time limit for one completion", ge=0.1)
     max_characters: Int = key(50_000, "Limit of a completion's characters; a longer one gets reward 0", ge=1)
 
-    def check(self, task: TaskConfig) -> None:
-        """Refuses limits for a reward that no worker process computes."""
-        reward = task.reward_name()
-        remedy = f"does not apply to task.reward = {reward}, which runs in the training process; remove the block"
-        applies = reward in GRADERS or task.agent == "tools"
-        require(applies or self == GradingConfig(), "grading", self, remedy)
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """Limits for a reward that no worker process computes."""
+        applies = config.task.reward_name() in GRADERS or config.task.agent == "tools" or self == GradingConfig()
+        problem = f"does not apply to task.reward = {config.task.reward_name()}, which runs in the training process;"
+        yield not applies, "grading", f"{problem} remove the block"

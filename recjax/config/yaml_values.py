@@ -114,10 +114,8 @@ def read_yaml_file(path: str | Path) -> Any:
     """
     try:
         content = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{str(path)!r}: there is no such file") from None
     except OSError as error:
-        raise ValueError(f"{path}: not a file that can be read ({error.strerror or error})") from error
+        raise ValueError(f"{path}: not a file that can be read ({(error.strerror or str(error)).lower()})") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
     try:
@@ -179,6 +177,14 @@ def write_override(key: str, value: Any) -> str:
     return f"{key}={value if plain else write_yaml(value, flow=True)}"
 
 
-def is_decimal(text: str) -> bool:
-    """Whether a text is a number in decimal digits, padded or with `_` between thousands, or inf or nan."""
-    return _DECIMAL.fullmatch(text) is not None
+def read_decimal(value: Any) -> Any:
+    """The number that a text has in decimal digits, padded or with `_` between thousands; other values as given.
+
+    Examples:
+        >>> [read_decimal(value) for value in ("010", "1_000", "00.5", "0x1f", None)]
+        [10, 1000, 0.5, '0x1f', None]
+    """
+    if not isinstance(value, str) or not _DECIMAL.fullmatch(value):
+        return value
+    is_whole = re.fullmatch(r"[-+]?[0-9_]+", value)
+    return int(value) if is_whole else float(value.lower().replace(".inf", "inf").replace(".nan", "nan"))

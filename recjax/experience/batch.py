@@ -1,26 +1,21 @@
-"""The batch that an update trains on: groups of any sizes, padded to arrays of one shape."""
+"""The batch that an update trains on: rows of any lengths, padded to arrays of one shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.config import Config, TaskConfig
-from recjax.experience.group import Completion, Grade, Group
-from recjax.hub.policy import Policy
-from recjax.models.logprobs import completion_logprobs
-from recjax.models.placement import on_host, put_rows
-from recjax.models.sampling import Sampling
-
-_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+from recjax.config import Config, RolloutConfig, TaskConfig
+from recjax.experience.group import Completion, Grade, Group, turn_rewards
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
 
 class Batch(NamedTuple):
-    """Prompts and their completions, with the same number of consecutive rows per prompt; host arrays, right-padded.
+    """The rows of completions and the prompts that they follow; host arrays, right-padded.
+
+    Each prompt has the same number of consecutive rows.
 
     completion_mask: True at tokens that the behavior policy chose, including its end-of-sequence token; all False in
         padding rows.
@@ -31,8 +26,8 @@ class Batch(NamedTuple):
     accurate: True if the answer is right, independent of other reward terms.
     reward_parts: unweighted terms of the reward, by name; NaN in rows without that term.
     part_weights: weight of each reward part, equal in all rows; empty if the algorithm reads no parts.
-    token_mask: mask of real tokens in trajectories, including tokens between turns; None: same as completion_mask.
-    trajectories: number shared by all rows of one trajectory; None: every row is a completion.
+    token_mask: mask of real tokens, including tokens between turns; None: same as completion_mask.
+    trajectories: number shared by all rows of one completion; None: every row is a completion.
     turn_rewards: rewards of the trajectory's turns, in order; NaN after the last turn; None if not read.
     token_turns: the turn that sampled each token, from 0; None if not read.
     """
@@ -59,18 +54,40 @@ class Batch(NamedTuple):
         """Mask of the tokens that later tokens have as context: `token_mask`, or `completion_mask` without one."""
         return self.completion_mask if self.token_mask is None else self.token_mask
 
+    @property
+    def shape(self) -> "Shape":
+        """The shape of the batch."""
+        prompts, (rows, time) = self.prompts.shape, self.completions.shape
+        return Shape(prompts[0], rows // prompts[0] if self.trajectories is None else None, prompts[1], time)
+
 
 class Shape(NamedTuple):
-    """The shape of a batch: prompts, completions per prompt, tokens per prompt, tokens per completion."""
+    """The shape of a batch: prompts, completions per prompt, tokens per prompt, tokens per completion.
+
+    group: None if completions may have several rows or prompts of their own. `prompts` then counts rows, and a prompt
+        and its row have at most `time` + 1 tokens together.
+    """
 
     prompts: int
-    group: int
+    group: int | None
     prompt_time: int
     time: int
 
     @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.prompts * (self.group or 1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its row, without the last token, which is only a target."""
+        return self.time if self.group is None else self.prompt_time + self.time - 1
+
+    @property
     def positions(self) -> int:
-        """Token positions that an update computes: each prompt once, and completions without their last token."""
+        """Token positions of an update without packing: each prompt once, and rows without their last token."""
+        if self.group is None:
+            return self.prompts * self.time
         return self.prompts * (self.prompt_time + self.group * (self.time - 1))
 
 
@@ -80,79 +97,134 @@ def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
     Args:
         prompt_tokens: number of tokens in the longest prompt.
     """
-    rollout = config.rollout
-    if config.has_trajectories:  # each row is a whole sequence with its first token as the prompt
-        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
-    return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
+    return answered_shape(config.rollout, config.rollout.group_size, None if config.has_trajectories else prompt_tokens)
 
 
-def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
+def answered_shape(rollout: RolloutConfig, group_size: int, prompt_tokens: int | None) -> Shape:
+    """The shape of `rollout.prompts_per_step` groups.
+
+    Args:
+        prompt_tokens: number of tokens in the longest prompt; None: completions may have several rows and prompts of
+            their own, of `rollout.max_context_tokens` tokens together.
+    """
+    if prompt_tokens is None:
+        context = rollout.max_context_tokens - 1
+        return Shape(rollout.prompts_per_step * group_size, None, context, context)
+    return Shape(rollout.prompts_per_step, group_size, prompt_tokens, rollout.max_completion_tokens)
+
+
+def row_places(groups: Sequence[Group], shape: Shape) -> list[int]:
+    """The index in the batch of each row of the groups, in order."""
+    if shape.group is None:
+        return list(range(sum(len(completion.rows) for group in groups for completion in group.completions)))
+    return [
+        number * shape.group + place for number, group in enumerate(groups) for place in range(len(group.completions))
+    ]
+
+
+def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int | None = None) -> Batch:
     """Pads groups of any sizes to a batch; rows without tokens fill the rest of the shape.
 
     Padding rows do not affect loss, advantages or metrics. Missing values become FOREIGN (policy version), False
     (accurate) or NaN (reward parts; the reward of a completion without a grade).
 
     Args:
+        shape: shape of the batch; without `group`, the number of rows doubles until all rows fit.
         logprobs: False to omit behavior log-probs, for algorithms that do not read them. If True, completions without
             log-probs get NaN, so that a loss that reads them becomes NaN too.
+        turns: largest expected number of turns; adds turn rewards to the batch. None: no turn rewards.
     Raises:
-        ValueError: a group that does not fit the shape, or a completion with tokens that its policy did not choose.
+        ValueError: a group that does not fit the shape, or a completion that the shape has no place for.
     """
-    if len(groups) > shape.prompts:
-        raise ValueError(f"{len(groups)} groups do not fit in a batch of {shape.prompts} prompts")
-    rows = shape.prompts * shape.group
-    grades = [completion.grade for group in groups for completion in group.completions if completion.grade]
+    rows = [
+        (number, completion, own, row)
+        for number, group in enumerate(groups)
+        for completion in group.completions
+        for own, row in enumerate(completion.rows)
+    ]
+    if shape.group is None:
+        while shape.prompts < len(rows):
+            shape = shape._replace(prompts=2 * shape.prompts)
+        names = [f"row {completion.id!r}" for _, completion, *_ in rows]
+        prompts = [row.prompt_tokens for *_, row in rows]
+        _check_lengths(names, [len(row.prompt_tokens) + len(row.tokens) for *_, row in rows], shape.time + 1)
+    else:
+        _check_groups(groups, shape)
+        names = [f"prompt of group {group.id!r}" for group in groups]
+        prompts = [group.prompt_tokens for group in groups]
+    grades = [completion.grade or Grade(np.nan) for _, completion, *_ in rows]
     parts = sorted({name for grade in grades for name in grade.reward_parts or ()})
+    real = np.zeros((shape.rows, shape.time), bool)
     batch = Batch(
         prompts=np.zeros((shape.prompts, shape.prompt_time), np.int32),
         # Every prompt has at least one token, also in padding rows.
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
-        completions=np.zeros((rows, shape.time), np.int32),
-        completion_mask=np.zeros((rows, shape.time), bool),
-        behavior_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
-        rewards=np.zeros(rows, np.float32),
-        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group),
-        policy_version=np.full(rows, FOREIGN, np.int32),
-        truncated=np.zeros(rows, bool),
-        accurate=np.zeros(rows, bool),
-        reward_parts={name: np.full(rows, np.nan, np.float32) for name in parts},
+        completions=np.zeros((shape.rows, shape.time), np.int32),
+        completion_mask=np.zeros((shape.rows, shape.time), bool),
+        behavior_logprobs=np.zeros((shape.rows, shape.time), np.float32) if logprobs else None,
+        rewards=np.zeros(shape.rows, np.float32),
+        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group or 1),
+        policy_version=np.full(shape.rows, FOREIGN, np.int32),
+        truncated=np.zeros(shape.rows, bool),
+        accurate=np.zeros(shape.rows, bool),
+        reward_parts={name: np.full(shape.rows, np.nan, np.float32) for name in parts},
     )
-    sizes = np.array([len(group.completions) for group in groups], int)
-    for group, size in zip(groups, sizes, strict=True):
-        if size > shape.group:
-            raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
-    names = [f"prompt of group {group.id!r}" for group in groups]
-    prompts = [group.prompt_tokens for group in groups]
-    _fill(batch.prompts, batch.prompt_mask, np.arange(len(groups)), prompts, names)
-    filled = np.flatnonzero(np.arange(shape.group) < sizes[:, None])
-    _fill_rows(batch, filled, [completion for group in groups for completion in group.completions])
-    return batch
-
-
-def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequence[Completion]) -> None:
-    """Writes completions into the given rows of the batch."""
-    names = [f"row {one.id!r}" for one in completions]
-    for name, one in zip(names, completions, strict=True):
-        if len(one.rows) != 1 or not one.rows[0].mask.all():
-            raise ValueError(
-                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask), and runs"
-                " cannot train on stored trajectories; remove the row, or train on them with experience.follow"
-            )
-    _fill(batch.completions, batch.completion_mask, rows, [one.rows[0].tokens for one in completions], names)
+    _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
+    places = np.array(row_places(groups, shape), int)
+    names = [f"row {completion.id!r}" for _, completion, *_ in rows]
+    _fill(batch.completions, real, places, [row.tokens for *_, row in rows], names)
+    batch.completion_mask[real] = np.concatenate([np.zeros(0, bool), *(row.mask for *_, row in rows)])
     if batch.behavior_logprobs is not None:
         known = [
-            np.full(len(row.tokens), np.nan) if row.behavior_logprobs is None else row.behavior_logprobs
-            for (row,) in (one.rows for one in completions)
+            np.where(row.mask, np.nan if row.behavior_logprobs is None else row.behavior_logprobs, 0.0)
+            for *_, row in rows
         ]
-        batch.behavior_logprobs[batch.completion_mask] = np.concatenate([[], *known])
-    versions = [one.policy_version for one in completions]
-    batch.policy_version[rows] = [FOREIGN if version is None else version for version in versions]
-    batch.truncated[rows] = [one.truncated for one in completions]
-    grades = [one.grade or Grade(np.nan) for one in completions]
-    batch.rewards[rows] = [grade.reward for grade in grades]
-    batch.accurate[rows] = [bool(grade.accurate) for grade in grades]
+        batch.behavior_logprobs[real] = np.concatenate([[], *known])
+    versions = [completion.policy_version for _, completion, *_ in rows]
+    batch.policy_version[places] = [FOREIGN if version is None else version for version in versions]
+    batch.truncated[places] = [completion.truncated for _, completion, *_ in rows]
+    batch.rewards[places] = [grade.reward for grade in grades]
+    batch.accurate[places] = [bool(grade.accurate) for grade in grades]
     for part, values in batch.reward_parts.items():
-        values[rows] = [(grade.reward_parts or {}).get(part, np.nan) for grade in grades]
+        values[places] = [(grade.reward_parts or {}).get(part, np.nan) for grade in grades]
+    if shape.group is not None:
+        return batch
+    batch.group_ids[:] = len(groups)
+    batch.group_ids[places] = [number for number, *_ in rows]
+    trajectories = np.arange(shape.rows, dtype=np.int32)
+    trajectories[places] = [place - own for place, (_, _, own, _) in zip(places, rows, strict=True)]
+    batch = batch._replace(token_mask=real, trajectories=trajectories)
+    if turns is None:
+        return batch
+    most = max([turns, *(len(completion.turns) for _, completion, *_ in rows)])
+    rewards, of_tokens = np.full((shape.rows, most), np.nan, np.float32), np.full(real.shape, -1, np.int32)
+    for place, (_, completion, own, row) in zip(places, rows, strict=True):
+        rewards[place, : len(completion.turns)] = turn_rewards(completion)
+        of_tokens[place, : len(row.tokens)] = token_turns(completion, own)
+    return batch._replace(turn_rewards=rewards, token_turns=of_tokens)
+
+
+def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
+    """Refuses groups that do not fit the shape, and completions whose rows a group's prompt does not precede."""
+    if len(groups) > shape.prompts:
+        raise ValueError(f"{len(groups)} groups do not fit in a batch of {shape.prompts} prompts")
+    for group in groups:
+        if len(group.completions) > shape.group:
+            size = len(group.completions)
+            raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
+        for completion in group.completions:
+            if len(completion.rows) != 1 or not completion.rows[0].mask.all():
+                raise ValueError(
+                    f"row {completion.id!r} of source {completion.source!r} has tokens that its policy did not choose"
+                    " (completion_mask), and runs cannot train on stored trajectories; remove the row, or train on them"
+                    " with experience.follow"
+                )
+
+
+def _check_lengths(names: Sequence[str], lengths: Iterable[int], room: int) -> None:
+    for name, length in zip(names, lengths, strict=True):
+        if length > room:
+            raise ValueError(f"{name} has {length} tokens; the batch has room for {room}")
 
 
 def _fill(
@@ -160,27 +232,22 @@ def _fill(
 ) -> None:
     """Writes tokens into the given rows, and True into the mask at each token."""
     room, lengths = tokens.shape[1], np.array([len(each) for each in found], int)
-    for name, length in zip(names, lengths, strict=True):
-        if length > room:
-            raise ValueError(f"{name} has {length} tokens; the batch has room for {room}")
+    _check_lengths(names, lengths.tolist(), room)
     mask[rows] = np.arange(room) < lengths[:, None]
     filled = np.zeros((len(rows), room), tokens.dtype)
     filled[mask[rows]] = np.concatenate([[], *found])
     tokens[rows] = filled
 
 
-def score(
-    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
-) -> Float[np.ndarray, "batch time"]:
-    """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
+def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
+    """The turn that sampled each token of a completion's row; -1 at tokens that no turn sampled.
 
     Args:
-        params: all parameters of the policy.
-        sampling: the distribution that sampled the tokens.
-        chunk: token positions whose logits exist at the same time.
+        row: index of the row in the completion.
     """
-    arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens))
-    return on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
+    mask, own = completion.rows[row].mask, [place for place, turn in enumerate(completion.turns) if turn.row == row]
+    ended = np.searchsorted([completion.turns[place].end for place in own], np.arange(len(mask)), side="right")
+    return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:

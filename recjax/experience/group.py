@@ -110,6 +110,22 @@ class Group(NamedTuple):
     answer: str | None = None
 
 
+def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
+    """The reward of each turn; the last turn also gets the part of the completion's reward that no turn was given.
+
+    Raises:
+        ValueError: the completion has no turns.
+    """
+    if not completion.turns:
+        raise ValueError(
+            f"row {completion.id!r}: the metadata has no turns; choose an advantage that compares whole trajectories,"
+            " or start a new run"
+        )
+    rewards = np.array([turn.reward for turn in completion.turns])
+    rewards[-1] += completion.grade.reward - rewards.sum()
+    return rewards.astype(np.float32)
+
+
 def is_whole(group: Group) -> bool:
     """True if every completion is graded."""
     return all(completion.grade is not None for completion in group.completions)

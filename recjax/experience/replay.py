@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread
-from recjax.experience.trajectories import turn_rewards
+from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
 
 PRIORITIES: dict[str, Callable[[Group], float]] = {
     "none": lambda group: 1.0,

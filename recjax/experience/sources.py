@@ -1,5 +1,6 @@
 """Sources of groups other than the policy: a store in shuffled order, and stored rows mixed into sampled groups."""
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
-from recjax.experience.batch import Shape, pad, score
+from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
+from recjax.experience.layout import score
 from recjax.experience.store import Store
 from recjax.experience.stored_groups import StoredGroups, groups_in
 from recjax.files import writing
@@ -79,6 +81,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         )
 
 
+@functools.cache
 def _presets_without() -> list[str]:
     """The presets that do not read behavior log-probs."""
     return [name for name in presets.PRESETS if not presets.build_algorithm(name, {}).needs_behavior_logprobs]

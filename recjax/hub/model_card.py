@@ -6,7 +6,12 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from recjax.config import Config
+from recjax.config.fields import value_of
 
+_SETTINGS = (
+    *("algorithm.preset", "optimizer.learning_rate", "regime.sync_interval", "regime.sync_offset", "regime.offline"),
+    *("rollout.max_completion_tokens", "rollout.temperature", "model.lora", "seed"),
+)
 _PAPER = """\
 ```bibtex
 @misc{arxiv250924203,
@@ -54,31 +59,17 @@ def model_card(
     result = "" if before is None or after is None else f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.\n"
     version = f"recjax {made_with.get('recjax', '')}".strip()
     commit = f", commit {made_with['commit']}" if made_with.get("commit") else ""
+    settings = "".join(f"\n| {key} | `{value_of(config, key)}` |" for key in _SETTINGS)
     parts = [
         f"# {name}",
         f"{path or 'A decoder made from scratch'}, trained by {config.algorithm.preset} on the task `{task}`:"
         f" {step} optimizer steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
         result,
         f"![Training]({figure})" if figure else "",
-        "| setting | value |\n|---|---|\n" + "\n".join(f"| {key} | `{value}` |" for key, value in _settings(config)),
+        f"| setting | value |\n|---|---|{settings}",
         f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
         f" `{config.task.reward_name()}`. The model was not tested on other tasks.",
         f"The license is the base model's{'' if data.license else ', which is not in its folder'}." if path else "",
         _PAPER,
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-def _settings(config: Config) -> list[tuple[str, Any]]:
-    regime = config.regime
-    return [
-        ("algorithm.preset", config.algorithm.preset),
-        ("optimizer.learning_rate", config.optimizer.learning_rate),
-        ("regime.sync_interval", regime.sync_interval),
-        ("regime.sync_offset", regime.sync_offset),
-        ("regime.offline", regime.offline),
-        ("rollout.max_completion_tokens", config.rollout.max_completion_tokens),
-        ("rollout.temperature", config.rollout.temperature),
-        ("model.lora", config.model.lora),
-        ("seed", config.seed),
-    ]

@@ -114,7 +114,8 @@ def read_config(folder: Path) -> DecoderConfig:
     check_no_code(folder)
     try:
         check_fields(written)
-        _check_layers(folder, written)
+        files = _files_of(folder)
+        _check_layers(folder, written, files)
         try:
             fields = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
         except Exception as error:
@@ -123,7 +124,7 @@ def read_config(folder: Path) -> DecoderConfig:
         config = decoder_config(fields)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    if config.tie_embeddings and _has_own_head(folder):
+    if config.tie_embeddings and _has_own_head(files):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."
             " Set tie_word_embeddings to false",
@@ -133,20 +134,21 @@ def read_config(folder: Path) -> DecoderConfig:
     return config
 
 
-def _has_own_head(folder: Path) -> bool:
-    """True if the weights hold both embedding and head, with different values; False without weights."""
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor, by the tensor's name; empty without weights."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        files = {_EMBEDDING: single, _HEAD: single}
-    elif index.is_file():
-        files = {name: folder / file for name, file in _weight_map(index).items() if name in (_EMBEDDING, _HEAD)}
-    else:
-        return False
-    if len(files) < 2 or not all(file.is_file() for file in files.values()):
-        return False
+        with _opened(single) as opened:
+            return dict.fromkeys(opened.keys(), single)
+    return {name: folder / file for name, file in _weight_map(index).items()} if index.is_file() else {}
+
+
+def _has_own_head(files: dict[str, Path]) -> bool:
+    """True if the weights hold both embedding and head, with different values; False if one of them is missing."""
+    files = {name: files[name] for name in (_EMBEDDING, _HEAD) if name in files and files[name].is_file()}
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(file)) for name, file in files.items()}
-        if not all(name in opened[name].keys() for name in files):
+        if len(files) < 2 or not all(name in opened[name].keys() for name in files):
             return False
         embedding, head = (opened[name].get_slice(name) for name in (_EMBEDDING, _HEAD))
         if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
@@ -158,20 +160,14 @@ def _has_own_head(folder: Path) -> bool:
         return False
 
 
-def _check_layers(folder: Path, written: dict) -> None:
+def _check_layers(folder: Path, written: dict, files: dict[str, Path]) -> None:
     """Refuses a number of layers that differs from the weights, before recjax allocates anything by it."""
     layers = written.get("num_hidden_layers")
-    if type(layers) is int and not 0 < layers <= MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if type(layers) is not int or not (single.is_file() or index.is_file()):
+    if type(layers) is not int:
         return
-    if single.is_file():
-        with _opened(single) as opened:
-            names = opened.keys()
-    else:
-        names = _weight_map(index)
-    found = [int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
+    if not 0 < layers <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
+    found = [int(match[1]) for name in files if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
     if found and max(found) + 1 != layers:
         raise ValueError(
             f"num_hidden_layers = {layers}, but the weights in {folder} have {max(found) + 1} layers; use the"
@@ -251,20 +247,19 @@ def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike, axes: tuple
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
+    files = sorted({*_files_of(folder).values()})
+    if not files:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         reason = f"only pickle files {pickles}, which can run code when opened" if pickles else "no weights"
         raise ValueError(
             f"{folder} holds {reason}; give a folder with model.safetensors, or with model.safetensors.index.json and "
             "its shards (transformers' save_pretrained writes them)"
         )
-    files = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{index} names the shard {file.name}, which is missing; fetch the file")
+            raise ValueError(
+                f"{folder} has an index that names the shard {file.name}, which is missing; fetch the file"
+            )
     return files
 
 

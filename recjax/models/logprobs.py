@@ -151,7 +151,7 @@ def packed_logprobs(
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
-        tokens, positions, segments, targets, prefixes: see `recjax.training.packing.Packed`. Results at padding are
+        tokens, positions, segments, targets, prefixes: see `recjax.experience.packing.Packed`. Results at padding are
             undefined.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
@@ -168,7 +168,7 @@ def completions_of_packed(
 
     Args:
         values: values of the packed sequences' targets.
-        first: see `recjax.training.packing.Packed`.
+        first: see `recjax.experience.packing.Packed`.
         mask: True at tokens of completions in these rows.
     """
     places = jnp.where(mask, first[:, None] + jnp.arange(mask.shape[1]), 0)

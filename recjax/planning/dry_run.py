@@ -15,6 +15,7 @@ from rich.table import Table
 from recjax.config import Config, RegimeConfig, load_config
 from recjax.console import plain_console
 from recjax.experience.batch import sampled_shape
+from recjax.experience.packing import shape_for
 from recjax.models.decoder import REMAT
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine
@@ -22,9 +23,8 @@ from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions
 from recjax.planning.targets import ACCELERATORS, GIB, accelerator
-from recjax.rollout import capacity
+from recjax.rollout.plan import key_value_bytes, score_bytes
 from recjax.tasks.problems import Task
-from recjax.training.packing import shape_for
 from recjax.training.schedule import expected_staleness
 
 
@@ -105,21 +105,20 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
     name, weights = sampled_from(config, model)
     return [
         *([Item("sample", name, f"{size} B × trained", _bytes(weights))] if name == CAST else []),
-        Item("sample", "keys and values", formula, capacity.key_value_bytes(decoder, **sizes)),
-        Item("sample", "scores of the next token", scores, capacity.score_bytes(decoder, rows)),
+        Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
+        Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
     ]
 
 
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for every value of model.remat."""
     shape = sampled_shape(config, prompt_tokens)
-    if config.training.tokens_per_micro_batch:
+    if config.training.tokens_per_micro_batch or shape.group is None:
         rows, time = shape_for(config, shape)
         tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
         inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 5
     else:
-        rows = config.rollout.group_size if config.task.agent else 1
-        shape = shape._replace(prompts=config.rollout.prompts_per_step // config.micro_batches(shape.positions) * rows)
+        shape = shape._replace(prompts=config.rollout.prompts_per_step // config.micro_batches(shape.positions))
         batch, rows = batch_arrays(shape), shape.prompts * shape.group
         tokens = rows * shape.time
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
@@ -162,7 +161,8 @@ def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
     parts, shape = resident_arrays(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
-    batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
+    prompts = shape.prompts * (1 if shape.group is None else shape.prompt_time)
+    batch = prompts * 5 + shape.rows * shape.time * 9
     saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
     saved += [to_compute_with(model.decoder, model.trained)] if programs.keeps_copy(config) else []
     return _bytes(saved) + config.regime.sync_offset * batch

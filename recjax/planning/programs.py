@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
+from recjax.experience.layout import Layout
+from recjax.experience.packing import Packed, RowShape, shape_for
 from recjax.experience.stored import stored_per_batch
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, teacher_decoder
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
@@ -30,7 +32,6 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.packing import Packed, RowShape, shape_for
 from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
@@ -282,28 +283,27 @@ def needed_by(refusal: str) -> int:
 
 def traced_update(plan: Plan) -> jax.stages.Traced:
     """The update, traced for the plan's devices; packed rows are in the largest possible number of micro-batches."""
-    config, decoder, arguments, packed = plan.config, plan.model.decoder, given(plan, "update"), None
+    config, decoder, arguments = plan.config, plan.model.decoder, given(plan, "update")
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
-    micro_batches = micro_batches_of(plan)
-    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, micro_batches))
+    layout = Layout(micro_batches_of(plan))
+    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, layout.parts))
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
     if config.training.tokens_per_micro_batch is not None:
         rows, most = padded_prompts(plan) * config.rollout.group_size, _turns(plan)
         shapes = [(most, *_packed_shape(plan))] * 5 + [(most, rows), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
-        packed = packed._replace(prefixes=None) if decoder.attention == "splash" else packed
+        layout = Layout(1, packed._replace(prefixes=None) if decoder.attention == "splash" else packed)
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
         reference[0] if reference else None,
         jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays),
         jax.eval_shape(lambda: jax.random.key(0)),
-        packed,
+        layout,
         teacher,
         recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
-        micro_batches=None if packed else micro_batches,
     )
 
 

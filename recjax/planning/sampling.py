@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -11,8 +12,8 @@ from recjax.config import Config
 from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
-from recjax.rollout import capacity, decoding, keys_values
-from recjax.rollout.sampling_mesh import abstract_weights, grouped
+from recjax.rollout import decoding, keys_values
+from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
 
 
 class Executable(NamedTuple):
@@ -37,18 +38,25 @@ class SamplingPlan(NamedTuple):
 
     Attributes:
         mesh: devices that sample.
-        prompts, prompt_tokens: size of the batch's prompts, padded for the mesh.
-        rows: completions in the batch.
-        slots: completions that are sampled at the same time.
+        engine: the engine's sizes for the batch.
+        prompts: number of prompts, padded for the mesh.
         moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
     """
 
     mesh: Mesh
+    engine: EnginePlan
     prompts: int
-    prompt_tokens: int
-    rows: int
-    slots: int
     moved: int
+
+    @property
+    def slots(self) -> int:
+        """Completions that are sampled at the same time."""
+        return self.engine.slots[-1]
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if each group reads a single copy of its prompt, as all completions have slots."""
+        return self.slots == self.engine.requests
 
 
 def most_completions(config: Config) -> int:
@@ -66,24 +74,20 @@ def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int
     weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
-    moved, asked, group = 0 if same else bytes_on_device(there), config.rollout.slots, most_completions(config)
+    moved, group = 0 if same else bytes_on_device(there), most_completions(config)
+    longest, requests = config.rollout.max_completion_tokens, config.rollout.prompts_per_step * group
     with jax.set_mesh(on):
-        prompts = capacity.filled_up(config.rollout.prompts_per_step)
-        rows = prompts * group
-        most = rows if asked is None or asked >= config.rollout.prompts_per_step * group else asked
-        if asked is None:
-            sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows}
-            longest = config.rollout.max_completion_tokens
-            most = capacity.slots_that_fit(decoder, **sizes, completion_tokens=longest, free=free - moved)
-        return SamplingPlan(on, prompts, prompt_tokens, rows, capacity.filled_up(most), moved)
+        sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved}
+        plan = plan_for(decoder, requests, longest, group, **sizes)
+        return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved)
 
 
 def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
     """Bytes of the key-value cache on one device, for completions of the largest length."""
-    copies = plan.prompts + (0 if plan.slots == plan.rows else plan.slots)
-    sizes = {"prompts": copies, "prompt_tokens": plan.prompt_tokens, "rows": plan.slots}
+    copies = plan.prompts + (0 if plan.shares_prompts else plan.slots)
+    sizes = {"prompts": copies, "prompt_tokens": plan.engine.prefix_time, "rows": plan.slots}
     with jax.set_mesh(plan.mesh):
-        return capacity.key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
+        return key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
 
 
 def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
@@ -104,41 +108,36 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
                 there += bytes_on_device(wanted)
         weights = placed
     with jax.set_mesh(plan.mesh):
-        sampled = [_prefill(config, decoder, plan, weights), *_rounds(config, decoder, plan, weights)]
+        sampled = _sampling_programs(config, decoder, plan, weights)
     return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
 
 
-def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:
-    """The program that runs the batch's prompts and samples every completion's first token."""
-    shape, group, sampling = (plan.prompts, plan.prompt_tokens), plan.rows // plan.prompts, config.rollout.sampling()
-
-    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
-        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        of = jnp.arange(plan.rows) // group
-        return cache, decoding.first_tokens(scores, of, keys, sampling=sampling, chunk=plan.slots)
-
-    prompts, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
-    return Executable(jax.jit(begun).trace(weights, prompts, mask, _keys(plan.rows)), plan.mesh, 1, 1, 0)
-
-
-def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
-    """The last growth of the cache, its transfer to half the slots, and a round of tokens in all slots."""
+def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
+    """Prompts and first tokens, the cache's last growth, its transfer to half the slots, and a round in all slots."""
 
     def cache(rows: int, time: int) -> tuple:
         shape = (decoder.config.num_layers, rows, decoder.config.num_kv_heads, time, decoder.config.head_dim)
         return (laid_out(plan.mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2
 
-    longest, shares = config.rollout.max_completion_tokens, plan.slots == plan.rows
-    time, lengths = capacity.round_time(longest), capacity.cache_lengths(longest)
-    prompts = cache(plan.prompts if shares else plan.slots, plan.prompt_tokens)
-    waiting = 0 if shares else bytes_on_device(cache(plan.prompts, plan.prompt_tokens))
-    later, found = [cache(plan.slots, length) for length in lengths], []
+    longest, shares, prompt_time = config.rollout.max_completion_tokens, plan.shares_prompts, plan.engine.prefix_time
+    time, lengths = plan.engine.round_time, plan.engine.lengths
+    of, sampling = np.arange(plan.slots) // most_completions(config), config.rollout.sampling()
+
+    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
+        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
+        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling)
+
+    tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
+    prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
+
+    prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
+    waiting = 0 if shares else bytes_on_device(cache(plan.prompts, prompt_time))
+    later, found = [cache(plan.slots, length) for length in lengths], [prefilled]
     if len(lengths) > 1:
         grown = keys_values.resized.trace(later[-2], time=lengths[-1])
         found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))
-    sizes = capacity.slot_numbers(plan.slots)
-    if len(sizes) > 1:
-        kept = jax.ShapeDtypeStruct((sizes[-2],), jnp.int32)
+    if len(plan.engine.slots) > 1:
+        kept = jax.ShapeDtypeStruct((plan.engine.slots[-2],), jnp.int32)
         fewer = keys_values.gather_slots.trace(keys_values.Memory(prompts, later[-1]), kept, time=lengths[-1])
         found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
     counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
@@ -149,11 +148,11 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,
-        sampling=config.rollout.sampling(),
+        sampling=sampling,
         stop_ids=(0,),
         round_time=time,
     )
-    rounds = -(-(longest - 1) // time) * -(-plan.rows // plan.slots)
+    rounds = -(-(longest - 1) // time) * -(-plan.engine.requests // plan.slots)
     return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]
 
 

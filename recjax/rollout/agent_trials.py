@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from recjax.rollout.agent_loading import Agent
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent
+from recjax.rollout.named_agents import Agent
 from recjax.tasks.grading.reward import MOST_REWARD, described
 from recjax.tasks.problems import Problem
 

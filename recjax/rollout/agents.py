@@ -12,17 +12,18 @@ from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
-from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
-from recjax.rollout.agent_loading import load_agent, named
 from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
+from recjax.rollout.named_agents import load_agent, named
+from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import Grading
@@ -83,6 +84,7 @@ class Agents:
         name: str,
         source: str,
         version: int,
+        newer: Callable[[], Weights | None] | None = None,
         fatal: bool = True,
     ) -> tuple[list[Group], "AgentGrades"]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
@@ -102,7 +104,7 @@ class Agents:
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
-        tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
+        tried = finished(self._all_tried(LiveEngine(engine, newer=newer), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
         weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
         completions = [
@@ -198,6 +200,7 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
         sampling=sampling,
         policy_version=trajectory.oldest_version if trajectory.turns else None,
         truncated=bool(trajectory.turns) and trajectory.truncated,
+        version_runs=trajectory.version_runs,
         turns=tuple(
             Turn(*end, 0.0 if tried.failure else weight * tried.policy.rewards.get(turn, 0.0))
             for turn, end in enumerate(trajectory.ends)

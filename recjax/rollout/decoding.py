@@ -1,6 +1,8 @@
-"""The engine's programs on the device: they run prompts, and start and continue completions."""
+"""The engine's programs on the device: they run prefixes, sample first tokens, and continue completions."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,16 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
-from recjax.models.logprobs import Sampling, last_hidden
+from recjax.models.logprobs import Sampling, last_hidden, logprobs_and_entropy, sampling_logits
 from recjax.models.placement import ROWS, constrain
-from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.keys_values import (
     Memory,
     cache_rows,
     cache_time,
     empty,
     over_mesh,
-    put_behind,
     put_round,
     read_slots,
 )
@@ -59,13 +59,39 @@ class Decoded(NamedTuple):
     counts: Int[Array, " slots"]
 
 
+class SlotContents(NamedTuple):
+    """The contents of some slots, which tokens continue.
+
+    Attributes:
+        slots: indices of the slots.
+        lengths, cached: values for these slots, see `SlotState`.
+    """
+
+    memory: Memory
+    slots: Int[Array, " rows"]
+    lengths: Int[Array, " rows"]
+    cached: Int[Array, " rows"]
+
+
 @functools.partial(jax.jit, static_argnames="decoder")
 def prefill(
-    params: dict, prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], *, decoder: Decoder
-) -> tuple[tuple, Float[Array, "prompts vocab"]]:
-    """Keys and values of right-padded prompts, and the scores of the token after each prompt."""
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    hidden, cache = decoder.apply({"params": params}, prompts, positions, mask)
+    params: dict,
+    tokens: Int[Array, "rows time"],
+    mask: Bool[Array, "rows time"],
+    held: SlotContents | None = None,
+    *,
+    decoder: Decoder,
+) -> tuple[tuple, Float[Array, "rows vocab"]]:
+    """Keys and values of right-padded tokens, and the scores of the token after each row.
+
+    Args:
+        held: contents of the slots that the rows continue; None: the rows are whole prefixes.
+    """
+    positions, contexts = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), ()
+    if held is not None:
+        positions += (held.lengths + held.cached)[:, None]
+        contexts = _contexts(read_slots(held.memory, held.slots), held.lengths, held.cached)
+    hidden, cache = decoder.apply({"params": params}, tokens, positions, mask, contexts)
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
 
 
@@ -74,74 +100,35 @@ def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"])
     return constrain(logits(decoder.config, params, hidden), ROWS, "tensor")
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "chunk"))
+@functools.partial(jax.jit, static_argnames="sampling")
 def first_tokens(
     scores: Float[Array, "prompts vocab"],
     of: Int[Array, " batch"],
     keys: UInt32[Array, "batch words"],
     *,
     sampling: Sampling,
-    chunk: int,
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """The first token of each completion, and its log-probability.
 
     Args:
         of: index of each completion's prompt.
-        chunk: most completions whose scores are in memory together.
     """
-    count = len(of)
-
-    def chosen(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        of, keys = part
-        return sample_tokens(scores[of], sampling, _step_keys(keys, jnp.zeros_like(of)))
-
-    if count <= chunk:
-        return chosen((of, keys))
-    parts = [jnp.pad(x, [(0, -count % chunk)] + [(0, 0)] * (x.ndim - 1)) for x in (of, keys)]
-    found = jax.lax.map(chosen, tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in parts))
-    tokens, logprobs = (x.reshape(-1)[:count] for x in found)
-    return tokens, logprobs
+    return sample_tokens(scores[of], sampling, _step_keys(keys, jnp.zeros_like(of)))
 
 
 def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -> Key[Array, " rows"]:
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), counts)
 
 
-def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, Context]:
+def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, ...]:
     """The context of each row's next token: its prompt and later tokens. Rows that share a prompt have one length."""
     prompts, sharing = cache_rows(memory.prompts), len(lengths) // cache_rows(memory.prompts)
     places = jnp.broadcast_to(jnp.arange(cache_time(memory.prompts)), (prompts, cache_time(memory.prompts)))
     prompt = Context(*memory.prompts, places < lengths[::sharing, None], places)
+    if not cache_time(memory.later):
+        return (prompt,)
     places = jnp.arange(cache_time(memory.later))
     return prompt, Context(*memory.later, places < cached[:, None], lengths[:, None] + places)
-
-
-@functools.partial(jax.jit, static_argnames="decoder", donate_argnames="memory")
-def extend(
-    params: dict,
-    memory: Memory,
-    slots: Int[Array, " rows"],
-    tokens: Int[Array, "rows time"],
-    mask: Bool[Array, "rows time"],
-    lengths: Int[Array, " rows"],
-    cached: Int[Array, " rows"],
-    *,
-    decoder: Decoder,
-) -> tuple[Memory, Float[Array, "rows vocab"]]:
-    """Appends tokens to the contents of slots: stores their keys and values, and scores the token after them.
-
-    Args:
-        slots: indices of the slots; a slot that occurs twice has equal tokens both times.
-        tokens: right-padded; `memory.later` has room for all of them, padding included.
-        mask: True at real tokens.
-        lengths, cached: values for these slots, see `SlotState`.
-    """
-    read = read_slots(memory, slots)
-    positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
-    hidden, new = decoder.apply({"params": params}, tokens, positions, mask, _contexts(read, lengths, cached))
-
-    later = over_mesh(put_behind(memory.later, new, cached, slots))
-    return memory._replace(later=later), _scores(decoder, params, last_hidden(hidden, mask))
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time"), donate_argnames="memory")
@@ -160,61 +147,10 @@ def decode(
 
     The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
     position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
-    meaning, so idle slots lose no tokens either, as long as they have room for a round.
+    meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
+    keeps none of the round's tokens.
     """
-    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
-    state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
-
-    later = put_round(memory.later, state.recent, rows.cached)
-    return memory._replace(later=later), state._replace(recent=())
-
-
-@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "group_size", "round_time"))
-def whole_batch(
-    params: dict,
-    prompts: Int[Array, "prompts prompt_time"],
-    mask: Bool[Array, "prompts prompt_time"],
-    keys: UInt32[Array, "batch words"],
-    limits: Int[Array, " batch"],
-    *,
-    decoder: Decoder,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-    group_size: int,
-    round_time: int,
-) -> tuple[Int[Array, "batch time"], Float[Array, "batch time"], Int[Array, " batch"]]:
-    """Samples groups of completions that need only their first token and one round, in one program.
-
-    Args:
-        prompts: right-padded, one for each `group_size` consecutive completions.
-    Returns:
-        Tokens, their log-probabilities, and the number of tokens of each completion.
-    """
-    cache, scores = prefill(params, prompts, mask, decoder=decoder)
-    of = jnp.arange(len(limits)) // group_size
-    tokens, logprobs = first_tokens(scores, of, keys, sampling=sampling, chunk=len(limits))
-    zeros, places = jnp.zeros_like(of), jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
-    live = ~jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) & (limits > 1)
-    rows = SlotState(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
-    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
-    state = _round(params, cache, (Context(*cache, mask, places),), rows, jnp.zeros((), jnp.int32), **options)
-    tokens = jnp.concatenate([tokens[:, None], state.tokens], axis=1)
-    return tokens, jnp.concatenate([logprobs[:, None], state.logprobs], axis=1), 1 + state.counts
-
-
-def _round(
-    params: dict,
-    like: tuple,
-    contexts: tuple[Context, ...],
-    rows: SlotState,
-    enough: Int[Array, ""],
-    *,
-    decoder: Decoder,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-    round_time: int,
-) -> Decoded:
-    """Samples the tokens of a round, which attend to `contexts` and to each other; `like` is any cache of the model."""
+    contexts = _contexts(memory, rows.lengths, rows.cached)
     slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
     turns = decoder.turns(starts[:, None] + places)
 
@@ -251,9 +187,45 @@ def _round(
         jnp.zeros((), jnp.int32),
         rows.live,
         rows.last,
-        empty(like, rows=slots, time=round_time, dtype=decoder.cache_dtype),
+        empty(memory.prompts, rows=slots, time=round_time, dtype=decoder.cache_dtype),
         jnp.zeros((slots, round_time), jnp.int32),
         jnp.zeros((slots, round_time)),
         jnp.zeros(slots, jnp.int32),
     )
-    return jax.lax.while_loop(unfinished, step, start)
+    state = jax.lax.while_loop(unfinished, step, start)
+
+    later = memory.later
+    if cache_time(later):
+        later = put_round(later, state.recent, rows.cached)
+    return memory._replace(later=later), state._replace(recent=())
+
+
+def sample_tokens(
+    scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    """One token per row, sampled with the row's key, and its log-probability under the distribution that sampled it."""
+    scores = constrain(scores, ROWS)
+    if sampling.temperature == 0:
+        tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
+    else:
+
+        def sampled(among: Array, step: int) -> Array:
+            return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
+
+        tokens = _in_two_steps(sampling_logits(scores, sampling), jax.nn.logsumexp, sampled)
+    return tokens, logprobs_and_entropy(scores, tokens, sampling)[0]
+
+
+def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choose: Callable) -> Int[Array, " batch"]:
+    """Chooses an index per row in two steps: one of about √vocab blocks by `of_block` of its scores, then one in it.
+
+    The result equals a choice among all scores at once, including ties. Sampling takes 2 √vocab random numbers, not
+    vocab, and avoids an argmax over many scores, which XLA compiles to slow code on CPUs.
+    """
+    batch, vocab = scores.shape
+    length = math.isqrt(vocab - 1) + 1
+    padding = -vocab % length
+    blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
+    block = choose(of_block(blocks, axis=-1), 0)
+    inside = choose(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], 1)
+    return block * length + inside

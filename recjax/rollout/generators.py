@@ -76,6 +76,14 @@ class Generators:
 
     A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
     its batches again with the newest weights. So every issued batch arrives exactly once.
+
+    All processes of a trainer make the same calls in the same order. Only the first process has Ray and the generators;
+    the others receive its results, its errors and the state that decides which batches are issued next.
+
+    Attributes:
+        in_flight: batches that were issued and have not arrived: number to version, in order of issue.
+        restarts: number of restarts of generators.
+        waited_seconds: time that `receive` has waited in this step.
     """
 
     def __init__(self, regime: RegimeConfig):
@@ -85,6 +93,7 @@ class Generators:
         self._assigned: dict[Any, Assignment] = {}
         self._since = [0.0] * regime.generators
         self._failures = [0] * regime.generators
+        self.in_flight: dict[int, int] = {}
         self.restarts, self.waited_seconds = 0, 0.0
 
     def __enter__(self) -> "Generators":
@@ -93,6 +102,10 @@ class Generators:
         Raises:
             ValueError: no cluster answers at the address.
         """
+        hosts.from_first(self._connect)
+        return self
+
+    def _connect(self) -> None:
         if self._regime.address is None and "ray" not in sys.modules:
             # With this variable Ray's processes listen only on loopback. Ray reads it on import.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -120,18 +133,20 @@ class Generators:
                 except OSError as error:
                     message = f"regime.address = {address!r}: no Ray cluster answers there ({error})"
                     raise ValueError(message + "; start one with `ray start --head`, or remove it") from error
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the generators even while they sample, and shuts Ray down if this context started it."""
-        if self._begun_here:
+        if hosts.is_first() and self._begun_here:
             self._ray.shutdown()
         else:
             for actor in self._actors:
                 self._ray.kill(actor)
 
     def start(self, sampler: Sampler, *arguments: Any) -> None:
-        """Starts the processes; in each, `sampler(*arguments)` opens the function that samples."""
+        """Starts the processes; in each, `sampler(*arguments)` of the first process opens the function that samples."""
+        hosts.from_first(lambda: self._start_actors(sampler, arguments))
+
+    def _start_actors(self, sampler: Sampler, arguments: tuple) -> None:
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus > 0 else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
         if self._regime.address is None:
@@ -150,13 +165,14 @@ class Generators:
         self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
 
     def publish(self, version: int, weights: dict) -> None:
-        """Sets the weights, held on the host, for batches issued from here on.
+        """Sets the first process's weights, held on the host, for batches issued from here on.
 
         With `regime.swap_within`, batches being sampled also continue with these weights.
         """
-        self._version, self._weights = version, self._ray.put(weights)
-        if self._regime.swap_within:
-            for actor in self._actors:
+        self._version = version
+        if hosts.is_first():
+            self._weights = self._ray.put(weights)
+            for actor in self._actors if self._regime.swap_within else ():
                 actor.replace_weights.remote(version, self._weights)
 
     def begin_step(self) -> None:
@@ -165,6 +181,9 @@ class Generators:
 
     def issue(self, number: int) -> None:
         """Assigns a batch to the generator with the fewest batches."""
+        self.in_flight = {**self.in_flight, number: self._version}
+        if not hosts.is_first():
+            return
         loads = [self._at(generator) for generator in range(self._regime.generators)]
         generator = min(range(len(loads)), key=lambda place: len(loads[place]))
         if not loads[generator]:
@@ -172,14 +191,9 @@ class Generators:
         self._send(number, generator)
 
     @property
-    def in_flight(self) -> dict[int, int]:
-        """Batches that were issued and have not arrived: number to version, in order of issue."""
-        return {one.number: one.version for one in self._assigned.values()}
-
-    @property
     def are_busy(self) -> bool:
         """True if all generators have as many batches as they may have."""
-        return len(self._assigned) >= AT_A_TIME * self._regime.generators
+        return len(self.in_flight) >= AT_A_TIME * self._regime.generators
 
     def receive(self, wait: bool) -> list[tuple[int, Any]]:
         """Number and result of every batch that is done.
@@ -190,6 +204,16 @@ class Generators:
             RuntimeError: a generator keeps dying, or never answers.
             Exception: any error that the sampling function raised.
         """
+
+        def received() -> tuple[list[tuple[int, Any]], dict[int, int], int, float]:
+            found = self._collected(wait)
+            in_flight = {one.number: one.version for one in self._assigned.values()}
+            return found, in_flight, self.restarts, self.waited_seconds
+
+        found, self.in_flight, self.restarts, self.waited_seconds = hosts.from_first(received)
+        return found
+
+    def _collected(self, wait: bool) -> list[tuple[int, Any]]:
         started, found = time.monotonic(), []
         while self._assigned:
             answer_by = min(self._since[one.generator] for one in self._assigned.values()) + self._seconds

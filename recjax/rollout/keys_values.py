@@ -97,47 +97,42 @@ def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
     return on_each(*arguments)
 
 
-@functools.partial(jax.jit, donate_argnames="memory")
-def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], count: Int[Array, ""]) -> Memory:
-    """Copies prompts into slots: the first `count` columns of `places` are (slot, row of `cache`)."""
-
-    def copied(index: Array, prompts: tuple) -> tuple:
-        slot, prompt = places[:, index]
-
-        def put(mine: Array, theirs: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + _ROW_AXIS)
-            return jax.lax.dynamic_update_slice_in_dim(mine, one.astype(mine.dtype), slot, axis=mine.ndim + _ROW_AXIS)
-
-        return jax.tree.map(put, prompts, cache)
-
-    return memory._replace(prompts=over_mesh(jax.lax.fori_loop(0, count, copied, memory.prompts)))
-
-
-def put_behind(
-    later: tuple, new: tuple, cached: Int[Array, " rows"], slots: Int[Array, " rows"] | None = None
-) -> tuple:
-    """Copies rows of keys and values into slots, each behind the slot's cached tokens: row after row, in place.
+def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: Int[Array, ""] | int) -> tuple:
+    """Copies rows of keys and values into slots, each behind the slot's tokens: row after row, in place.
 
     Args:
-        slots: index of each row's slot; None: one row for each slot, in order.
+        places: columns (slot, row of `new`, number of the slot's tokens), of which the first `count` are used.
     """
 
-    def put(row: Array, later: tuple) -> tuple:
+    def put(index: Array, cache: tuple) -> tuple:
+        slot, row, tokens = places[:, index]
+
         def copied(mine: Array, theirs: Array) -> Array:
             one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
             start = [0] * mine.ndim
-            start[_ROW_AXIS], start[_TIME_AXIS] = row if slots is None else slots[row], cached[row]
+            start[_ROW_AXIS], start[_TIME_AXIS] = slot, tokens
             return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
 
-        return jax.tree.map(copied, later, new)
+        return jax.tree.map(copied, cache, new)
 
-    return jax.lax.fori_loop(0, len(cached), put, later)
+    return jax.lax.fori_loop(0, count, put, cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def put_started(cache: tuple, new: tuple, places: Int[Array, "3 slots"], count: Int[Array, ""]) -> tuple:
+    """Copies the tokens of started completions into slots, see `put_behind`."""
+    return over_mesh(put_behind(cache, new, places, count))
 
 
 def put_round(later: tuple, recent: tuple, cached: Int[Array, " slots"]) -> tuple:
     """Copies a row of `recent` into each slot behind its cached tokens, see `put_behind`."""
-    stacked = jax.tree.leaves(later)[0].ndim > -_ROW_AXIS
-    put = functools.partial(jax.lax.platform_dependent, tpu=_merged, default=put_behind) if stacked else put_behind
+
+    def put(later: tuple, recent: tuple, cached: Array) -> tuple:
+        order = jnp.arange(len(cached))
+        return put_behind(later, recent, jnp.stack([order, order, cached]), len(cached))
+
+    if jax.tree.leaves(later)[0].ndim > -_ROW_AXIS:
+        put = functools.partial(jax.lax.platform_dependent, tpu=_merged, default=put)
     return over_mesh(_where_rows_lie(put, later, recent, cached))
 
 

@@ -5,13 +5,13 @@ Rounds run in a separate thread, so that the event loop stays free for agents, t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
 from recjax.rollout.engine import Engine
-from recjax.rollout.requests import Request, Sampled
+from recjax.rollout.requests import Request, Sampled, Weights
 
 # Passes of the event loop before a round of tokens. A coroutine that has just received a completion has then sent its
 # next request, unless it waits for something else. So timing does not decide which requests share a round.
@@ -39,14 +39,15 @@ class LiveEngine:
     A completion follows from its request and the weights, and does not depend on other requests.
     """
 
-    def __init__(self, engine: Engine, passes: int = PASSES):
+    def __init__(self, engine: Engine, passes: int = PASSES, newer: Callable[[], Weights | None] | None = None):
         """Takes the engine, which has no other users until this context closes, and the mesh in context.
 
         Args:
             engine: engine with weights.
             passes: passes of the event loop before a round. Two are enough for a follower to close its iterator.
+            newer: called before each round; returns weights that have arrived since the last call, or None.
         """
-        self._engine, self._mesh, self._passes = engine, jax.sharding.get_mesh(), passes
+        self._engine, self._mesh, self._passes, self._newer = engine, jax.sharding.get_mesh(), passes, newer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrived: list[_Asked] = []
         self._waiting: dict[int, _Asked] = {}
@@ -167,6 +168,8 @@ class LiveEngine:
         self, gone: Collection[int], arrived: Sequence[_Asked], followed: Sequence[int]
     ) -> tuple[list[int | ValueError], dict[int, Sampled], dict[int, Sampled]]:
         """Cancels, admits and decodes; returns tickets or refusals, followed requests' tokens so far, completions."""
+        if self._newer is not None and (weights := self._newer()) is not None:
+            self._engine.replace_weights(weights.params, weights.version)
         self._engine.cancel(gone)
         tickets: list[int | ValueError] = []
         for asked in arrived:

@@ -1,6 +1,6 @@
 """Input and output of the engine: requests and completions."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,59 +82,48 @@ class Sampled(NamedTuple):
     truncated: bool
 
 
-class Started(NamedTuple):
-    """Requests with their first token, sampled by the weights of `version`."""
-
-    requests: list[Request]
-    tickets: list[int]
-    tokens: Int[np.ndarray, " requests"]
-    logprobs: Float[np.ndarray, " requests"]
-    version: int
-
-    def part(self, places: Int[np.ndarray, " some"]) -> "Started":
-        """The started requests at some places."""
-        requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
-        return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
-
-
 class Admitted(NamedTuple):
-    """Requests in line and their tickets; `group_size` is None for requests that are not a batch of groups."""
+    """A request in line, or a batch of groups of `group_size`, which has the engine for itself; with tickets."""
 
-    requests: list[Request]
-    tickets: list[int]
+    requests: Sequence[Request]
+    tickets: Sequence[int]
     group_size: int | None
 
-    def without(self, gone: Container[int]) -> "Admitted":
-        """Drops the tickets in `gone`; a batch of groups stays whole."""
-        if self.group_size is not None:
-            return self
-        left = [place for place, ticket in enumerate(self.tickets) if ticket not in gone]
-        return Admitted(*selected(left, self.requests, self.tickets), None)
+
+class Started(NamedTuple):
+    """A completion with its first token.
+
+    Attributes:
+        prompt: row of the keys and values of its prefix.
+        slot: slot that it takes if it continues the slot's contents, or if its batch has a slot for each completion.
+    """
+
+    request: Request
+    ticket: int
+    token: int
+    logprob: float
+    prompt: int
+    slot: int
 
 
-class Prefilled(NamedTuple):
+class Begun(NamedTuple):
     """Completions with their first token that wait for slots.
 
     Attributes:
-        rows: places of the completions in their batch.
-        prompts: rows of `cache`, the keys and values of prompts of `lengths` tokens.
-        group_size: consecutive rows per prompt in a batch that has the engine for itself; None for other requests.
-        weights: number of the weights that ran the prompts.
+        cache: keys and values of the tokens that were run; each row has `lengths` tokens.
+        continues: True if the tokens follow the contents of the completions' slots; False: they are whole prefixes.
+        group_size: consecutive completions of each prompt in a batch; None: other requests.
+        version: policy version of the weights that ran the tokens.
+        weights: number of these weights.
     """
 
-    started: Started
-    rows: Int[np.ndarray, " waiting"]
-    prompts: Int[np.ndarray, " waiting"]
+    started: list[Started]
     cache: tuple
     lengths: Int[np.ndarray, " prompts"]
+    continues: bool
     group_size: int | None
+    version: int
     weights: int
-
-    def without(self, gone: Container[int]) -> "Prefilled | None":
-        """Drops the tickets in `gone`; None if this drops all of them."""
-        left = np.array([place for place, ticket in enumerate(self.started.tickets) if ticket not in gone], int)
-        started, rows, prompts = self.started.part(left), self.rows[left], self.prompts[left]
-        return self._replace(started=started, rows=rows, prompts=prompts) if len(left) else None
 
 
 def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
@@ -143,16 +132,3 @@ def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " som
     for place, request in enumerate(requests):
         found.setdefault(request.sampling, []).append(place)
     return {sampling: np.array(places) for sampling, places in found.items()}
-
-
-def selected(places: list[int], *columns: list) -> list[list]:
-    """Selects some places of each column."""
-    return [[column[place] for place in places] for column in columns]
-
-
-def padded(rows: list[np.ndarray], time: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads rows of tokens to a length; returns the tokens and the mask of real tokens."""
-    mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
-    tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate(rows)
-    return tokens, mask

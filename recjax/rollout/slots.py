@@ -1,18 +1,19 @@
 """The engine's slots: their state on the host, and their keys and values on the device."""
 
+import functools
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
-from recjax.rollout.decoding import Decoded, SlotState
+from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.requests import Request, Sampled, Started
+from recjax.rollout.requests import Begun, Request, Sampled, Started
 
 
 class SlotColumns(NamedTuple):
@@ -23,7 +24,7 @@ class SlotColumns(NamedTuple):
         lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.SlotState`.
         current: True if all keys and values of the slot come from the current weights.
         requests: latest Request of the slot.
-        tokens, logprobs, versions: samples of the latest request; only the first `counts` places are valid.
+        samples: tokens, log-probs and versions of the latest request, a list with an entry for each round.
     """
 
     tickets: Int[np.ndarray, " slots"]
@@ -35,9 +36,7 @@ class SlotColumns(NamedTuple):
     keys: UInt32[np.ndarray, "slots words"]
     current: Bool[np.ndarray, " slots"]
     requests: np.ndarray
-    tokens: Int[np.ndarray, "slots room"]
-    logprobs: Float[np.ndarray, "slots room"]
-    versions: Int[np.ndarray, "slots room"]
+    samples: np.ndarray
 
 
 class Slots:
@@ -73,27 +72,6 @@ class Slots:
 
     # --- The number of slots, and their room.
 
-    def open_for(self, cache: tuple, lengths: Int[np.ndarray, " prompts"], group_size: int, time: int) -> None:
-        """Creates an empty slot for each row of groups of `group_size`; each group reads its one prompt in `cache`."""
-        count = len(lengths) * group_size
-        self.columns = _columns(count)
-        self.columns.lengths[:] = np.repeat(lengths, group_size)
-        self.memory = Memory(cache, self._room(cache, count, time))
-
-    def make(self, count: int, cache: tuple, time: int) -> None:
-        """Provides at least `count` slots, each with room for its own prompt, as long as the prompts in `cache`."""
-        prompt_time = keys_values.cache_time(cache)
-        if self.memory is None:
-            self.columns = _columns(count)
-            prompts = self._room(cache, count, prompt_time)
-            self.memory = Memory(prompts, self._room(cache, count, time))
-            return
-        count = max(count, self.count)
-        if count != keys_values.cache_rows(self.memory.prompts):
-            self.change_number(count, self.time)
-        if prompt_time > keys_values.cache_time(self.memory.prompts):
-            self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
-
     def _room(self, like: tuple, count: int, time: int) -> tuple:
         return keys_values.empty(like, rows=count, time=time, dtype=self._dtype)
 
@@ -127,57 +105,71 @@ class Slots:
     def leave_room(self, tokens: int) -> None:
         """Drops the last tokens of free slots that leave less room than `tokens`, as a round overwrites this room."""
         free = ~self.live
-        self.columns.cached[free] = np.minimum(self.columns.cached[free], self.time - tokens)
+        self.columns.cached[free] = np.minimum(self.columns.cached[free], max(self.time - tokens, 0))
 
     # --- Filling slots.
 
-    def put(
-        self,
-        started: Started,
-        cache: tuple,
-        prompts: Int[np.ndarray, " requests"],
-        lengths: Int[np.ndarray, " requests"],
-        current: bool,
-    ) -> int:
-        """Puts completions with their prompts, rows of `cache`, into free slots; returns how many found a slot."""
-        free = np.flatnonzero(~self.live)
-        # Slots with the fewest useful tokens are reused first.
-        free = free[np.argsort(self.held[free], kind="stable")][: len(prompts)]
-        if not len(free):
-            return 0
-        places = np.zeros((2, self.count), np.int32)
-        places[:, : len(free)] = free, prompts[: len(free)]
-        self.memory = keys_values.put_prompts(self.memory, cache, places, np.int32(len(free)))
-        self.columns.lengths[free], self.columns.cached[free] = lengths[: len(free)], 0
-        self.begin(free, started.part(np.arange(len(free))), current)
-        return len(free)
-
-    def begin(self, places: Int[np.ndarray, " requests"], started: Started, current: bool) -> None:
-        """Writes completions with their first tokens into the columns of slots.
+    def seat(self, begun: Begun, count: int, time: int, current: bool) -> int:
+        """Puts completions with their first token into free slots; returns how many found a slot.
 
         Args:
-            current: True if their prefixes were run with the current weights.
+            count: number of slots to provide.
+            time: room behind each prompt, if there are no slots yet.
+            current: True if the tokens were run with the current weights.
         """
-        self.make_room(1)
-        columns, (requests, tickets, tokens, logprobs, version) = self.columns, started
-        columns.tickets[places], columns.last[places], columns.counts[places] = tickets, tokens, 1
-        columns.limits[places] = [request.limit for request in requests]
-        columns.keys[places] = [request.key for request in requests]
-        columns.tokens[places, 0], columns.logprobs[places, 0] = tokens, logprobs
-        columns.versions[places, 0], columns.current[places] = version, current
-        for place, request in zip(places, requests, strict=True):
-            columns.requests[place] = request
-
-    def make_room(self, tokens: int) -> None:
-        """Extends the columns to at least `tokens` sampled tokens per slot."""
+        started, cache, lengths, group_size = begun.started, begun.cache, begun.lengths, begun.group_size
+        places = np.array([one.slot for one in started], int)
+        if begun.continues:
+            self._copy("later", cache, places, started, self.columns.cached[places])
+            self.columns.cached[places] += lengths[[one.prompt for one in started]]
+        elif self.memory is None and group_size and count == len(lengths) * group_size:
+            # With a slot for every completion, each group reads a single copy of its prompt.
+            self.columns = _columns(count)
+            self.columns.lengths[:] = np.repeat(lengths, group_size)
+            self.memory = Memory(cache, self._room(cache, count, time))
+        else:
+            self._provide(count, cache, time)
+            # Slots with the fewest useful tokens are reused first.
+            free = np.flatnonzero(~self.live)
+            places = free[np.argsort(self.held[free], kind="stable")][: len(started)]
+            started = started[: len(places)]
+            self._copy("prompts", cache, places, started, 0)
+            self.columns.lengths[places], self.columns.cached[places] = lengths[[one.prompt for one in started]], 0
         columns = self.columns
-        if (missing := tokens - columns.tokens.shape[1]) > 0:
-            padding = ((0, 0), (0, max(missing, columns.tokens.shape[1])))
-            sampled = (columns.tokens, columns.logprobs, columns.versions)
-            tokens, logprobs, versions = (np.pad(column, padding) for column in sampled)
-            self.columns = columns._replace(tokens=tokens, logprobs=logprobs, versions=versions)
+        columns.current[places], columns.counts[places] = current, 1
+        for place, one in zip(places, started, strict=True):
+            columns.requests[place], columns.tickets[place], columns.last[place] = one.request, one.ticket, one.token
+            columns.limits[place], columns.keys[place] = one.request.limit, one.request.key
+            columns.samples[place] = [_round_of(np.array([one.token]), np.array([one.logprob]), begun.version)]
+        return len(started)
+
+    def _provide(self, count: int, cache: tuple, time: int) -> None:
+        """Provides at least `count` slots, each with room for its own prompt, as long as the prompts in `cache`."""
+        prompt_time = keys_values.cache_time(cache)
+        if self.memory is None:
+            self.columns = _columns(count)
+            self.memory = Memory(self._room(cache, count, prompt_time), self._room(cache, count, time))
+        count = max(count, self.count)
+        if count != keys_values.cache_rows(self.memory.prompts):
+            self.change_number(count, self.time)
+        if prompt_time > keys_values.cache_time(self.memory.prompts):
+            self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
+
+    def _copy(
+        self, part: str, cache: tuple, slots: np.ndarray, started: list[Started], tokens: np.ndarray | int
+    ) -> None:
+        """Copies rows of `cache` into a part of the memory of slots, behind the `tokens` that it holds there."""
+        if started:
+            places = np.zeros((3, self.count), np.int32)
+            places[:, : len(started)] = np.broadcast_arrays(slots, [one.prompt for one in started], tokens)
+            copied = keys_values.put_started(getattr(self.memory, part), cache, places, np.int32(len(started)))
+            self.memory = self.memory._replace(**{part: copied})
 
     # --- Sampling in slots.
+
+    def contents(self, slots: Int[np.ndarray, " rows"]) -> SlotContents:
+        """The contents of some slots, for tokens that continue them."""
+        return SlotContents(self.memory, slots, self.columns.lengths[slots], self.columns.cached[slots])
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> SlotState:
         """Copies of the columns for a round in which the slots in `live` sample.
@@ -192,12 +184,11 @@ class Slots:
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Adds a round's tokens to the columns of the slots that sampled them."""
         columns, counts = self.columns, np.where(mine, state.counts, 0)
-        slot, time = np.nonzero(np.arange(state.tokens.shape[1]) < counts[:, None])
-        places = slot, columns.counts[slot] + time
-        columns.tokens[places], columns.logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]
-        columns.versions[places] = version
+        for slot in np.flatnonzero(mine):
+            tokens, logprobs = state.tokens[slot, : counts[slot]], state.logprobs[slot, : counts[slot]]
+            columns.samples[slot].append(_round_of(tokens, logprobs, version))
         columns.counts[:] += counts
-        columns.cached[:] += counts
+        columns.cached[:] = np.minimum(columns.cached + counts, self.time)
         columns.last[mine] = state.last[mine]
 
     def free(self, tickets: Container[int]) -> None:
@@ -210,45 +201,50 @@ class Slots:
         return {int(self.columns.tickets[slot]): Sampled(*self._sampled(slot), truncated=True) for slot in slots}
 
     def _sampled(self, slot: int | np.integer) -> list[np.ndarray]:
-        """Copies of a slot's tokens, their log-probs and versions."""
-        columns = self.columns
-        return [column[slot, : columns.counts[slot]].copy() for column in columns[-3:]]
+        """A slot's tokens, their log-probs and versions."""
+        return [np.concatenate(parts) for parts in zip(*self.columns.samples[slot], strict=True)]
 
     def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
         """Frees slots and returns their completions by ticket."""
         finished, columns = {}, self.columns
         for slot in ended:
-            tokens, logprobs, versions = self._sampled(slot)
-            done = Sampled(tokens, logprobs, versions, bool(tokens[-1] not in stop_ids))
-            finished[int(columns.tickets[slot])] = done
+            whole = tokens, _, _ = self._sampled(slot)
+            columns.samples[slot] = [whole]
+            finished[int(columns.tickets[slot])] = Sampled(*whole, bool(tokens[-1] not in stop_ids))
         columns.tickets[ended] = -1
         return finished
 
-    def continuations(self, requests: Sequence[Request]) -> dict[int, int]:
-        """Maps places of requests to free slots that hold the longest beginning of the request's prefix."""
+    def continuations(self, requests: Sequence[Request]) -> Int[np.ndarray, " requests"]:
+        """The free slot that holds the longest beginning of each request's prefix; -1 if none does."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
-            tokens = np.concatenate([columns.requests[slot].prefix, columns.tokens[slot, : columns.counts[slot]]])
-            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(int(slot))
-        sizes, found = sorted({len(tokens) for tokens in held}, reverse=True), {}
+            tokens = np.concatenate([columns.requests[slot].prefix, self._sampled(slot)[0]])
+            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(slot)
+        sizes, slots = sorted({len(tokens) for tokens in held}, reverse=True), np.full(len(requests), -1, np.int32)
         for place, request in enumerate(requests):
             prefix = request.prefix.tobytes()
             for size in sizes:
                 if size < len(prefix) and held.get(prefix[:size]):
-                    found[place] = held[prefix[:size]].pop(0)
+                    slots[place] = held[prefix[:size]].pop(0)
                     break
-        return found
+        return slots
 
 
 def _columns(count: int) -> SlotColumns:
     """Columns of empty slots."""
-    room = np.zeros((count, 0), np.int32)
     return SlotColumns(
         *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
-        keys=np.zeros((count, jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size), np.uint32),
+        keys=np.zeros((count, _key_words(jax.config.jax_default_prng_impl)), np.uint32),
         current=np.zeros(count, bool),
         requests=np.full(count, None),
-        tokens=room,
-        logprobs=room.astype(np.float32),
-        versions=room.copy(),
+        samples=np.full(count, None),
     )
+
+
+@functools.cache
+def _key_words(implementation: str) -> int:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).size
+
+
+def _round_of(tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return tokens, logprobs, np.full(len(tokens), version, np.int32)

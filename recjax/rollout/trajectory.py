@@ -1,14 +1,16 @@
 """Joins turns into rows. Completions keep the tokens that were sampled; recjax never tokenizes them again."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Row
+from recjax.experience.group import Completion, Row, runs_of
 from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled
+from recjax.tasks.grading.thinking import opening_tag, unclosed_tag
 
 
 class Trajectory:
@@ -39,6 +41,12 @@ class Trajectory:
     def oldest_version(self) -> int:
         """The oldest version of the weights that sampled any of its tokens."""
         return min(int(turn.versions.min()) for turn in self.turns)
+
+    @property
+    def version_runs(self) -> tuple[tuple[int, int], ...]:
+        """Policy versions of the sampled tokens, row by row; see `Completion.version_runs`."""
+        turns = [self.turns[turn] for turn in sorted(range(len(self.ends)), key=self.ends.__getitem__)]
+        return runs_of(np.concatenate([np.zeros(0, np.int32), *(turn.versions for turn in turns)]))
 
     @property
     def truncated(self) -> bool:
@@ -94,3 +102,31 @@ class Trajectory:
 
 def _parts(row: Row) -> Sequence[np.ndarray]:
     return row.prompt_tokens, row.tokens
+
+
+def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The opening tag of the thoughts that a completion's text starts inside; empty if it starts outside thoughts.
+
+    The text of a trajectory is its last reply. A reply that continues earlier replies as plain text starts inside any
+    thoughts that they have not closed. A special token at the end of a reply, or after it, starts a new turn.
+    """
+
+    def text_of(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    if not completion.rows:
+        return ""
+    place, end, _ = completion.turns[-1] if completion.turns else (-1, None, 0.0)
+    row, special = completion.rows[place], set(tokenizer.all_special_ids)
+    tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
+    ends = {turn.end for turn in completion.turns if turn.row == place}
+    starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
+    for start, stop in itertools.pairwise(starts):
+        piece = tokens[start:stop]
+        if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):
+            opening = ""
+        text = text_of(piece)
+        if mask[start] or opening:
+            opening = unclosed_tag(opening + text)
+        opening = opening or opening_tag(text)
+    return opening

@@ -80,8 +80,10 @@ class Session:
             given: the reward and its comment; None: no reward.
         """
         turns = [one for served in self.served for one in served.sampled]
-        has_prompts, rows = prompts and all(len(one.prompt_tokens) for one in self.served), self.trajectory.rows
+        has_prompts = prompts and all(len(one.prompt_tokens) for one in self.served)
+        rows, version_runs = self.trajectory.rows, self.trajectory.version_runs
         if not has_prompts:
+            version_runs = runs_of(np.concatenate([turn.versions for turn in turns]))
             tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
             rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs),)
         # For each key, the value of the first request that has the key.
@@ -93,12 +95,12 @@ class Session:
             id=self.name,
             source=source,
             text=self.served[-1].texts[-1],
-            rows=tuple(rows),
+            rows=rows,
             sampling=self.sampling,
             policy_version=min(int(one.versions.min()) for one in turns),
             truncated=turns[-1].truncated,
             grade=given and given.grade,
-            version_runs=runs_of(np.concatenate([turn.versions for turn in turns])),
+            version_runs=version_runs,
             metadata=metadata,
         )
         first = self.served[0]

@@ -144,21 +144,12 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def check_whole(folder: Path, step: int) -> None:
-    """Compares every file of a checkpoint with its manifest.
-
-    Raises:
-        ValueError: a file is damaged or missing, or the manifest is missing.
-    """
-    files.check_manifest(folder / str(step))
-
-
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
     """The step of the newest whole checkpoint (None without one), and the defect of each later checkpoint by step."""
     damaged: dict[int, str] = {}
     for step in reversed(steps_of(folder)):
         try:
-            check_whole(folder, step)
+            files.check_manifest(folder / str(step))
             return step, damaged
         except ValueError as error:
             damaged[step] = str(error)

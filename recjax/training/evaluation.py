@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from recjax.config import Config
-from recjax.experience.batch import Shape, pad, score
+from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group
-from recjax.experience.trajectories import pad_trajectories
+from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.rollout.agent_trials import MISTAKES
@@ -162,31 +162,23 @@ def evaluate_policy(
         initial_params: parameters of π_0, for the KL; None skips the KL.
         agents: see `answered`.
     """
-    divergence, tokens, samples = 0.0, 0, []
+    settings, divergence, tokens, samples = config.evaluation, 0.0, 0, []
     for done in answered(config, policy, params, prompts, grading, step, agents=agents):
         if initial_params is not None:
-            difference, count = _log_ratio_to(initial_params, config, policy, done)
-            divergence, tokens = divergence + difference, tokens + count
+            shape = answered_shape(
+                config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
+            )
+            batch = pad(done.groups, shape)
+            initial = score(policy, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
+            mask = batch.completion_mask
+            divergence += float((batch.behavior_logprobs - initial)[mask].sum())
+            tokens += int(mask.sum())
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
-
-
-def _log_ratio_to(params: dict, config: Config, policy: Policy, done: AnsweredPart) -> tuple[float, int]:
-    """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
-    settings, rollout = config.evaluation, config.rollout
-    if config.task.agent:
-        rows = rollout.prompts_per_step * settings.samples
-        batch, _ = pad_trajectories(done.groups, rollout.max_context_tokens - 1, (1, rows), together=False)
-    else:
-        lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
-        batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
-    logprobs = score(policy, params, batch, settings.sampling(), config.model.logprob_chunk)
-    mask = batch.completion_mask
-    return float((batch.behavior_logprobs - logprobs)[mask].sum()), int(mask.sum())
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

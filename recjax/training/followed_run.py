@@ -8,10 +8,10 @@ import logging
 import time
 from pathlib import Path
 
-from recjax.files import MANIFEST
+from recjax.files import MANIFEST, check_manifest
 from recjax.hub.policy import Policy
 from recjax.rollout.requests import Weights
-from recjax.training.checkpoint import check_whole, progress, steps_of
+from recjax.training.checkpoint import progress, steps_of
 from recjax.training.run_folder import check_config_file
 from recjax.training.trained import checkpoint_reader, run_config
 
@@ -69,7 +69,7 @@ class FollowedRun:
                 continue
             try:
                 step = stamp[0]
-                check_whole(self._folder, step)
+                check_manifest(self._folder / str(step))
                 said = progress(self._folder, step)
                 check_config_file(self._run, self._config, said)
                 weights = Weights(self._read_params(step), step, said.get("totals", {}).get("run"))

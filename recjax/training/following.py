@@ -9,9 +9,10 @@ from collections.abc import Container
 import numpy as np
 
 from recjax.experience import queue as queues
-from recjax.experience.batch import Batch, score
+from recjax.experience.batch import Batch
 from recjax.experience.following import UNUSABLE
 from recjax.experience.group import Group, token_staleness
+from recjax.experience.layout import score
 from recjax.experience.queue import Queue
 from recjax.models.trainable import combine
 from recjax.training.run import Run, State
@@ -93,11 +94,10 @@ def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str,
 
 def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
     """The batch with missing log-probs handled according to `experience.missing_logprobs`; no NaN is left."""
-    missing = run.config.experience.missing_logprobs
-    if missing == "unneeded":
-        return batch._replace(behavior_logprobs=None)
+    if run.config.experience.missing_logprobs != "current":
+        return batch
     lacking = np.isnan(batch.behavior_logprobs)
-    if missing == "error" or not lacking.any():
+    if not lacking.any():
         return batch
     params = combine(state.trained.params, run.frozen)
     now = score(run.policy, params, batch, run.config.rollout.sampling(), run.config.model.logprob_chunk)

@@ -1,18 +1,21 @@
 """Saves completions of training batches in the run folder, with rewards and per-token results of the update."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import SamplesConfig
-from recjax.experience.group import Completion, Group, Row
+from recjax import hosts
+from recjax.experience.batch import row_places
+from recjax.experience.group import Completion, Group
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
+from recjax.models.placement import on_host
 from recjax.tasks.problems import question_of
+from recjax.training.run import Run
 from recjax.training.update import Learned
 
 logger = logging.getLogger(__name__)
@@ -23,27 +26,22 @@ def folder_of(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def is_kept(step: int, config: SamplesConfig) -> bool:
-    """True if completions of the step's batch are saved."""
-    return config.every > 0 and (step == 1 or step % config.every == 0)
+def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned) -> None:
+    """Saves the first groups of a batch if `samples.every` says so, up to the size limit of the config.
 
-
-def keep(
-    output: Path,
-    step: int,
-    groups: Sequence[Group],
-    learned: Learned | None,
-    rows_per_group: int,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SamplesConfig,
-) -> None:
-    """Saves the first groups of a batch, unless the saved files have reached the size limit of the config.
+    Every process must call it.
 
     Args:
-        groups: groups of the batch; each has `rows_per_group` consecutive rows, which begin with its completions.
-        learned: per-token results of the update, on the host; None if rows of the batch are not whole completions.
+        groups: groups of the batch.
+        learned: per-token results of the update.
     """
-    folder = folder_of(output)
+    config, tokenizer = run.config.samples, run.policy.tokenizer
+    if not config.every or (step > 1 and step % config.every):
+        return
+    learned = on_host(learned)
+    if not hosts.is_first():
+        return
+    folder = folder_of(Path(run.config.output))
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
     if held >= config.megabytes * 2**20:
@@ -51,17 +49,21 @@ def keep(
             "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
         )
         return
-    rows = []
-    for place, group in enumerate(groups[: config.groups]):
-        for number, completion in enumerate(group.completions):
+    rows, terms = [], learned.terms
+    columns = {
+        "probability_now": np.exp(learned.logprobs),
+        "advantage": np.broadcast_to(terms.advantages, terms.ratio.shape),
+        "kept": terms.clip,
+        "coefficient": terms.coefficients,
+    }
+    places = iter(row_places(groups, run.shape))
+    for group in groups[: config.groups]:
+        for completion in group.completions:
             row = _described(step, group, completion, tokenizer)
-            if learned is not None:
-                index, terms, length = place * rows_per_group + number, learned.terms, completion.sampled_tokens
-                advantages = np.broadcast_to(terms.advantages[index], terms.ratio[index].shape)
-                row["probability_now"] = _short(np.exp(learned.logprobs[index, :length]))
-                row["advantage"] = _short(advantages[:length])
-                row["kept"] = terms.clip[index, :length].astype(int).tolist()
-                row["coefficient"] = _short(terms.coefficients[index, :length])
+            lengths = [(next(places), len(each.tokens)) for each in completion.rows]
+            for name, values in columns.items():
+                values = _joined(values[place, :length] for place, length in lengths)
+                row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
             rows.append(row)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def keep(
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     grade, rows = completion.grade, completion.rows
-    known = None if any(row.behavior_logprobs is None for row in rows) else _joined(rows, "behavior_logprobs")
+    is_known = all(row.behavior_logprobs is not None for row in rows)
     return {
         "step": step,
         "group": group.id,
@@ -85,14 +87,14 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "accurate": grade.accurate,
         "truncated": completion.truncated,
         "version": completion.policy_version,
-        "tokens": token_texts(tokenizer, _joined(rows, "tokens").astype(int).tolist()),
-        "chosen": _joined(rows, "mask").astype(int).tolist(),
-        "probability": None if known is None else _short(np.exp(known)),
+        "tokens": token_texts(tokenizer, _joined(row.tokens for row in rows).astype(int).tolist()),
+        "chosen": _joined(row.mask for row in rows).astype(int).tolist(),
+        "probability": _short(np.exp(_joined(row.behavior_logprobs for row in rows))) if is_known else None,
     }
 
 
-def _joined(rows: Sequence[Row], column: str) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.float32), *(getattr(row, column) for row in rows)])
+def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *arrays])
 
 
 def _short(numbers: np.ndarray) -> list[float]:

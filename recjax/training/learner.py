@@ -9,13 +9,12 @@ import optax
 from jax.typing import ArrayLike
 
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout, choose_layout
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training import rounds
 from recjax.training.evaluation import Evaluation, evaluate_policy
-from recjax.training.layout import packed_batch
-from recjax.training.packing import Packed
 from recjax.training.run import Run, State, initial_policy
 from recjax.training.update import Learned, TrainState, learning_rate_schedule, recipe_of, update
 
@@ -57,12 +56,12 @@ class Learner:
             return run.initial
         return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
 
-    def packed(self, run: Run, batch: Batch, micro_batches: int) -> Packed | None:
-        """The batch in packed rows, or None to train on the padded rows; see `layout.packed_batch`."""
-        return packed_batch(run.config, self._recipe, batch, micro_batches)
+    def layout(self, run: Run, batch: Batch) -> Layout:
+        """The micro-batches of an update; see `choose_layout`."""
+        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch)
 
     def update(
-        self, run: Run, trained: TrainState, batch: Batch, packed: Packed | None, micro_batches: int, step: int
+        self, run: Run, trained: TrainState, batch: Batch, layout: Layout, step: int
     ) -> tuple[TrainState, dict, Learned]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
         trained, metrics, learned = update(
@@ -71,10 +70,9 @@ class Learner:
             run.initial if self._recipe.algorithm.needs_reference else None,
             put_rows(batch),
             jax.random.fold_in(self._drop_key, step),
-            packed,
+            layout,
             run.teacher and run.teacher.params,
             recipe=self._recipe,
-            micro_batches=None if packed else micro_batches,
         )
         return trained, metrics | {"learning_rate": _rate_of(self._rates, trained.optimizer_state)}, learned
 

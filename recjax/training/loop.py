@@ -2,45 +2,36 @@
 
 import contextlib
 import json
-import logging
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
-from recjax.config import Config, to_yaml
+from recjax.config import Config
 from recjax.console import under_way
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
-from recjax.experience.trajectories import pad_trajectories
+from recjax.experience.layout import padding_waste
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
-from recjax.models.placement import on_host, row_shards
+from recjax.models.placement import row_shards
 from recjax.plots.training import draw_experience, draw_training
-from recjax.training import checkpoint, following, kept_samples, rounds, run_lock
-from recjax.training.deferred_metrics import DeferredMetrics
+from recjax.training import checkpoint, following, kept_samples, rounds
 from recjax.training.evaluation import samples_as_markdown, write_samples
-from recjax.training.kept_samples import is_kept
 from recjax.training.learner import Learner
-from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, step_bar
-from recjax.training.packing import padding_waste
+from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
-from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
-from recjax.training.start import begin
-from recjax.training.tracking import Tracking
+from recjax.training.start import open_run
 
-logger = logging.getLogger(__name__)
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
 
@@ -59,6 +50,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
 
+    It uses the mesh in context. Without one, it activates a mesh of `config.mesh`.
+
     Args:
         overwrite: delete the run that the folder holds.
         sources: function that samples a batch, with the first four arguments and the results of
@@ -70,109 +63,82 @@ def train(
         Preempted: on SIGTERM, SIGHUP or Ctrl-C, after the current step and its checkpoint.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
-    check_run_folder(config, overwrite)
-    config = with_chat_date(config, overwrite)
-    output, last = Path(config.output), config.training.steps
-    trackers = contextlib.closing(Tracking(config))
-    with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:
-        run, state, manager = begin(config, overwrite, sources, learner)
-        resumed = manager.latest_step() is not None
-        algorithm = config.algorithm.build()
-        # Ray installs its own handler of SIGTERM, so it starts before the loop installs the run's handler.
-        for workers in filter(None, (run.grading, run.generators, run.agents)):
-            stack.enter_context(workers)
-        stopping, stop_requests = stack.enter_context(_stop_requests()), hosts.LateAnswers()
-        if run.generators:
-            rounds.start_generators(run, state)
-        writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"], tracking)
-        stack.enter_context(contextlib.closing(writer))
-        if not resumed:
-            writer.write_text(0, "config", f"```yaml\n{to_yaml(config)}```")
+    with open_run(config, overwrite, sources, learner) as (run, state), contextlib.ExitStack() as stack:
+        config, first, last = run.config, state.step + 1, run.config.training.steps
+        traced, folder = config.training.profile_steps, Path(config.output) / "profile"
+        steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
+        stack.enter_context(contextlib.closing(steps))
+        algorithm, stop_requests = config.algorithm.build(), hosts.LateAnswers()
+        if run.manager.latest_step() is None:
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
-                evaluated = _evaluated(run, state, "before", writer)
+                evaluated = _evaluated(run, state, "before")
             unusable = run.stored.left_out.items() if run.stored else ()
             counts = {f"experience/left_out/{reason}": count for reason, count in unusable}
-            writer.write({"step": 0, **evaluated, **counts})
-            state = _saved(run, state, manager, writer)
-        bar = stack.enter_context(step_bar(config.algorithm.preset, last, initial=state.step))
-        traced, folder = config.training.profile_steps, output / "profile"
-        steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
-        stack.enter_context(contextlib.closing(steps))
-        metrics = DeferredMetrics(writer, bar, run.phases, manager, config.training.impossible_tokens)
-        metrics, first = stack.enter_context(metrics), state.step + 1
+            run.metrics.write({"step": 0, **evaluated, **counts})
+            state = _saved(run, state)
         for step in steps:
-            lock.check()
+            run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
             with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
-                state, groups = next_groups(run, state, step, stopping)
+                state, groups = next_groups(run, state, step, run.stopping)
             if groups is None:  # a signal arrived during the wait
-                metrics.settle()
-                if manager.latest_step() != state.step:
-                    state = _saved(run, state, manager, writer)
-                raise Preempted(state.step, next(iter(stopping)))
+                break
 
             # --- Pad.
-            batch, micro_batches = _padded(run, state, algorithm, groups, step)
+            batch = _padded(run, state, algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
-            state = rounds.set_apart(run, state, step)
+            state = rounds.keep_behavior_params(run, state, step)
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
             weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = run.learner.packed(run, learned, micro_batches)
+                layout = run.learner.layout(run, learned)
                 weighted = with_part_weights(learned, weights)
-                trained, measured, of_tokens = run.learner.update(
-                    run, state.trained, weighted, packed, micro_batches, step
-                )
+                trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step)
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
-            metrics.settle()  # the previous step's
-            if is_kept(step, config.samples):
-                of_tokens = on_host(of_tokens)
-                if hosts.is_first():
-                    # The rows of a trajectory are not in the groups' order.
-                    of_tokens = None if config.has_trajectories else of_tokens
-                    tokenizer, settings = run.policy.tokenizer, config.samples
-                    kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, settings)
+            run.metrics.settle()  # the previous step's
+            kept_samples.keep(run, step, groups, of_tokens)
 
             # --- Log and evaluate.
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
+                "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
             evaluates = step == last or (config.evaluation.every and step % config.evaluation.every == 0)
             if evaluates:
-                row = metrics.read(row) | _evaluated(run, state, "after" if step == last else "latest", writer)
+                row = run.metrics.read(row) | _evaluated(run, state, "after" if step == last else "latest")
             # For a row that is not read yet, these include the dispatch of its own update and all earlier updates.
             row["tokens_per_second"] = tokens / run.phases.loop_seconds
             row["wall_seconds"] = run.phases.wall_seconds
-            metrics.hold(row)
+            run.metrics.hold(row)
 
             # --- Checkpoint.
-            asked_to_stop = stop_requests.any_says(bool(stopping))  # with several processes: asked in the previous step
-            saves = step == last or step % config.training.checkpoint_every == 0 or asked_to_stop
+            saves = step == last or step % config.training.checkpoint_every == 0
             # Recorded completions stay in the record, so weights that are not finite must not sample them.
             if saves or evaluates or run.record:
-                metrics.settle()
+                run.metrics.settle()
             if saves:
-                lock.check()
-                state = _saved(run, state, manager, writer)
+                state = _saved(run, state)
             if step < first + SETTLING_STEPS:
                 close_gaps()
-            if asked_to_stop and step < last:
-                raise Preempted(step, next(iter(stopping), signal.SIGTERM))
-        stack.close()
-        manager.close()
+            if stop_requests.any_says(bool(run.stopping)):  # with several processes: asked in the previous step
+                break
+        if state.step < last:
+            run.metrics.settle()
+            if run.manager.latest_step() != state.step:
+                _saved(run, state)
+            raise Preempted(state.step, next(iter(run.stopping), signal.SIGTERM))
         if hosts.is_first():
-            _finish(run, tracking)
+            _finish(run)
         hosts.wait_for_all("the summary")
-    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    return json.loads((Path(config.output) / "summary.json").read_text(encoding="utf-8"))
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
@@ -184,40 +150,33 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
         None instead of the groups if a signal arrived while the run waited for a store.
     """
     if run.follower:
-        return following.wait_for_groups(run, rounds.synced(run, state, step), step, stopping)
+        return following.wait_for_groups(run, rounds.sync_sampler(run, state, step), step, stopping)
     state, groups = state._replace(queue=queues.begin_step(state.queue)), None
     if run.generators:
         run.generators.begin_step()
     while groups is None:
-        state = rounds.synced(run, state, step)
+        state = rounds.sync_sampler(run, state, step)
         state = state._replace(queue=queues.begin_round(state.queue))
         # It waits for the generators only if there are too few groups.
         for wait in (False, True) if run.generators else (True,):
-            state = rounds.sampled(run, state, step, wait)
-            state, groups = rounds.taken(run, state, step)
+            state = rounds.sample_batches(run, state, step, wait)
+            state, groups = rounds.take_groups(run, state, step)
             if groups is not None:
                 break
         rounds.require_some(run, state.queue, step)
     return state, groups
 
 
-def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
-    """The batch of a step and its number of micro-batches, padded to equal shares for micro-batches and devices."""
+def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> Batch:
+    """The batch of a step, padded to equal shares for micro-batches and devices."""
     config, shape = run.config, run.shape
-    micro_batches = config.micro_batches(shape.positions, row_shards())
-    multiple = micro_batches * row_shards()
+    multiple = config.micro_batches(shape.positions, row_shards()) * row_shards()
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
-        if config.has_trajectories:
-            # A trajectory may have several rows.
-            rows = shape.prompts // multiple * row_shards()
-            whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
-            turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
-            batch, micro_batches = pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
-            batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
-        else:
-            batch = pad(groups, shape, logprobs=not unneeded)
+        turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+        batch = pad(groups, shape, logprobs=not unneeded, turns=turns)
+        batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
@@ -225,60 +184,32 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
         expected = expected_staleness(step, config.regime)
         if (measured != expected).any():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
-    return batch, micro_batches
+    return batch
 
 
-def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
+def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
     """Evaluates the trained policy and returns its metrics; saves its completions in samples/`name`.jsonl."""
     with run.phases.phase("evaluate"):
         result = run.learner.evaluate(run, state)
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
-            writer.write_text(state.step, "samples", samples_as_markdown(result))
+            run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 
-def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: MetricsWriter) -> State:
+def _saved(run: Run, state: State) -> State:
     """Waits for all grades, writes a checkpoint, and returns the state that it holds."""
+    run.lock.check()
     state = state._replace(queue=rounds.add_due_grades(run, state.queue, all_of_them=True))
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
-        state = state._replace(totals=state.totals | seconds | {"metrics": writer.written})
-        checkpoint.save(manager, state, run.config.training.keep_checkpoints)
+        state = state._replace(totals=state.totals | seconds | {"metrics": run.metrics.written})
+        checkpoint.save(run.manager, state, run.config.training.keep_checkpoints)
     return state
 
 
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals are the main thread's
-        return
-
-    def receive(number: int, _: object) -> None:
-        if number == signal.SIGINT:
-            if signal.SIGINT in received:
-                raise KeyboardInterrupt
-            logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
-        received.append(number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    for number in (signal.SIGINT, signal.SIGHUP):
-        # A shell's background jobs ignore Ctrl-C, and programs under nohup ignore SIGHUP; the run then does too.
-        if before[number] == signal.SIG_IGN:
-            before.pop(number)
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _finish(run: Run, tracking: Tracking) -> None:
+def _finish(run: Run) -> None:
     """Draws the figures, writes summary.json, and gives trackers the figures and samples."""
     config, output = run.config, Path(run.config.output)
     rows = read_metrics(output / "metrics.jsonl")
@@ -301,4 +232,4 @@ def _finish(run: Run, tracking: Tracking) -> None:
     }
     write_whole(output / "summary.json", json_text(summary, indent=2) + "\n")
     figures = {f"figures/{path.stem}": path for path in sorted((output / "figures").glob("*.png"))}
-    tracking.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)
+    run.trackers.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)

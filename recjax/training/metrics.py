@@ -1,8 +1,9 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard files, the progress bar, and the seconds of each phase."""
+"""Metrics of a run: metrics.jsonl, trackers, the progress bar, and the seconds of each phase."""
 
 import contextlib
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import xxhash
 from tqdm import tqdm
 
@@ -20,38 +22,65 @@ from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.files import digest, json_text, write_whole, writing
-from recjax.training.tensorboard_events import TensorBoardEvents
-from recjax.training.tracking import Tracking
+from recjax.training.tracking import Trackers
 
 Written = list  # size in bytes and checksum of a file's content
 
 logger = logging.getLogger(__name__)
 
 
-class MetricsWriter:
-    """Writes one row per step to metrics.jsonl, TensorBoard files and trackers; only the first process writes."""
+class MetricsWriter(contextlib.AbstractContextManager):
+    """Writes one row per step to metrics.jsonl, trackers and the progress bar; only the first process writes.
+
+    The device may still be computing the numbers of a row. The log therefore holds the row of a step until the next
+    step's update is dispatched, or until the row is needed. As a context manager it writes the held row and closes the
+    file on exit, also after an exception.
+    """
 
     def __init__(
-        self, output: Path, keep_through: int, written: Written | None = None, tracking: Tracking | None = None
+        self,
+        output: Path,
+        keep_through: int,
+        written: Written | None = None,
+        trackers: Trackers | None = None,
+        *,
+        bar: tqdm | None = None,
+        phases: "PhaseSeconds | None" = None,
+        manager: ocp.CheckpointManager | None = None,
+        refuses_impossible: bool = True,
     ):
-        """Opens the files; removes rows after `keep_through`, the step of the checkpoint that the run resumes from.
+        """Opens the file; removes rows after `keep_through`, the step of the checkpoint that the run resumes from.
 
         Args:
             keep_through: last step to keep; -1 removes all rows.
             written: size and checksum of metrics.jsonl according to that checkpoint.
-            tracking: trackers that also get the rows.
+            trackers: trackers that also get the rows.
+            bar: progress bar that shows the rows of steps.
+            phases: clock of the run, for the wait for the device.
+            manager: the run's checkpoints, which an error names.
+            refuses_impossible: whether tokens of probability 0 are an error.
         Raises:
             ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
-        self._file, self._tensorboard, self._tracking = None, None, tracking
-        if not hosts.is_first():
-            return
-        self._path = output / "metrics.jsonl"
-        kept = _kept(self._path, keep_through, written)
-        write_whole(self._path, kept)
-        self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._tensorboard = TensorBoardEvents(output / "tensorboard", first_step=keep_through + 1)
+        self._path, self._trackers, self._bar = output / "metrics.jsonl", trackers, bar
+        self._phases, self._manager, self._refuses_impossible = phases or PhaseSeconds(), manager, refuses_impossible
+        self._held: dict[str, Any] | None = None
+        self._file = None
+        if hosts.is_first():
+            kept = _kept(self._path, keep_through, written)
+            write_whole(self._path, kept)
+            self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def __exit__(self, *exception: object) -> None:
+        """Writes the held row and closes the file."""
+        try:
+            self.settle()
+        finally:
+            if self._file is not None:
+                # Writing the row has already raised this error.
+                with contextlib.suppress(OSError):
+                    self._file.close()
 
     @property
     def written(self) -> Written | None:
@@ -71,24 +100,71 @@ class MetricsWriter:
             self._file.flush()
         self._size += len(line.encode())
         self._digest.update(line.encode())
-        numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
-        self._tensorboard.write(row["step"], numbers)
-        if self._tracking:
-            self._tracking.log(row)
+        if self._trackers:
+            self._trackers.log(row)
 
-    def write_text(self, step: int, name: str, markdown: str) -> None:
-        """Adds a text to the TensorBoard files only."""
-        if self._tensorboard is not None:
-            self._tensorboard.write_text(step, name, markdown)
+    def hold(self, row: dict[str, Any]) -> None:
+        """Takes the finished row of a step, which may contain device scalars; the previous row must be settled."""
+        if self._held is not None:
+            raise AssertionError(f"the row of step {self._held['step']} would be lost")
+        self._held = row
 
-    def close(self) -> None:
-        """Closes both files."""
-        if self._file is not None:
-            # Writing the row has already raised this error, or the error affects only TensorBoard files.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            with contextlib.suppress(ValueError):
-                self._tensorboard.close()
+    def settle(self) -> None:
+        """Waits for the numbers of the held row, if there is one, then writes and shows the row.
+
+        Raises:
+            FloatingPointError: see `read`; the row is not written.
+        """
+        if self._held is None:
+            return
+        row, self._held = self._held, None  # also if `read` raises: the exit must not try the row again
+        row = self.read(row)
+        self.write(row)
+        if self._bar is not None:
+            _show(self._bar, row)
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with device scalars converted to floats; waits for the device.
+
+        Raises:
+            FloatingPointError: the step's loss, gradient or update is not finite, or it has tokens of probability 0 and
+                they are an error.
+        """
+        with self._phases.phase("update"):
+            # Every process holds complete scalars, so this needs no other process, which may already have failed.
+            arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
+        row = row | {name: float(value) for name, value in arrays.items()}
+        bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]
+        remedy = "Lower optimizer.learning_rate, or choose an algorithm that clips"
+        if not bad and self._refuses_impossible:
+            bad = [name for name in row if name.startswith("impossible_tokens/") and row[name]]
+            remedy = (
+                "It counts tokens whose log-probability under that policy is −inf: its logits are −inf there, or the"
+                " log-probabilities come from another vocabulary, or other values of rollout.top_k, top_p or min_p;"
+                " training.impossible_tokens=drop drops and counts such tokens"
+            )
+        if bad:
+            good, folder = self._manager.latest_step(), self._manager.directory
+            raise FloatingPointError(
+                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. The run"
+                f" discards this step; its last good checkpoint is of step {good} in {folder}. {remedy}"
+            )
+        return row
+
+
+def _show(bar: tqdm, row: dict[str, Any]) -> None:
+    names = ("reward",) if row["reward"] == row["accuracy"] else ("reward", "accuracy")
+    shown = {name: f"{row[name]:.2f}" for name in names}
+    shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
+    if "staleness" in row:
+        shown["stale"] = f"{row['staleness']:.0f}"
+    if "ratio/q01" in row:
+        shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
+        shown["clip"] = f"{row['clip_fraction/all']:.2f}"
+    if "evaluation/accuracy" in row and hosts.is_first():
+        bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
 
 
 def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:

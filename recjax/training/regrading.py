@@ -11,9 +11,9 @@ from recjax import hosts
 from recjax.experience.group import Completion
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt
-from recjax.experience.trajectories import thoughts_opening
 from recjax.files import read_sealed, write_sealed
 from recjax.rollout.collecting import Grades
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar

@@ -26,6 +26,7 @@ from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -39,8 +40,8 @@ _TOGETHER = 32  # batches whose keys are made at once
 IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to the config's delays
 
 
-def synced(run: Run, state: State, step: int) -> State:
-    """The state at the beginning of a step; in a sync step the sampler gets the trained parameters."""
+def sync_sampler(run: Run, state: State, step: int) -> State:
+    """Gives the sampler the trained parameters in a sync step; returns the state."""
     if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
         return state
     state = state._replace(behavior_params=None, version=step - 1)
@@ -49,13 +50,13 @@ def synced(run: Run, state: State, step: int) -> State:
     return state
 
 
-def set_apart(run: Run, state: State, step: int) -> State:
-    """The state before the step's update, with a copy for the sampler if it keeps the current weights."""
-    goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
-    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
+def keep_behavior_params(run: Run, state: State, step: int) -> State:
+    """Copies the weights before the step's update if the sampler keeps them; returns the state."""
+    keeps = run.samples and not schedule.is_sync(step + 1, run.config.regime)
+    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if keeps else None)
 
 
-def sampled(run: Run, state: State, step: int, wait: bool) -> State:
+def sample_batches(run: Run, state: State, step: int, wait: bool) -> State:
     """Samples the batches due in this round and returns the state with them in its queue.
 
     It samples the next round's batch early, during the grading of this one, if both use the same weights.
@@ -120,7 +121,15 @@ def sample_batch(
         if run.agents:
             key = batch_key(config.seed, number)
             return run.agents.sample_groups(
-                run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
+                run.policy,
+                params,
+                prompts,
+                key,
+                group_size,
+                config.rollout.sampling(),
+                run.grading,
+                **names,
+                newer=newer,
             )
         keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
         longest = config.rollout.max_completion_tokens
@@ -164,7 +173,7 @@ def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
     return with_logprobs_of_now(groups, run.shape, run.config, run.policy, everything)
 
 
-def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
+def take_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
     """Delivers this round's rewards and takes the groups to train on; returns the state and the groups.
 
     Returns:
@@ -273,9 +282,10 @@ def sampler(
     It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
     tokens.
     """
-    with Grading(config, reward) as grading:
+    agents = Agents(config, policy) if config.task.agent else None
+    with Grading(config, reward) as grading, agents or contextlib.nullcontext():
         frozen = jax.tree.map(jnp.asarray, frozen)
-        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen)
+        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen, agents=agents)
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:

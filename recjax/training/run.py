@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
+from recjax.experience.packing import shape_for
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.replay import Judge, judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
@@ -23,15 +25,15 @@ from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.rollout.generators import Generators
-from recjax.rollout.shared_generators import SharedGenerators, generators_of
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
-from recjax.training.metrics import PhaseSeconds
-from recjax.training.packing import shape_for
+from recjax.training.metrics import MetricsWriter, PhaseSeconds
+from recjax.training.run_lock import RunLock
+from recjax.training.tracking import Trackers
 from recjax.training.update import TrainState
 from recjax.training.warm_start import warm_start
 
@@ -55,6 +57,9 @@ class Run(NamedTuple):
     learner: the `Learner`.
     sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
     judge: how the run's updates read the rewards of a group.
+    manager, lock, metrics, trackers: the checkpoints, the lock of the folder, and receivers of metrics; open during the
+        run.
+    stopping: numbers of the received signals that stop the run.
     """
 
     config: Config
@@ -62,7 +67,7 @@ class Run(NamedTuple):
     train: Prompts
     held_out: Prompts
     grading: Grading
-    generators: Generators | SharedGenerators | None
+    generators: Generators | None
     phases: PhaseSeconds
     stored: Stored | None = None
     others: ByPrompt | None = None
@@ -74,6 +79,11 @@ class Run(NamedTuple):
     learner: Any = None
     sample: Callable | None = None
     judge: Judge = Judge()
+    manager: ocp.CheckpointManager | None = None
+    lock: RunLock | None = None
+    metrics: MetricsWriter | None = None
+    trackers: Trackers | None = None
+    stopping: Sequence[int] = ()
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -181,7 +191,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
-    generators = generators_of(config.regime) if config.regime.mode == "async" else None
+    generators = Generators(config.regime) if config.regime.mode == "async" else None
     phases.totals["prepare"] = phases.wall_seconds
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)

@@ -1,16 +1,21 @@
 """Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
+import functools
 import json
 import logging
+import platform
 import shutil
+import subprocess
 from collections.abc import Set
-from datetime import date
+from datetime import UTC, date, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
 
+import recjax
 from recjax import hosts
 from recjax.config import KEYS, Config, to_yaml, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
@@ -18,10 +23,11 @@ from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
-from recjax.training.environment import record_start
 
 logger = logging.getLogger(__name__)
 
+ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 # Settings that do not change a training step's numbers, except for the rounding of sums in another order.
 _MAY_CHANGE = {
     "output",
@@ -149,7 +155,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "config.yaml", to_yaml(config))
-        record_start(output)
+        _record_start(output)
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -224,3 +230,45 @@ def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> st
 
 def _dotted(values: dict) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in flatten_dict(values).items()}
+
+
+def _record_start(output: Path) -> None:
+    """Adds versions, commit and devices to environment.json; replaces the file if it cannot be read."""
+    entry = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "recjax": recjax.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+    write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
+
+
+def starts(output: Path) -> list[dict]:
+    """The entries of environment.json in a run folder; an empty list if the file is missing or damaged."""
+    try:
+        found = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+@functools.cache  # a process runs the code of one commit
+def _commit() -> str | None:
+    """The commit of the package's own checkout, with "+" appended if files differ; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(recjax.__file__).parent
+        asked = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # A package installed inside another repository does not belong to that repository's commit.
+        if git("ls-files", "--error-unmatch", "__init__.py") != "__init__.py":
+            return None
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

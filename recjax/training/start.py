@@ -1,22 +1,104 @@
 """Starts a run before its first step, or resumes it at its newest checkpoint."""
 
+import contextlib
 import logging
+import signal
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
 
-from recjax.config import Config
+from recjax.config import Config, to_yaml
 from recjax.experience.following import Follower
 from recjax.experience.queue import Queue
-from recjax.training import checkpoint, rounds
+from recjax.training import checkpoint, rounds, run_lock
 from recjax.training.learner import Learner
+from recjax.training.mesh import make_mesh
+from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, State, prepare
-from recjax.training.run_folder import open_run_folder
+from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
+from recjax.training.tracking import Trackers
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def open_run(
+    config: Config, overwrite: bool, sources: Callable | None = None, learner: Learner | None = None
+) -> Iterator[tuple[Run, State]]:
+    """Opens everything that a run needs: mesh, folder, lock, trackers, workers, signals, checkpoints and metrics.
+
+    Takes the arguments of `train`.
+
+    Raises:
+        ValueError: see `begin`; also a folder that cannot be used or that another process holds.
+    """
+    check_run_folder(config, overwrite)
+    config = with_chat_date(config, overwrite)
+    with contextlib.ExitStack() as stack:
+        if jax.sharding.get_mesh().empty:
+            stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
+        trackers = stack.enter_context(contextlib.closing(Trackers(config)))
+        lock = stack.enter_context(run_lock.held(Path(config.output)))
+        run, state, manager = begin(config, overwrite, sources, learner)
+        stack.callback(manager.close)
+        resumed = manager.latest_step() is not None
+        # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs the run's handler.
+        for workers in filter(None, (run.grading, run.generators, run.agents)):
+            stack.enter_context(workers)
+        stopping = stack.enter_context(stop_requests())
+        if run.generators:
+            rounds.start_generators(run, state)
+        if not resumed:
+            trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
+        bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
+        metrics = MetricsWriter(
+            Path(config.output),
+            state.step if resumed else -1,
+            state.totals["metrics"],
+            trackers,
+            bar=bar,
+            phases=run.phases,
+            manager=manager,
+            refuses_impossible=config.training.impossible_tokens == "error",
+        )
+        opened = {"manager": manager, "lock": lock, "stopping": stopping, "trackers": trackers}
+        run, first = run._replace(metrics=stack.enter_context(metrics), **opened), [state]
+        del state  # another reference would keep its weights in memory
+        yield run, first.pop()
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals are the main thread's
+        return
+
+    def receive(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if signal.SIGINT in received:
+                raise KeyboardInterrupt
+            logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
+        received.append(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # A shell's background jobs ignore Ctrl-C, and programs under nohup ignore SIGHUP; the run then does too.
+        if before[number] == signal.SIG_IGN:
+            before.pop(number)
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def begin(

@@ -1,17 +1,23 @@
-"""Experiment trackers in addition to the run's own files: W&B, trackio, and any module with wandb's interface."""
+"""Trackers in addition to the run's own files: TensorBoard, W&B, trackio, and any module with wandb's interface."""
 
+import functools
 import importlib
 import inspect
 import json
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import text
 
 from recjax import hosts
 from recjax.config import Config
@@ -46,27 +52,37 @@ def identity(output: Path) -> tuple[str, str]:
     return content["id"], content["name"]
 
 
-class Tracking:
+class Trackers:
     """The trackers of a run. Each has its own thread, so that a slow or failing tracker cannot stop the run.
 
     Only the first process has trackers.
     """
 
     def __init__(self, config: Config):
-        """Imports the modules; each thread calls the `init` of its module when the first row arrives.
+        """Imports the modules; each thread starts its tracker when the first row arrives.
 
         Raises:
             ValueError: a module is not installed.
         """
-        blocks = config.tracking.model_dump() if hosts.is_first() else {}
-        modules = {name: _module(name) for name, options in blocks.items() if options is not None}
-        self._feeds = [_Feed(name, module, config, blocks[name]) for name, module in modules.items()]
+        self._boards, self._modules = [], []
+        if hosts.is_first():
+            board = functools.partial(TensorBoard, Path(config.output) / "tensorboard")
+            self._boards = [_Feed("TensorBoard", board)]
+            for name, options in config.tracking.model_dump().items():
+                if options is not None:
+                    start = functools.partial(_ModuleRun, _module(name), config, options)
+                    self._modules.append(_Feed(f"tracking.{name}", start))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Sends a row of metrics to the trackers, at the row's "step"; skips dictionaries in the row."""
         numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
-        for feed in self._feeds:
-            feed.put(lambda module, run: run.log(numbers, step=row["step"]))
+        for feed in (*self._boards, *self._modules):
+            feed.put("log", numbers, row["step"])
+
+    def log_text(self, name: str, markdown: str, step: int) -> None:
+        """Sends a text to TensorBoard."""
+        for feed in self._boards:
+            feed.put("log_text", name, markdown, step)
 
     def log_results(self, figures: Mapping[str, Path], samples: Path, step: int) -> None:
         """Sends figures and a table of samples, to modules that have the types `Image` and `Table`.
@@ -74,24 +90,79 @@ class Tracking:
         Args:
             samples: JSON Lines file of samples.
         """
-
-        def results(module: Any, run: Any) -> None:
-            found = {name: module.Image(str(path)) for name, path in figures.items() if hasattr(module, "Image")}
-            if samples.is_file() and hasattr(module, "Table"):
-                table = pd.read_json(samples, lines=True, dtype=False).astype(str)
-                found["samples"] = module.Table(dataframe=table)
-            run.log(found, step=step)
-
-        for feed in self._feeds:
-            feed.put(results)
+        for feed in self._modules:
+            feed.put("log_results", figures, samples, step)
 
     def close(self) -> None:
         """Ends each tracker once it has logged all its rows, or after LAST_SECONDS."""
-        begun = [feed for feed in self._feeds if feed.ident]
+        begun = [feed for feed in (*self._boards, *self._modules) if feed.ident]
         for feed in begun:
-            feed.put(None)
+            feed.put("finish")
         for feed in begun:
             feed.join(LAST_SECONDS)
+
+
+class TensorBoard:
+    """One file of scalars and texts by step, in a folder with the files of earlier parts of the run.
+
+    It writes in the caller's thread. The SummaryWriter of tensorboardX has its own, which a full disk ends unnoticed.
+    """
+
+    def __init__(self, folder: Path):
+        """Creates the file."""
+        folder.mkdir(exist_ok=True)
+        self._file, self._is_empty = EventsWriter(str(folder / "events")), True
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Adds the scalars of a step."""
+        summary = Summary()
+        for name, value in numbers.items():
+            # `add`, not separate Value objects: after 10,000 of them protobuf returns free heap pages to the kernel.
+            summary.value.add(tag=name, simple_value=value)
+        self._add(step, summary=summary)
+
+    def log_text(self, name: str, markdown: str, step: int) -> None:
+        """Adds a text of a step."""
+        self._add(step, summary=text(name, markdown))
+
+    def _add(self, step: int, **event: Any) -> None:
+        if self._is_empty:  # the values of earlier files from this step on no longer count
+            self._is_empty = False
+            self._add(step, session_log=SessionLog(status=SessionLog.START))
+        self._file.write_event(Event(step=step, wall_time=time.time(), **event))
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class _ModuleRun:
+    """A run in a tracker with wandb's interface."""
+
+    def __init__(self, module: Any, config: Config, options: Mapping[str, Any]):
+        with _ONE_AT_A_TIME:
+            run_id, name = identity(Path(config.output))
+        # trackio identifies a run only by its name.
+        takes = inspect.signature(module.init).parameters.values()
+        by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
+        own = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
+        self._module = module
+        self._run = module.init(config=config.model_dump(), **{"resume": "allow", **own, **options})
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def log_results(self, figures: Mapping[str, Path], samples: Path, step: int) -> None:
+        images = figures if hasattr(self._module, "Image") else {}
+        found = {name: self._module.Image(str(path)) for name, path in images.items()}
+        if samples.is_file() and hasattr(self._module, "Table"):
+            table = pd.read_json(samples, lines=True, dtype=False).astype(str)
+            found["samples"] = self._module.Table(dataframe=table)
+        self._run.log(found, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
 
 
 def _module(name: str) -> Any:
@@ -102,36 +173,28 @@ def _module(name: str) -> Any:
 
 
 class _Feed(threading.Thread):
-    """The thread of a tracker, which runs the jobs for the tracker in order."""
+    """The thread of a tracker, which starts it and calls its methods in order."""
 
-    def __init__(self, name: str, module: Any, config: Config, options: dict[str, Any]):
-        super().__init__(name=f"tracking-{name}", daemon=True)
-        self._module, self._config, self._options = module, config, options
-        self._waiting: queue.Queue[Callable | None] = queue.Queue(MOST_WAITING)
-        self._name, self._failed = name, False
+    def __init__(self, name: str, start: Callable[[], TensorBoard | _ModuleRun]):
+        super().__init__(name=name, daemon=True)
+        self._start_tracker, self._failed = start, False
+        self._waiting: queue.Queue[tuple[str, tuple]] = queue.Queue(MOST_WAITING)
 
-    def put(self, job: Callable | None) -> None:
+    def put(self, method: str, *arguments: Any) -> None:
         if not self.ident:
             self.start()
         try:
-            self._waiting.put_nowait(job)
+            self._waiting.put_nowait((method, arguments))
         except queue.Full:
             self._fails(f"it is {MOST_WAITING} rows behind")
 
     def run(self) -> None:
-        """Starts the tracker and runs its jobs until a job is None."""
+        """Starts the tracker and calls its methods, up to `finish`."""
         try:
-            with _ONE_AT_A_TIME:
-                run_id, name = identity(Path(self._config.output))
-            # trackio identifies a run only by its name.
-            takes = inspect.signature(self._module.init).parameters.values()
-            by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
-            own = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
-            options = {"resume": "allow", **own, **self._options}
-            run = self._module.init(config=self._config.model_dump(), **options)
-            while (job := self._waiting.get()) is not None:
-                job(self._module, run)
-            run.finish()
+            tracker, method = self._start_tracker(), None
+            while method != "finish":
+                method, arguments = self._waiting.get()
+                getattr(tracker, method)(*arguments)
         except BaseException as error:  # some trackers raise SystemExit
             self._fails(f"{type(error).__name__}: {error}")
 
@@ -144,6 +207,4 @@ class _Feed(threading.Thread):
     def _fails(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            logger.warning(
-                "tracking.%s gets no more rows of this run: %.500s; metrics.jsonl has all rows", self._name, reason
-            )
+            logger.warning("%s gets no more rows of this run: %.500s; metrics.jsonl has all rows", self.name, reason)

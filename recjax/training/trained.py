@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from recjax import __version__
 from recjax.config import Config, load_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
+from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
@@ -24,11 +25,10 @@ from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split_params
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
-from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
-from recjax.training.environment import starts
+from recjax.training.checkpoint import newest_whole, none_whole, progress, steps_of
 from recjax.training.mesh import check_fits
 from recjax.training.run import characters, initial_policy, prompts_of
-from recjax.training.run_folder import check_config_file
+from recjax.training.run_folder import check_config_file, starts
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def _whole_step(run: Path, config: Config, step: int | None) -> int:
         raise ValueError(f"step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
     else:
         try:
-            check_whole(folder, step)
+            check_manifest(folder / str(step))
         except ValueError as error:
             raise ValueError(f"step {step}: {error}; name another one, or bring it back from a copy") from error
     check_config_file(run, config, progress(folder, step))

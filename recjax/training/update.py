@@ -1,7 +1,6 @@
 """The pure update: log-probabilities, loss, gradients and optimizer step in one jitted function."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,13 +12,18 @@ from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import FOREIGN, Batch
+from recjax.experience.layout import (
+    Layout,
+    LogprobsAndEntropy,
+    batch_logprobs,
+    micro_batch_logprobs,
+    over_micro_batches,
+)
 from recjax.models.decoder import Decoder
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_for_training
-from recjax.training.packing import Packed
-from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_logprobs, prompts_logprobs, row_parts
 
 
 class Recipe(NamedTuple):
@@ -39,11 +43,12 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run; the decoder layers are unrolled where that is faster."""
+    """The recipe of a run; layers are unrolled where that is faster, and a constant rate has no last step."""
+    optimizer, steps = config.optimizer, config.training.steps
     return Recipe(
         decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
-        optimizer=make_optimizer(config.optimizer, config.training.steps),
+        optimizer=make_optimizer(optimizer, 0 if optimizer.schedule == "constant" else steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
@@ -115,7 +120,7 @@ class _Sums(NamedTuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("recipe", "micro_batches", "axis_name"),
+    static_argnames=("recipe", "axis_name"),
     donate_argnames=("state",),
 )
 def update(
@@ -124,11 +129,10 @@ def update(
     reference_params: dict | None,
     batch: Batch,
     key: PRNGKeyArray,
-    packed: Packed | None = None,
+    layout: Layout,
     teacher_params: dict | None = None,
     *,
     recipe: Recipe,
-    micro_batches: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict, Learned]:
     """Makes one optimizer step on a batch.
@@ -142,11 +146,9 @@ def update(
         reference_params: trained part of the reference-KL anchor, combined with `frozen`; None without an anchor.
         batch: rows grouped by prompt, equally many per prompt.
         key: random key for drops.
-        packed: sequences of the batch in micro-batches of packed rows. None: each prompt runs once for its group.
+        layout: micro-batches of the batch; sequences that the algorithm relates are in one micro-batch.
         teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
-        micro_batches: number of equal parts, each of whole prompts, or of whole trajectories if the algorithm relates
-            their rows; None with `packed`.
-        axis_name: axis of the surrounding jax.pmap. `batch` and `packed` then are one device's share, with equally many
+        axis_name: axis of the surrounding jax.pmap. `batch` and `layout` then are one device's share, with equally many
             prompts on each device; all other arguments and the results are equal on all devices. None: no pmap.
     Returns:
         The new state, scalar metrics of the batch before the update, and per-token results.
@@ -162,8 +164,7 @@ def update(
         return jax.lax.dynamic_slice_in_dim(x, first, share)
 
     def scored_by(decoder: Decoder, params: dict) -> list[Array]:
-        found = batch_logprobs(decoder, params, batch, packed, micro_batches, *distribution)
-        return [of_all(x) for x in found]
+        return [of_all(x) for x in batch_logprobs(layout, decoder, params, batch, *distribution)]
 
     compared = map(of_all, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
     extras = {
@@ -184,12 +185,13 @@ def update(
     all_rows = losses.row_terms(algorithm, *compared, key, **extras)
     rows = jax.tree.map(own, all_rows)
 
-    def sums_of(part: Batch, part_rows: RowTerms, logprobs_of: Callable) -> tuple[_Sums, tuple]:
-        """The sums of a micro-batch, and the log-probs and entropies of its completion tokens."""
+    def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
+        def scored(params):
+            return micro_batch_logprobs(layout, decoder, combine(params, frozen), part, index, *distribution)
 
         def micro_loss(params):
-            logprobs, entropy = logprobs_of(combine(params, frozen))
-            reference = None if reference_params is None else logprobs_of(combine(reference_params, frozen))[0]
+            logprobs, entropy = scored(params)
+            reference = None if reference_params is None else scored(reference_params)[0]
             total, count = losses.loss(
                 algorithm,
                 logprobs,
@@ -204,32 +206,9 @@ def update(
         (total, (count, seen)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
         return _Sums(total, count, constrain_params(gradient)), seen
 
-    def of_prompts(part: Batch, part_rows: RowTerms) -> tuple[_Sums, tuple]:
-        return sums_of(part, part_rows, lambda params: prompts_logprobs(decoder, params, part, *distribution))
-
-    def of_packed(index: Array) -> tuple[_Sums, tuple]:
-        part = in_micro_batch(batch, packed, index)
-
-        def logprobs_of(params):
-            return micro_batch_logprobs(decoder, params, part, packed, index, *distribution)
-
-        return sums_of(part, rows, logprobs_of)
-
-    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(jax.tree.map(jnp.zeros_like, state.params)))
-    if packed is None:
-
-        def accumulate(sums, part):
-            more, seen = of_prompts(*part)
-            return jax.tree.map(jnp.add, sums, more), seen
-
-        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(lambda x: row_parts(x, micro_batches), (batch, rows)))
-        logprobs, entropy = (x.reshape(batch.completions.shape) for x in seen)
-    else:
-        # A completion is in one micro-batch and zero in all others. One program serves any number of micro-batches.
-        nothing = (jnp.zeros(batch.completions.shape),) * 2
-        sums, (logprobs, entropy) = jax.lax.fori_loop(
-            0, packed.count, lambda index, carry: jax.tree.map(jnp.add, carry, of_packed(index)), (sums, nothing)
-        )
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros))
+    sums, (logprobs, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.algorithms.consistency import pairwise_consistency_loss
+from recjax.algorithms.reduce import pairwise_consistency_loss
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, WHOLE_GROUPS
 
 KEPT = np.arange(ROWS) % 5 != 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.algorithms.field import FIELD
+from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
 from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, rows_of

@@ -29,6 +29,7 @@ def sequence_logprobs(logits):
     return jnp.where(MASK, token_logprobs(logits), 0).sum(-1)
 
 
+@jax.jit
 def policy_gradient(coefficients, logits=LOGITS):
     """Σ_i c_i ∇log π(y_i), the yardstick of every line."""
     return jax.grad(lambda x: (coefficients * sequence_logprobs(x)).sum())(logits)
@@ -37,10 +38,15 @@ def policy_gradient(coefficients, logits=LOGITS):
 def loss_gradient(preset, overrides, logits=LOGITS, anchor=LOGITS, weights=None):
     """Gradient of a preset's summed loss by the policy's logits, `anchor` as the behavior policy."""
     algorithm = build_algorithm(preset, overrides)
-    rows = losses.row_terms(algorithm, REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
-    rows = rows if weights is None else rows._replace(weights=weights)
-    behavior = token_logprobs(anchor)
-    return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
+
+    @jax.jit
+    def gradient(logits, anchor):
+        rows = losses.row_terms(algorithm, REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
+        rows = rows if weights is None else rows._replace(weights=weights)
+        behavior = token_logprobs(anchor)
+        return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
+
+    return gradient(logits, anchor)
 
 
 CENTRED = REWARDS - REWARDS.mean()

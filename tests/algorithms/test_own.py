@@ -1,7 +1,5 @@
 """An objective of one's own: a function in one's own file, named in the config, or the library in one's own loop."""
 
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -11,6 +9,7 @@ import pytest
 
 from recjax import algorithms
 from recjax.algorithms.presets import build_algorithm, resolve
+from tests import commands
 from tests.algorithms.examples import loss_and_gradient, make_example
 
 EXAMPLE = make_example()
@@ -81,10 +80,10 @@ def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path)
         )
     )
     (tmp_path / "run.yaml").write_text("output: out\nmodel: {decoder: {}}\ntask: arithmetic\n")
-    command = [sys.executable, "-m", "recjax.train", "--config", "run.yaml", "--dry_run"]
+    command = ["-m", "recjax.train", "--config", "run.yaml", "--dry_run"]
     for cap, status in (("2.0", 0), ("high", 2)):
         weight = f"algorithm.weight={{name: 'mine:bounded', cap: {cap}}}"
-        done = subprocess.run([*command, weight], cwd=tmp_path, capture_output=True, text=True)
+        done = commands.run([*command, weight], cwd=tmp_path)
         assert done.returncode == status, done.stderr
         assert ("weight: mine:bounded cap 2.0" in done.stdout) == (status == 0)
         assert status == 0 or "algorithm.weight.cap = 'high'" in done.stderr

@@ -10,10 +10,8 @@ import pytest
 from recjax.algorithms import (
     advantages,
     clipping,
-    losses,
     reduce,
     regularizers,
-    selection,
     token_weighting,
     weighting,
 )
@@ -53,9 +51,9 @@ def base(function):
         ("asymre", {"regularizer": regularizers.log_likelihood_bonus}),
         ("opmd", {"regularizer": regularizers.squared_log_ratio_per_completion}),
         ("opmd_token", {"regularizer": regularizers.squared_log_ratio_per_token}),
-        ("red_drop", {"selection": selection.drop_excess_negatives}),
+        ("red_drop", {"selection": weighting.drop_excess_negatives}),
         ("red_weight", {"row_weight": weighting.exp_advantage_weights}),
-        ("pairwise_consistency", {"objective": losses.pairwise_consistency}),
+        ("pairwise_consistency", {"objective": reduce.pairwise_consistency_loss}),
     ],
 )
 def test_the_papers_table(preset, changed):

@@ -1,6 +1,7 @@
 """Added terms: by loops, their gradients, and junk where masked."""
 
 import functools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -38,7 +39,8 @@ class RegularizerVariants(chex.TestCase):
 
         def value_and_gradient(logprobs, behavior, mask):
             def value(x):
-                return call(function, {"logprobs": x, "behavior_logprobs": behavior, "completion_mask": mask})
+                values = {"logprobs": x, "behavior_logprobs": behavior, "completion_mask": mask}
+                return call(function, SimpleNamespace(**values))
 
             return value(logprobs), jax.grad(lambda x: value(x).sum())(logprobs)
 
@@ -119,7 +121,8 @@ def test_negative_strengths_are_refused(name, option):
     with pytest.raises(ValueError, match=f"{option} = -0.1: must be 0 or more"):
         function = functools.partial(getattr(regularizers, name), **{option: -0.1})
         names = ("logprobs", "behavior_logprobs", "reference_logprobs")
-        call(function, dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)})
+        values = dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)}
+        call(function, SimpleNamespace(**values))
 
 
 def test_a_negative_entropy_coefficient_is_refused():

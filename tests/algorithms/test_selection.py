@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.algorithms.selection import drop_excess_negatives
+from recjax.algorithms.weighting import drop_excess_negatives
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, members
 
 drop = jax.jit(drop_excess_negatives)

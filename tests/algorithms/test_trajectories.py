@@ -1,13 +1,15 @@
 """A completion in one row or in two rows of one trajectory: the same numbers, whatever the algorithm reads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recjax.algorithms import diagnostics, losses
+from recjax.algorithms.groups import first_rows
 from recjax.algorithms.presets import build_algorithm
-from recjax.algorithms.trajectories import first_rows
 from tests.algorithms.examples import ROWS, Example, make_example
 
 # Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
@@ -40,6 +42,7 @@ def halves(example: Example) -> tuple[Example, np.ndarray]:
     return doubled._replace(completion_mask=mask[order]), np.tile(np.arange(ROWS, dtype=np.int32), 2)[order]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def numbers(algorithm, example: Example, trajectories=None):
     """Loss as (sum, count), its gradient, advantages, and the diagnostics."""
     x = Example(*map(jnp.asarray, example))

@@ -9,8 +9,8 @@ from absl.testing import parameterized
 
 from recjax.algorithms import losses
 from recjax.algorithms.advantages import group_mean_advantages
+from recjax.algorithms.batch_advantages import turn_return_advantages
 from recjax.algorithms.presets import build_algorithm
-from recjax.algorithms.turns import turn_return_advantages
 
 TURNS, TIME = 5, 7
 # Eleven rows of seven trajectories in three groups; the sixth trajectory is not kept, and the last row fills up.

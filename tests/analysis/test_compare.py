@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments.claims.verdicts import fallen, mean_over_steps, paired_difference
 from recjax.analysis.collect import COLUMNS
-from recjax.analysis.compare import estimate, fallen, final, mean_over_steps, paired_difference
+from recjax.analysis.compare import estimate, final
 
 CURVES = {  # held-out accuracy at steps 0, 10, …, 40
     ("a", "on", "0"): [0.4, 0.5, 0.6, 0.9, 0.6],

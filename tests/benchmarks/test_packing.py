@@ -1,17 +1,13 @@
 """The benchmark of packing runs as its page says, and a benchmark's model is one that recjax reads."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.inputs import _copied_model, word_tokenizer, write_random_model
 from benchmarks.shapes import Sizes
 from recjax.hub.weights import read_config
-
-REPOSITORY = Path(__file__).parents[2]
+from tests import commands
 
 
 @pytest.mark.slow
@@ -19,12 +15,13 @@ def test_all_ways_are_timed():
     sizes = {"prompts": 2, "group_size": 2, "prompt_tokens": 8, "max_tokens": 8, "micro_batch_prompts": 1, "repeats": 1}
     flags = [f"--{name}={value}" for name, value in (sizes | {"tokens_per_micro_batch": 64}).items()]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "benchmarks.packing", *flags]
-    ended = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    ended = commands.run(["-m", "benchmarks.packing", *flags], env=environment)
+    assert ended.returncode == 0, ended.stderr
     timed = [line.split(": median")[0] for line in ended.stdout.splitlines() if ": median" in line]
     assert [name.split(",")[0] for name in timed] == ["padded", "packed", "packed"] and timed[2].endswith("shared")
 
 
+@pytest.mark.slow
 def test_weights_are_copied_as_runs_refuse_links(tmp_path):
     sizes = Sizes(32, 8, 16, 1, 2, 1, 4)
     tokenizer = word_tokenizer(sizes.vocabulary)

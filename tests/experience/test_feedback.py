@@ -15,6 +15,7 @@ from recjax.experience.feedback import give_rewards as give
 from recjax.experience.group import Grade
 from recjax.experience.store import Store
 from recjax.feedback import feedback
+from tests import commands
 from tests.experience.rows import append, make_row, read, same, text_row
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)
@@ -137,9 +138,9 @@ def test_a_killed_feedback_gives_all_or_nothing_and_is_given_again(folder, momen
 @pytest.mark.slow
 def test_the_command(folder, tmp_path):
     (tmp_path / "r.jsonl").write_text('{"id": "row 0", "reward": 1}\n{"id": "row 1", "reward": 0}\n')
-    command = [sys.executable, "-m", "recjax.feedback", str(folder), "--file", str(tmp_path / "r.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ["-m", "recjax.feedback", folder, "--file", tmp_path / "r.jsonl"]
+    done = commands.run(command)
     assert "2 rows got rewards, 0 already had the same reward" in done.stdout, done.stderr
     (tmp_path / "r.jsonl").write_text('{"id": "row 9", "reward": 1}\n')
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = commands.run(command)
     assert done.returncode == 1 and "line 1: id = 'row 9': the store has no such row" in done.stderr

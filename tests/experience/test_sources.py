@@ -24,7 +24,7 @@ from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups, ungraded
 from tests.experience.rows import append, make_row, text_row
 from tests.marks import slow_except
-from tests.training.test_update import CONFIG, PARAMS, step
+from tests.training.test_update import CONFIG, initial, step
 
 SAMPLING = Sampling(0.9)
 # Vocabulary of 11, as CONFIG has.
@@ -52,15 +52,15 @@ RAGGED = [
 def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.
     together, metrics = step(pad(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
-    total, count = jax.tree.map(jnp.zeros_like, PARAMS), 0
+    total, count = jax.tree.map(jnp.zeros_like, initial()), 0
     for group in RAGGED:
         # One is without any padding; the others share a shape, which saves compilations.
         batch = pad([group], shape_of([group] if len(group.completions) == 3 else RAGGED, 1))
         tokens = batch.completion_mask.sum()
         after, _ = step(batch, "grpo")
-        total = jax.tree.map(lambda total, new, old, n=tokens: total + n * (new - old), total, after, PARAMS)
+        total = jax.tree.map(lambda total, new, old, n=tokens: total + n * (new - old), total, after, initial())
         count += tokens
-    moved = jax.tree.map(lambda new, old: new - old, together, PARAMS)
+    moved = jax.tree.map(lambda new, old: new - old, together, initial())
     chex.assert_trees_all_close(moved, jax.tree.map(lambda x: x / count, total), rtol=2e-4, atol=2e-6)
     assert np.isfinite([float(value) for value in metrics.values()]).all()
     assert metrics["kept_fraction"] == 1 and metrics["gradient_norm"] > 1e-3
@@ -181,7 +181,7 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
         for group in RAGGED
     ]
     groups[0] = ungraded(groups[0])
-    filled = with_logprobs(groups, shape_of(groups, 2), POLICY, PARAMS, SAMPLING, chunk=16)
+    filled = with_logprobs(groups, shape_of(groups, 2), POLICY, initial(), SAMPLING, chunk=16)
     lacking = [
         (row, old)
         for group, before in zip(filled, groups, strict=True)
@@ -196,7 +196,7 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
     for row, group in ((lacking[1][0], filled[2]), (lacking[3][0], filled[3])):
         prompt, completion = (jnp.array(x)[None] for x in (group.prompt_tokens, row.rows[0].tokens))
         ones = [jnp.ones(x.shape, bool) for x in (prompt, completion)]
-        arguments = (POLICY.decoder, PARAMS, prompt, ones[0], completion, ones[1])
+        arguments = (POLICY.decoder, initial(), prompt, ones[0], completion, ones[1])
         logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
         expected, _ = logprobs(*arguments, sampling=SAMPLING, chunk=16)
         np.testing.assert_allclose(row.rows[0].behavior_logprobs, expected[0], atol=1e-5)

@@ -18,7 +18,7 @@ from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups
 from tests.experience.rows import append, make_row, read, text_row
 from tests.experience.test_sources import POLICY, SAMPLING, TOKENIZER
-from tests.training.test_update import PARAMS
+from tests.training.test_update import initial
 from tests.training.tiny_run import TINY
 
 NAME = tokenizer_name(TOKENIZER)
@@ -129,8 +129,8 @@ def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, m
     in_parts(tmp_path / "store", rows)
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
     shape = shape_of(expected, 2)
-    filled = with_initial_logprobs(groups, shape, POLICY, PARAMS, SAMPLING, 16)
-    listed = with_logprobs(expected, shape, POLICY, PARAMS, SAMPLING, 16)
+    filled = with_initial_logprobs(groups, shape, POLICY, initial(), SAMPLING, 16)
+    listed = with_logprobs(expected, shape, POLICY, initial(), SAMPLING, 16)
     assert equal(list(filled), listed) and equal([filled[5]], [listed[5]]) and not equal(list(filled), expected)
 
 

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import huggingface_hub
+import jax
 import pytest
 
 from recjax.config import load_config
 from recjax.hub import policy
+from recjax.planning import dry_run as planning
 from recjax.planning.dry_run import count, dry_run, show_dry_run
 from tests.hub.test_published import PUBLISHED
 
@@ -25,6 +27,19 @@ RUNS = sorted(path for path in ROOT.glob("**/*.yaml") if "\ngrids:" not in path.
 LAST = {"on_policy": 0, "sync_interval": 19, "sync_interval_250": 249, "sync_offset": 10}
 
 
+_activations, KNOWN = planning._activations, {}
+
+
+def activations(config, model, inputs, remat):
+    """Experiments of equal shapes trace the forward pass once."""
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (model.trained, model.frozen, inputs))
+    options = config.rollout.sampling(), config.model.logprob_chunk, config.training.tokens_per_micro_batch is None
+    key = str((model.decoder, shapes, remat, options))
+    if key not in KNOWN:
+        KNOWN[key] = _activations(config, model, inputs, remat)
+    return KNOWN[key]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
@@ -37,6 +52,7 @@ def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     monkeypatch.setattr(policy, "load_pretrained", touched)
     monkeypatch.setattr(policy, "init_params", touched)
+    monkeypatch.setattr(planning, "_activations", activations)
     config = load_config(path)
     shape = SHAPES[config.model.path] if config.model.path else None
     if shape:

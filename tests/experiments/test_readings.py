@@ -136,8 +136,8 @@ def test_what_was_not_foretold_is_told_apart():
         return 0.1 if rate == "1e-4" and step > 50 else 1.0
 
     text = missed_text(table_of(accuracy, sample_size=sample_size))
-    assert text.startswith("Of the 30 misses, 2 are at 4e-4 with m = 5") and "20 are REINFORCE's" in text
-    assert "in 10 of them" in text
+    assert text.startswith("The alarm has 30 misses. 2 are at 4e-4 with m = 5") and "20 are runs of REINFORCE" in text
+    assert "the sample size of 10 runs" in text
 
 
 def test_numbers_in_the_text_are_the_tables():

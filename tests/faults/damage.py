@@ -59,7 +59,7 @@ def subject(place: Place) -> Subject:
 
 def _checkpoints(made: Subject) -> Any:
     """The newest checkpoint, by which the run goes on, whole."""
-    checkpoint.check_whole(made.output / "checkpoints", 12)
+    files.check_manifest(made.output / "checkpoints" / "12")
     return "whole"
 
 
@@ -97,7 +97,8 @@ def _metrics(made: Subject) -> Any:
     before = path.read_bytes() if path.exists() else None
     try:
         written = checkpoint.progress(made.output / "checkpoints", 12)["totals"]["metrics"]
-        MetricsWriter(made.output, 12, written).close()
+        with MetricsWriter(made.output, 12, written):
+            pass
         return path.read_bytes()
     finally:
         path.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import jax
 from absl import flags
 
 from recjax import serve
@@ -30,7 +29,7 @@ from recjax.training.metrics import read_metrics
 from recjax.training.run import characters
 from tests.experience.rows import read_columns
 from tests.faults.outcomes import Outcome
-from tests.faults.runs import SECONDS, Place
+from tests.faults.runs import SECONDS, Place, keep_programs
 
 FOLLOWS = [
     "experience.follow=true",
@@ -262,8 +261,7 @@ def _said_to(log: str, folder: str) -> None:
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ["RECJAX_CACHE"] = f"{folder}/cache"
-    jax.config.update("jax_compilation_cache_dir", f"{folder}/jax")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_programs(folder)
 
 
 def _serve(arguments: list[str], log: str, folder: str) -> None:

@@ -21,6 +21,7 @@ from recjax.console import command
 from recjax.generate_experience import generate
 from recjax.training import loop, rounds
 from recjax.training.metrics import read_metrics
+from tests.commands import forks
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, without_times
 
@@ -47,9 +48,14 @@ def place_in(folder: Path) -> Place:
     if not (folder / "store").exists():
         config = load_config(folder / "tiny.yaml", [f"output={folder}"])
         generate(config, folder / "store", 12, None, None, "initial")
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["tests.faults.runs", "tests.training.killed_run"])
-    return Place(folder, forks)
+    return Place(folder, forks())
+
+
+def keep_programs(folder: str) -> None:
+    """Shares compiled programs with whatever started the campaign, or with its other runs."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/jax")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class Started(NamedTuple):
@@ -142,10 +148,9 @@ def _train(
     said.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     os.environ["RECJAX_CACHE"] = cache or f"{folder}/cache"
-    jax.config.update("jax_compilation_cache_dir", f"{folder}/jax")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_programs(folder)
     if most_bytes is not None:
-        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))  # programs are read, not written
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if clock_back:

@@ -9,12 +9,13 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.hub.policy import attention_kernel, compute_dtype
 from recjax.models.attention import attend, attention_mask
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
 from tests.rollout.padded import engine_completions
 from tests.training.test_update import make_batch
@@ -56,7 +57,7 @@ def update_options(dtype, kernel, chunk=256):
 
 def update_arguments():
     state = TrainState(jax.tree.map(jnp.copy, params()), OPTIMIZER.init(params()))
-    return state, {}, params(), batch(), jax.random.key(0), pack(batch(), SHAPE)
+    return state, {}, params(), batch(), jax.random.key(0), Layout(1, pack(batch(), SHAPE))
 
 
 def test_auto_means_bfloat16_and_cudnn(gpu):

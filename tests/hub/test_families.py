@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, logits
@@ -144,8 +145,13 @@ def summed_logprob(params, config, tokens, positions, mask, counted):
 
 
 @jit
-def forward(params, config, tokens, positions, mask):
+def compiled_forward(params, config, tokens, positions, mask):
     return logits(config, params, Decoder(config).apply({"params": params}, tokens, positions, mask)[0])
+
+
+def forward(*arguments):
+    """Logits as a NumPy array, of which an index is no program."""
+    return np.asarray(compiled_forward(*arguments))
 
 
 @jit
@@ -159,7 +165,7 @@ def drawn(params, config, prompts, mask, key):
 
 
 def logprobs_of(scores, sequence):
-    return np.take_along_axis(np.asarray(jax.nn.log_softmax(scores[:-1])), sequence[1:, None], axis=-1)[:, 0]
+    return np.take_along_axis(log_softmax(scores[:-1], axis=-1), sequence[1:, None], axis=-1)[:, 0]
 
 
 def gradient_error(loaded, gradients):
@@ -178,7 +184,7 @@ def gradient_error(loaded, gradients):
 @pytest.mark.parametrize("layout", PLACES)
 def test_logits_logprobs_and_gradients_are_those_of_transformers(loaded, layout):
     batch = laid_out(loaded.sequences, layout)
-    (_, (scores, logprobs)), gradients = summed_logprob(loaded.params, loaded.config, *batch)
+    (_, (scores, logprobs)), gradients = jax.device_get(summed_logprob(loaded.params, loaded.config, *batch))
     logit_error = logprob_error = 0.0
     for index, (row, start) in enumerate(PLACES[layout]):
         sequence, expected = loaded.sequences[index], loaded.scores[index]
@@ -202,7 +208,7 @@ def padded(rows):
 
 def test_completions_that_share_a_prompt(loaded):
     completions = [sequence[PROMPTS[row // GROUP] :] for row, sequence in enumerate(loaded.sequences)]
-    logprobs = shared(loaded.params, loaded.config, *padded(loaded.prompts), *padded(completions))
+    logprobs = np.asarray(shared(loaded.params, loaded.config, *padded(loaded.prompts), *padded(completions)))
     for row, sequence in enumerate(loaded.sequences):
         expected = logprobs_of(loaded.scores[row], sequence)[PROMPTS[row // GROUP] - 1 :]
         np.testing.assert_allclose(logprobs[row, : len(expected)], expected, atol=1e-4)

@@ -13,11 +13,16 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs, logprobs_and_entropy, sampling_logits
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
-PARAMS = init_params(CONFIG, jax.random.key(0))
 PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
 PROMPT_MASK = jnp.array([[1, 1, 1, 0], [1, 1, 1, 1]], bool)
 COMPLETIONS = jax.random.randint(jax.random.key(1), (6, 5), 0, 13)
 MASK = jnp.arange(5) < jnp.array([5, 3, 1, 4, 2, 5])[:, None]
+
+
+@functools.cache
+def initial():
+    """The decoder's parameters."""
+    return init_params(CONFIG, jax.random.key(0))
 
 
 def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=False):
@@ -43,14 +48,14 @@ def value_and_gradient(params, prompts, prompt_mask, *options):
     ],
 )
 def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, remat, unrolled):
-    expected = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK)
-    actual = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat, unrolled)
+    expected = value_and_gradient(initial(), PROMPTS, PROMPT_MASK)
+    actual = value_and_gradient(initial(), PROMPTS, PROMPT_MASK, chunk, remat, unrolled)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sharing_a_prompt_equals_repeating_it():
-    expected = value_and_gradient(PARAMS, jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
-    actual = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK)
+    expected = value_and_gradient(initial(), jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
+    actual = value_and_gradient(initial(), PROMPTS, PROMPT_MASK)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -59,13 +64,13 @@ def test_tokens_beyond_the_masks_change_nothing():
     wide = jnp.pad(junk, ((0, 0), (0, 3)), constant_values=5)
     wide_mask = jnp.pad(PROMPT_MASK, ((0, 0), (0, 3)))
     sums = jax.jit(masked_sum)
-    actual, expected = sums(PARAMS, wide, wide_mask), sums(PARAMS, PROMPTS, PROMPT_MASK)
+    actual, expected = sums(initial(), wide, wide_mask), sums(initial(), PROMPTS, PROMPT_MASK)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_completions_of_one_token():
-    arguments = (Decoder(CONFIG), PARAMS, PROMPTS, PROMPT_MASK)
+    arguments = (Decoder(CONFIG), initial(), PROMPTS, PROMPT_MASK)
     long, _ = completion_logprobs(*arguments, COMPLETIONS, MASK, sampling=Sampling(), chunk=64)
     short, _ = completion_logprobs(*arguments, COMPLETIONS[:, :1], MASK[:, :1], sampling=Sampling(), chunk=64)
     np.testing.assert_allclose(short, long[:, :1], atol=1e-5)

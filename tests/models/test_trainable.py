@@ -33,9 +33,14 @@ CONFIG = DecoderConfig(
     head_dim=4,
     qkv_bias=True,
 )
-PARAMS = init_params(CONFIG, jax.random.key(0))
 TOKENS = jax.random.randint(jax.random.key(1), (3, 5), 0, 11)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=list(PROJECTIONS))
+
+
+@functools.cache
+def initial():
+    """The decoder's parameters without adapters."""
+    return init_params(CONFIG, jax.random.key(0))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -47,16 +52,14 @@ def scores(decoder, params):
 
 def noisy_adapters(params):
     """Parameters whose adapters have values in B too."""
-    keys = iter(jax.random.split(jax.random.key(2), 64))
-    leaves = flatten(params)
-    return unflatten(
-        {p: jax.random.normal(next(keys), x.shape) * 0.3 if is_adapter(p) else x for p, x in leaves.items()}
-    )
+    random, leaves = np.random.default_rng(2), flatten(params)
+    noise = {path: random.normal(0, 0.3, x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
+    return unflatten(leaves | jax.device_put(noise))
 
 
 def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
-    decoder, params = with_adapters(Decoder(CONFIG), PARAMS, LORA, jax.random.key(0))
-    np.testing.assert_array_equal(scores(decoder, params), scores(Decoder(CONFIG), PARAMS))
+    decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
+    np.testing.assert_array_equal(scores(decoder, params), scores(Decoder(CONFIG), initial()))
     adapters = {path: leaf for path, leaf in flatten(params).items() if is_adapter(path)}
     assert len(adapters) == 14
     for path, leaf in adapters.items():
@@ -67,17 +70,17 @@ def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
 @pytest.mark.parametrize("targets", [*slow(["query"], ["down"]), list(PROJECTIONS)])
 def test_merged_kernels_give_the_same_scores(targets):
     decoder, params = with_adapters(
-        Decoder(CONFIG), PARAMS, LORA.model_copy(update={"targets": targets}), jax.random.key(0)
+        Decoder(CONFIG), initial(), LORA.model_copy(update={"targets": targets}), jax.random.key(0)
     )
     params = noisy_adapters(params)
     ours = scores(decoder, params)
-    assert float(jnp.abs(ours - scores(Decoder(CONFIG), PARAMS)).max()) > 1e-3
+    assert float(jnp.abs(ours - scores(Decoder(CONFIG), initial())).max()) > 1e-3
     np.testing.assert_allclose(scores(Decoder(CONFIG), merged(decoder.config, params)), ours, atol=1e-5)
-    chex.assert_trees_all_equal_shapes(merged(decoder.config, params), PARAMS)
+    chex.assert_trees_all_equal_shapes(merged(decoder.config, params), initial())
 
 
 def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule():
-    decoder, params = with_adapters(Decoder(CONFIG), PARAMS, LORA, jax.random.key(0))
+    decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
     params = noisy_adapters(params)
     trainable, frozen = split_params(params, ModelConfig(lora=LORA))
 
@@ -95,13 +98,13 @@ def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule()
 
 def test_split_parts_share_nothing_and_combine_to_the_whole():
     for config in (ModelConfig(), ModelConfig(freeze=["embedding", "^layers/(query|key)/"]), ModelConfig(lora=LORA)):
-        decoder, params = Decoder(CONFIG), PARAMS
+        decoder, params = Decoder(CONFIG), initial()
         if config.lora:
             decoder, params = with_adapters(decoder, params, config.lora, jax.random.key(0))
         trainable, frozen = split_params(params, config)
         assert not flatten(trainable).keys() & flatten(frozen).keys()
         chex.assert_trees_all_equal(combine(trainable, frozen), params)
-    assert set(flatten(split_params(PARAMS, ModelConfig(freeze=["embedding", "^layers/(query|key)/"]))[1])) == {
+    assert set(flatten(split_params(initial(), ModelConfig(freeze=["embedding", "^layers/(query|key)/"]))[1])) == {
         "embedding/embedding",
         *(f"layers/{name}/{kind}" for name in ("query", "key") for kind in ("kernel", "bias")),
     }
@@ -116,12 +119,13 @@ def test_split_parts_share_nothing_and_combine_to_the_whole():
 )
 def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
     with pytest.raises(ValueError, match=message):
-        split_params(PARAMS, ModelConfig(freeze=freeze))
+        split_params(initial(), ModelConfig(freeze=freeze))
 
 
 def test_a_copy_in_the_compute_dtype_is_the_same_policy():
     decoder = Decoder(CONFIG, jnp.bfloat16)
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), PARAMS)
+    random = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: jnp.asarray(x + random.normal(0, 0.1, x.shape), jnp.float32), initial())
     copy = in_compute_dtype(decoder, params, copy=True)
     np.testing.assert_array_equal(scores(decoder, copy), scores(decoder, params))
     for path, leaf in flatten(copy).items():

@@ -11,6 +11,7 @@ import pytest
 
 from recjax.config import RegimeConfig, load_config
 from recjax.experience.batch import sampled_shape
+from recjax.experience.layout import Layout
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
@@ -174,8 +175,8 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
         None,
         batch_arrays(shape),
         jax.random.key(0),
+        Layout(2),
         recipe=recipe_of(config, run.policy.decoder)._replace(decoder=run.policy.decoder, optimizer=optimizer),
-        micro_batches=2,
     ).compile()
     planned = compiled.memory_analysis().temp_size_in_bytes
     foretold = sum(item.bytes for item in result.memory if item.phase == "update")

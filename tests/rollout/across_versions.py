@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from recjax.models.decoder import Context, Decoder, logits
@@ -26,8 +25,8 @@ def logprobs_across(
     Args:
         params: by version.
     """
-    everything = jnp.concatenate([prefix, tokens])[None]
-    positions, real = jnp.arange(everything.shape[1])[None], jnp.ones(everything.shape, bool)
+    everything = np.concatenate([prefix, tokens])[None]
+    positions, real = np.arange(everything.shape[1])[None], np.ones(everything.shape, bool)
     of_inputs = np.concatenate([np.full(len(prefix) - 1, versions[0]), versions])
     bounds = [0, *(np.flatnonzero(np.diff(of_inputs)) + 1), len(of_inputs)]
     contexts, scores = [], []

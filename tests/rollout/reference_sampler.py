@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import ROWS, constrain
-from recjax.rollout.choosing import sample_tokens
+from recjax.rollout.decoding import sample_tokens
 
 
 class Completions(NamedTuple):

@@ -13,9 +13,11 @@ import pytest
 import tokenizers
 
 from recjax.config import load_config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.layout import Layout, batch_logprobs
+from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
-from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -26,18 +28,15 @@ from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
-from recjax.rollout.environments import environment_agent
 from recjax.rollout.live import LiveEngine
+from recjax.rollout.named_agents import Call, environment_agent, parsed_calls
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.packing import RowShape, pack_trajectories
-from recjax.training.scoring import batch_logprobs
 from tests.marks import slow_except
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -149,7 +148,7 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
 def test_chats_of_agents_have_the_variables_of_their_problem(made, agent, template, begin):
     config, policy, params = made(agent, "task.reward=recjax.tasks.rewards:exact_match")
     policy.tokenizer.chat_template = CHATS.replace("{% for", "{% if brief %}brief{% endif %}{% for", 1)
-    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=1)
+    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=6)
     assert policy.tokenizer.decode(groups[0].prompt_tokens).startswith(begin)
 
 
@@ -204,7 +203,7 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
 
 
 def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
-    """On the mesh in context, laid out in rows and packed."""
+    """On the mesh in context, each row by itself and packed."""
     overrides = [*options, *(["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else [])]
     config, policy, params = made(agent, *overrides)
     if lora:
@@ -213,16 +212,16 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
         params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
         policy = policy._replace(decoder=decoder)
     groups, _ = sampled(config, policy, params)
-    batch, count = pad_trajectories(groups, 89, (2, 4), together=True)
-    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    batch = pad(groups, Shape(8, None, 89, 89))
+    packed = jax.tree.map(jnp.asarray, pack(batch, RowShape(2, 128), batch.trajectories))
     mask = batch.completion_mask
     assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
-    for layout in ((None, count), (packed, None)):
-        logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
+    for layout in (Layout(2), Layout(1, packed)):
+        logprobs, _ = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64)
         np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)
 
 
-scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
+scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ CALLS = f"task.tools=['{TOOLS}add']"
 )
 def test_they_are_on_a_mesh(made, monkeypatch, sizes, agent, lora, options):
     calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
-    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    monkeypatch.setattr("recjax.rollout.named_agents.parsed_calls", lambda text: next(calls))
     with on(sizes):
         trainers_logprobs_are_the_engines(made, agent, lora, options)
 
@@ -381,8 +380,8 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
     parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
     with some_agents.answering() as url:
         for _ in range(2):
-            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=4)
-            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 4
+            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=6)
+            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 6
             assert all(len(one.turns) == 2 for one in completions_of(groups))
 
 
@@ -446,7 +445,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
     assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
     groups = [kept.group, groups[1]]
-    batch, _ = pad_trajectories(groups, 89, (1, 8), together=False, turns=4)
+    batch = pad(groups, Shape(8, None, 89, 89), turns=4)
     of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
     for number, group in enumerate(groups):
         for one in group.completions:
@@ -462,7 +461,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
     with pytest.raises(ValueError, match="the metadata has no turns"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
-        pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
+        pad([bare], Shape(8, None, 89, 89), turns=4)
 
 
 def _sampled_of(batch):
@@ -613,7 +612,7 @@ def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
     config, policy, params = made("tools", f"task.tools=['{TOOLS}add']", "rollout.max_completion_tokens=4")
     # An untrained model calls nothing, so it is read as if it did at first.
     calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
-    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    monkeypatch.setattr("recjax.rollout.named_agents.parsed_calls", lambda text: next(calls))
     groups, grades = sampled(config, policy, params, SUMS[:1], group_size=6)
     decode = policy.tokenizer.decode
     for one, grade in zip(completions_of(groups), grades, strict=True):

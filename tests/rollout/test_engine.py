@@ -16,7 +16,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
-from recjax.rollout import capacity, collecting, decoding, keys_values
+from recjax.rollout import collecting, decoding, keys_values, plan
 from recjax.rollout.collecting import row_keys, sample_completions, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled
@@ -54,7 +54,7 @@ PLAIN_SAMPLING = Sampling()
 def small_sizes(monkeypatch):
     """Rounds of 5 tokens, caches from 16 and slots from 5: a short completion goes through several of them."""
     for name, value in {"ROUND": 5, "SHORTEST_CACHE": 16, "FEWEST_SLOTS": 5}.items():
-        monkeypatch.setattr(capacity, name, value)
+        monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
 
 
@@ -90,7 +90,7 @@ def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
     return sampled
 
 
-@pytest.mark.parametrize("slots", slow_except([None, 1, 5, 12, 40], None, 5))
+@pytest.mark.parametrize("slots", slow_except([None, 1, 5, 12, 40], 5))
 def test_any_number_of_slots_samples_the_same(slots):
     truncated = [found.truncated for found in assert_same(slots)]
     assert any(truncated) and not all(truncated)
@@ -105,11 +105,13 @@ def test_layers_that_differ(unrolled, monkeypatch):
 
 def test_the_turns_of_a_rounds_positions_are_computed_before_its_loop():
     decoder, params, prompts, mask = problem(PLAIN)
-    options = {"decoder": decoder, "sampling": PLAIN_SAMPLING, "stop_ids": LATE, "group_size": 1, "round_time": 5}
-    keys, limits = row_keys(jax.random.key(3), len(prompts)), np.full(len(prompts), MAX_TOKENS)
-    program = jax.make_jaxpr(functools.partial(decoding.whole_batch, **options))(params, prompts, mask, keys, limits)
-    inside, outside = cosines(program.jaxpr)
-    assert (inside, outside) == (0, 2)  # of the prompts' positions, and of the round's
+    options = {"decoder": decoder, "sampling": PLAIN_SAMPLING, "stop_ids": LATE, "round_time": 5}
+    keys, ones = row_keys(jax.random.key(3), len(prompts)), np.ones(len(prompts), np.int32)
+    cache, _ = decoding.prefill(params, prompts, mask, decoder=decoder)
+    memory = keys_values.Memory(cache, keys_values.empty(cache, rows=len(prompts), time=5))
+    rows = decoding.SlotState(ones > 0, *[ones] * 5, keys)
+    program = jax.make_jaxpr(functools.partial(decoding.decode, **options))(params, memory, rows, np.int32(0))
+    assert cosines(program.jaxpr) == (0, 1)
 
 
 def cosines(jaxpr, in_loop=False):
@@ -154,7 +156,7 @@ def test_batches_of_any_lengths_share_few_programs():
         decoding.first_tokens,
         decoding.decode,
         keys_values.gather_slots,
-        keys_values.put_prompts,
+        keys_values.put_started,
     )
 
     def counts_after(keys):
@@ -312,8 +314,8 @@ def test_what_a_program_reads_stays_as_it_was(monkeypatch):
         return called
 
     programs = (
-        (decoding, ("prefill", "first_tokens", "extend", "decode")),
-        (keys_values, ("put_prompts", "gather_slots")),
+        (decoding, ("prefill", "first_tokens", "decode")),
+        (keys_values, ("put_started", "gather_slots")),
     )
     for module, name in [(module, name) for module, names in programs for name in names]:
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
@@ -359,11 +361,11 @@ def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
 def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
     decoder, params, *_ = problem(PLAIN)
     random, engine = np.random.default_rng(5), engine_of(decoder, params)
-    requests = requests_of(limits=(8,) if batch else (4, 8), samplings=(Sampling(0.9),))[3:6]
+    requests = requests_of(limits=(8,) if batch else (4, 8), samplings=(Sampling(0.8, top_k=5),))[3:6]
     tickets = engine.admit(requests, 3 if batch else None)
-    found, run = engine.drain(), []
+    found, run, prefill = engine.drain(), [], decoding.prefill
     with monkeypatch.context() as patched:
-        patched.setattr(decoding, "prefill", lambda *arguments, **options: run.append(arguments))
+        patched.setattr(decoding, "prefill", lambda *args, **kw: run.append(args) or prefill(*args, **kw))
         for turn in range(2):  # twice in a row
             for place, ticket in enumerate(tickets):
                 said = random.integers(0, 23, more + turn)
@@ -371,8 +373,28 @@ def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
                 requests[place] = requests[place]._replace(prefix=prefix)
             tickets = engine.admit(requests)
             found = engine.drain()
-    assert not run
+    assert len(run) == 2
+    for turn, (_, _, mask, held) in enumerate(run):
+        # The last sampled token has no keys and values yet.
+        assert held is not None and mask.sum(-1).max() == more + turn + 1
     assert_completions([found[ticket] for ticket in tickets], alone(requests))
+
+
+@pytest.mark.slow
+def test_a_batch_of_one_round_leaves_its_prompts_to_later_requests():
+    decoder, params, *_ = problem(PLAIN)
+    engine, requests = engine_of(decoder, params, ()), requests_of(limits=(5,))
+    tickets = engine.admit(requests, group_size=3)
+    later = engine.admit(requests[:2])  # wait for the end of the batch
+    found = engine.drain()
+    assert_completions([found[ticket] for ticket in [*tickets, *later]], alone([*requests, *requests[:2]], stop_ids=()))
+    longer = [
+        one._replace(prefix=np.append(one.prefix, found[ticket].tokens), limit=9)
+        for one, ticket in zip(requests, tickets, strict=True)
+    ]
+    tickets = engine.admit(longer)
+    found = engine.drain()
+    assert_completions([found[ticket] for ticket in tickets], alone(longer, stop_ids=()))
 
 
 def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
@@ -414,11 +436,11 @@ def test_memory_decides_on_the_slots(monkeypatch):
     options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}
     slots = {}
     for free in (2**30, 60_000, 1):
-        monkeypatch.setattr(capacity, "ALWAYS_FREE", 0)
-        monkeypatch.setattr(capacity, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(plan, "ALWAYS_FREE", 0)
+        monkeypatch.setattr(plan, "free_bytes", lambda free=free: free)
         engine = engine_of(decoder, params)
         sampled = sample_completions(engine, prompts, mask, row_keys(jax.random.key(3), 3 * len(prompts)), **options)
-        slots[free] = engine._sizes[-1]
+        slots[free] = engine._plan.slots[-1]
         assert_completions(sampled, assert_same(12))
     assert slots == {2**30: 12, 60_000: 6, 1: 1}
 
@@ -428,9 +450,9 @@ def test_bytes_are_those_of_arrays():
     sizes = {"prompts": 3, "prompt_tokens": 5, "rows": 7, "completion_tokens": 11}
     like = tuple(np.zeros((2, 1, 2, 1, 4), jnp.bfloat16) for _ in range(2))
     made = keys_values.empty(like, rows=3, time=5), keys_values.empty(like, rows=7, time=11)
-    assert capacity.key_value_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
-    assert capacity.score_bytes(decoder, 7) == 2 * np.zeros((7, 23), np.float32).nbytes
-    assert capacity.free_bytes() > 2**20
+    assert plan.key_value_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert plan.score_bytes(decoder, 7) == 2 * np.zeros((7, 23), np.float32).nbytes
+    assert plan.free_bytes() > 2**20
 
 
 def test_what_cannot_be_sampled_is_refused():
@@ -455,13 +477,18 @@ def test_what_cannot_be_sampled_is_refused():
 
 @pytest.mark.slow
 def test_the_sizes():
-    assert [capacity.slot_numbers(most) for most in (1, 5, 13)] == [[1], [5], [7, 13]]
-    assert [capacity.cache_lengths(longest) for longest in (1, 6, 24)] == [
-        [1],
-        [5, 10],
-        [16, 32],
-    ]  # 28 filled up to a tile's 16
-    assert [capacity.cache_lengths(longest) for longest in (40, 60)] == [[16, 48], [16, 32, 64]]  # not 16, 32, 48
-    asked = {"longest": 60, "most": 40}
-    assert [capacity.cache_length(needed=9, slots=slots, **asked) for slots in (40, 20, 10, 5)] == [16, 16, 32, 64]
-    assert [capacity.cache_length(needed=33, slots=slots, **asked) for slots in (40, 5)] == [64, 64]
+    assert [plan.slot_numbers(most) for most in (1, 5, 13)] == [[1], [5], [7, 13]]
+    sizes = functools.partial(plan.plan_for, Decoder(PLAIN), 40, prefix_time=5)
+    batches = [sizes(longest, 10, slots=20) for longest in (1, 6, 24, 40, 60)]
+    # 28 tokens and the round fill up to a tile's 16; and not 16, 32, 48.
+    assert [one.lengths for one in batches] == [[1], [5, 10], [16, 32], [16, 48], [16, 32, 64]]
+    assert [one.round_time for one in batches] == [1, 5, 5, 5, 5] and batches[0].slots == [5, 10, 20]
+    assert [sizes(longest, 10, slots=40)[2:] for longest in (1, 6)] == [([40], 1, (0,)), ([40], 5, (0,))]
+    batch = sizes(60, 10, slots=40)
+    assert [batch.cache_time(9, slots) for slots in (40, 20, 10, 5)] == [16, 16, 32, 64]
+    assert [batch.cache_time(33, slots) for slots in (40, 5)] == [64, 64]
+    assert (batch.rows(3), batch.prompt_time(4), batch.prompt_time(9)) == (3, 5, 16)
+    others = sizes(60, None, slots=20)
+    assert others[0] == 64 and others[2:] == ([5, 10, 20], 5, ())
+    assert [others.cache_time(*some) for some in ((9, 20), (17, 5), (17, 5, 64), (17, 5, 256))] == [16, 32, 64, 32]
+    assert (others.rows(3), others.rows(4)) == (4, 4)

@@ -1,6 +1,7 @@
 """The engine for coroutines: the same completions as in a batch, whoever comes, goes or fails meanwhile."""
 
 import asyncio
+import functools
 
 import jax
 import numpy as np
@@ -14,12 +15,17 @@ from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
 
 CONFIG = DecoderConfig(23, 16, 32, 1, 2, 1, 8)
-PARAMS = init_params(CONFIG, jax.random.key(0))
 
 
-def engine(params=PARAMS):
+@functools.cache
+def initial():
+    """The weights of version 3."""
+    return init_params(CONFIG, jax.random.key(0))
+
+
+def engine():
     made = Engine(Decoder(CONFIG), (7,), slots=None, prefix_time=8)
-    made.replace_weights(params, version=3)
+    made.replace_weights(initial(), version=3)
     return made
 
 
@@ -107,7 +113,7 @@ def test_new_weights_come_between_two_rounds():
     async def main():
         async with LiveEngine(engine()) as live:
             await live.sample(request(0))
-            await live.replace_weights(jax.tree.map(lambda x: x * 1.5, PARAMS), 4)
+            await live.replace_weights(jax.tree.map(lambda x: x * 1.5, initial()), 4)
             return await live.sample(request(0))
 
     found = asyncio.run(main())
@@ -136,7 +142,7 @@ def test_who_follows_sees_each_round_and_at_last_the_completion():
 def test_a_canceled_request_frees_its_slot_and_its_place_in_line():
     async def main():
         made = Engine(Decoder(CONFIG), (), slots=2, prefix_time=8)
-        made.replace_weights(PARAMS, version=3)
+        made.replace_weights(initial(), version=3)
         async with LiveEngine(made) as live:
             tasks = [asyncio.create_task(live.sample(request(number, limit=10_000))) for number in range(4)]
             follower = live.follow(request(5, limit=4))
@@ -151,7 +157,7 @@ def test_a_canceled_request_frees_its_slot_and_its_place_in_line():
             return found[-1]
 
     own = Engine(Decoder(CONFIG), (), slots=None, prefix_time=8)
-    own.replace_weights(PARAMS, version=3)
+    own.replace_weights(initial(), version=3)
     own.admit([request(5, limit=4)])
     (expected,) = own.drain().values()
     same(asyncio.run(main()), expected)

@@ -1,5 +1,7 @@
 """The sampler: what it draws, what it stores, when it stops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,43 +10,45 @@ import pytest
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
-from recjax.rollout.choosing import sample_tokens
+from recjax.rollout.decoding import sample_tokens
 from tests.marks import slow
 from tests.rollout.reference_sampler import sample
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
 DECODER = Decoder(CONFIG)
-PARAMS = jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
 PROMPTS = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 2]], np.int32)
 MASK = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
 STOP = (1, 11)
+PLAIN = Sampling()
+
+
+@functools.cache
+def initial():
+    """The decoder's parameters, large enough for uneven probabilities."""
+    return jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
 
 
 def draw(seed=0, prompts=PROMPTS, mask=MASK, group_size=3, max_tokens=6, sampling=None, stop_ids=STOP):
     sampling = sampling or Sampling()
     key = jax.random.key(seed)
     options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": stop_ids}
-    return jax.device_get(sample(DECODER, PARAMS, prompts, mask, key, **options))
+    return jax.device_get(sample(DECODER, initial(), prompts, mask, key, **options))
 
 
-@jax.jit
-def forward_scores(tokens):
+@functools.partial(jax.jit, static_argnums=2)
+def forward_logprobs(params, tokens, sampling):
     positions = jnp.arange(len(tokens))[None]
-    hidden, _ = DECODER.apply({"params": PARAMS}, tokens[None], positions, jnp.ones((1, len(tokens)), bool))
-    return logits(CONFIG, PARAMS, hidden[0])
+    hidden, _ = DECODER.apply({"params": params}, tokens[None], positions, jnp.ones((1, len(tokens)), bool))
+    return jax.nn.log_softmax(sampling_logits(logits(CONFIG, params, hidden[0]), sampling))
 
 
-def scores_of(tokens):
-    """Logits after each one of `tokens`, from one plain forward pass: no cache, no padding, no sharing.
+def logprobs_after(tokens, sampling=PLAIN):
+    """Log-probs of the vocabulary after each one of `tokens`, from one plain forward pass: no cache, no sharing.
 
     Some more tokens, which no token before them sees, make all passes one program.
     """
-    return forward_scores(jnp.zeros(16, jnp.int32).at[: len(tokens)].set(tokens))[: len(tokens)]
-
-
-def scores_after(tokens):
-    """Logits for the token after `tokens`."""
-    return scores_of(jnp.array(tokens))[-1:]
+    padded = np.pad(np.asarray(tokens, np.int32), (0, 16 - len(tokens)))
+    return np.asarray(forward_logprobs(initial(), padded, sampling))[: len(tokens)]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,8 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
         sequence = PROMPTS[prompt][MASK[prompt]].tolist()
         tokens = drawn.tokens[row][drawn.mask[row]]
         # No token sees a later one, so one pass serves all of them.
-        scores = scores_of(jnp.array([*sequence, *tokens]))[len(sequence) - 1 : -1]
-        expected = np.asarray(jax.nn.log_softmax(sampling_logits(scores, sampling)))[np.arange(len(tokens)), tokens]
+        after = logprobs_after([*sequence, *tokens], sampling)[len(sequence) - 1 : -1]
+        expected = after[np.arange(len(tokens)), tokens]
         np.testing.assert_allclose(drawn.logprobs[row][drawn.mask[row]], expected, atol=1e-5)
 
 
@@ -74,7 +78,7 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
 def test_empirical_frequencies_match_probabilities(sampling):
     count = 20_000
     drawn = draw(prompts=PROMPTS[1:], mask=MASK[1:], group_size=count, max_tokens=1, sampling=sampling)
-    expected = np.asarray(jax.nn.softmax(sampling_logits(scores_after(PROMPTS[1].tolist()), sampling)))[0]
+    expected = np.exp(logprobs_after(PROMPTS[1], sampling)[-1])
     frequencies = np.bincount(drawn.tokens[:, 0], minlength=CONFIG.vocab_size) / count
     assert (frequencies[expected == 0] == 0).all()
     np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(expected.max() / count))
@@ -84,7 +88,7 @@ def test_the_second_token_is_drawn_with_noise_of_its_own():
     drawn = draw(prompts=PROMPTS[1:], mask=MASK[1:], group_size=20_000, max_tokens=2, stop_ids=())
     first = int(np.bincount(drawn.tokens[:, 0]).argmax())
     second = drawn.tokens[drawn.tokens[:, 0] == first, 1]
-    expected = np.asarray(jax.nn.softmax(scores_after([*PROMPTS[1].tolist(), first])))[0]
+    expected = np.exp(logprobs_after([*PROMPTS[1], first])[-1])
     frequencies = np.bincount(second, minlength=CONFIG.vocab_size) / len(second)
     np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(expected.max() / len(second)))
 
@@ -119,7 +123,7 @@ def test_a_row_does_not_depend_on_padding_or_on_later_prompts():
 def test_temperature_zero_takes_the_most_likely_token():
     drawn = draw(group_size=1, sampling=Sampling(0.0), stop_ids=())
     sequence = PROMPTS[1].tolist()
-    expected = np.argmax(scores_of(jnp.array([*sequence, *drawn.tokens[1]])), axis=-1)
+    expected = np.argmax(logprobs_after([*sequence, *drawn.tokens[1]]), axis=-1)
     np.testing.assert_array_equal(drawn.tokens[1], expected[len(sequence) - 1 : -1])
     assert (drawn.logprobs == 0).all()
 

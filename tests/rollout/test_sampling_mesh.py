@@ -10,7 +10,8 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import bytes_on_device, moved_params, param_shardings
 from recjax.rollout import keys_values, slots
-from recjax.rollout.sampling_mesh import WEIGHTS_SHARE, abstract_weights, grouped
+from recjax.rollout.plan import WEIGHTS_SHARE, abstract_weights, grouped
+from recjax.rollout.requests import Begun
 from recjax.training.mesh import make_mesh
 
 DECODER = Decoder(DecoderConfig(16, 16, 32, 2, 4, 2, 4))
@@ -75,8 +76,10 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
     for leaf, added in zip(expected, new, strict=True):
         for row, start in enumerate(cached):
             leaf[:, row, :, start : start + 4] = added[:, row]
-    for function in (keys_values.put_behind, keys_values._merged):
-        for found, leaf in zip(jax.jit(function)(later, new, jnp.asarray(cached)), expected, strict=True):
+    places = np.stack([np.arange(5), np.arange(5), cached])
+    one_by_one = jax.jit(keys_values.put_behind)(later, new, places, 5)
+    for ways in (one_by_one, jax.jit(keys_values._merged)(later, new, jnp.asarray(cached))):
+        for found, leaf in zip(ways, expected, strict=True):
             np.testing.assert_array_equal(found, leaf.astype(np.float32))
 
 
@@ -84,8 +87,7 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
 def test_slots_stay_on_their_devices(monkeypatch):
     cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
     some = slots.Slots()
-    some.make(8, cache, 4)
-    some.memory = some.memory._replace(prompts=cache)
+    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1, 0, 0), 8, 4, True)
     some.columns.tickets[:] = [-1, 1, -1, -1, 4, -1, -1, 7]
     monkeypatch.setattr(slots, "row_shards", lambda: 2)
     assert some.fewest == 4  # one device has two live ones

@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from recjax.experience.batch import Shape, pad, row_places
 from recjax.experience.exchange import _turns_of
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
+from recjax.experience.packing import RowShape, pack
 from recjax.experience.store import groups_from_bytes, groups_of, groups_to_bytes, records_of
-from recjax.experience.trajectories import pad_trajectories, thoughts_opening
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
-from recjax.rollout.trajectory import Trajectory
+from recjax.rollout.trajectory import Trajectory, thoughts_opening
 from tests.experience.rows import TIME, append, read
 from tests.hub.test_tokenizers import SENTENCEPIECES
 
@@ -163,34 +164,40 @@ def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
 
 
 def test_trajectories_as_a_batch_by_a_loop():
-    batch, count = pad_trajectories(GROUPS, 6, (2, 2), together=True)
-    assert (count, batch.completions.shape) == (2, (8, 6))  # micro-batches of two have no room for three rows
-    found = {}
-    for place in range(8):
-        if batch.completion_mask[place].any():
-            real = batch.token_mask[place]
-            ids = [int(batch.prompts[place, 0]), *batch.completions[place][real].tolist()]
-            mask = batch.completion_mask[place][real].tolist()
-            assert (np.flatnonzero(real) == np.arange(real.sum())).all()
-            first = int(batch.trajectories[place])
-            assert batch.trajectories[first] == first and first // 4 == place // 4  # in one micro-batch
-            found.setdefault(first, []).append((ids, mask, batch.rewards[place], batch.group_ids[place]))
-            logprobs = batch.behavior_logprobs[place]
-            assert ((logprobs < 0) == batch.completion_mask[place]).all()
-        else:
-            assert batch.trajectories[place] == place and batch.group_ids[place] == 2
-    long, short = ([C, D, A, B, DOT, A], [False, True, True, False, True]), ([C, B], [True])
-    other = [D, D, D, A, C], [False, False, False, True]
-    expected = [[long, other], [short], [short, long, other]]
-    rewards = {0: (1.0, 0), 1: (0.0, 0), 2: (0.5, 1)}
-    by_trajectory = sorted(found.values(), key=lambda rows: -rows[0][2])
-    for place, number in enumerate((0, 2, 1)):
-        assert [one[:2] for one in by_trajectory[place]] == expected[number]
-        assert {one[2:] for one in by_trajectory[place]} == {rewards[number]}
-    apart, count = pad_trajectories(GROUPS, 6, (2, 2), together=False)
-    assert count == 4 and apart.completion_mask.any(-1).sum() == 6
+    batch = pad(GROUPS, Shape(2, None, 5, 5))
+    assert batch.completions.shape == (8, 5)  # two rows, doubled until all six are there
+    expected = [(0, 0, LONG, 1.0), (0, 0, OTHER, 1.0), (2, 0, SHORT, 0.0)]
+    expected += [(3, 1, row, 0.5) for row in (SHORT, LONG, OTHER)]
+    for place, (first, group, (prompt, tokens, mask, logprobs), reward) in enumerate(expected):
+        real, asked = batch.token_mask[place], batch.prompt_mask[place]
+        assert (np.flatnonzero(real) == np.arange(len(tokens))).all()
+        assert (np.flatnonzero(asked) == np.arange(len(prompt))).all()
+        assert batch.prompts[place][asked].tolist() == prompt.tolist()
+        assert batch.completions[place][real].tolist() == tokens.tolist()
+        assert batch.completion_mask[place][real].tolist() == mask.tolist()
+        assert batch.behavior_logprobs[place][real].tolist() == logprobs.tolist()
+        assert (batch.trajectories[place], batch.group_ids[place], batch.rewards[place]) == (first, group, reward)
+    assert not batch.completion_mask[6:].any() and batch.prompt_mask[6:].sum(-1).tolist() == [1, 1]
+    assert batch.trajectories[6:].tolist() == [6, 7] and batch.group_ids[6:].tolist() == [2, 2]
+    assert row_places(GROUPS, batch.shape) == list(range(6))
     with pytest.raises(ValueError, match="row 'a' has 6 tokens; the batch has room for 5"):
-        pad_trajectories(GROUPS, 4, (2, 4), together=False)
+        pad(GROUPS, Shape(8, None, 4, 4))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_belongs_together_is_packed_into_one_micro_batch(share):
+    batch = pad(GROUPS, Shape(8, None, 5, 5))
+    for together in (None, batch.trajectories, batch.group_ids):
+        packed = pack(batch, RowShape(1, 5), together, share, grow=True)
+        places = np.argmax(packed.first >= 0, axis=0)
+        assert ((packed.first >= 0).sum(0) == [1] * 6 + [0] * 2).all() and packed.count == places[:6].max() + 1
+        if together is None:
+            assert packed.count == 4  # two of LONG, and SHORT and OTHER share rows
+        else:
+            assert all(len({*places[:6][together[:6] == each]}) == 1 for each in together[:6])
+    words = "room for 1 rows of 5 tokens, but rows of 5, 4 tokens belong to one trajectory"
+    with pytest.raises(ValueError, match=words):
+        pack(batch, RowShape(1, 5), batch.trajectories, share)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A server of a tiny policy that knows printable characters, in this process."""
 
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -27,15 +28,20 @@ TOKENIZER.chat_template = (
 )
 SHAPE = DecoderConfig(len(TOKENIZER), 16, 32, 1, 2, 1, 8)
 POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,))
-PARAMS = init_params(SHAPE, jax.random.key(0))
 LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 
 
-def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=PARAMS, newer=None, **recording):
+@functools.cache
+def initial():
+    """The weights that a server begins with."""
+    return init_params(SHAPE, jax.random.key(0))
+
+
+def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=None, newer=None, **recording):
     """What a server is made of; it records in that file or folder, unless it is None."""
     folder = folder / "store.db" if folder and folder.is_dir() else folder
     recording = Recording(str(folder), "tiny", **recording) if folder else None
-    weights = Weights(params, 3)
+    weights = Weights(initial() if params is None else params, 3)
     return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer)
 
 

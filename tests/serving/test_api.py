@@ -22,7 +22,7 @@ from recjax.serving.bodies import read_chat
 from recjax.serving.replies import Chunks, Form, full_reply, message_parts, place_of
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like
-from tests.serving.some_server import LIMITS, PARAMS, POLICY, SHAPE, TOKENIZER, chunks, post, serve
+from tests.serving.some_server import LIMITS, POLICY, SHAPE, TOKENIZER, chunks, initial, post, serve
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -37,7 +37,7 @@ def client(tmp_path_factory):
 def test_completions_are_the_engines(client):
     reply = post(client, TEXT, prompt="1+2=", seed=5, n=2, max_tokens=20, logprobs=0, return_token_ids=True)
     engine = Engine(POLICY.decoder, POLICY.stop_ids, slots=None, prefix_time=8)
-    engine.replace_weights(PARAMS, 3)
+    engine.replace_weights(initial(), 3)
     prompt = np.array(TOKENIZER.encode("1+2="), np.int32)
     keys = Sampler(LiveEngine(engine), POLICY, LIMITS, 0).keys(5, 2)
     engine.admit([Request(prompt, key, 20, Sampling()) for key in keys])

@@ -1,12 +1,10 @@
 """The server as a process: started, killed, told to end; a run that trains on what it left; SmolLM2."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
@@ -19,7 +17,9 @@ from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
 from recjax.training.trained import open_checkpoint
+from tests import commands
 from tests.batch_shapes import shape_of
+from tests.commands import Command
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train
 
@@ -38,8 +38,8 @@ def run(tmp_path_factory):
 
 def started(*flags):
     """A server's process, and its address when it answers."""
-    command = [sys.executable, "-m", "recjax.serve", "--port=0", *map(str, flags)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.serve", "--port=0", *flags]
+    process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     line = process.stdout.readline()
     if not line:
         raise AssertionError(process.communicate()[1])
@@ -128,14 +128,13 @@ def test_a_run_trains_on_what_was_served(run, tmp_path):
     losses = [row["loss"] for row in metrics if "loss" in row]
     assert len(losses) == 4 and np.isfinite(losses).all()
     for command in (["recjax.inspect_experience", str(tmp_path / "store"), f"--figure={tmp_path / 'a.png'}"],):
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        done = commands.run(["-m", *command])
         assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
 def test_what_it_cannot_begin_with(run, tmp_path):
     def error(*flags):
-        command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+        done = commands.run(["-m", "recjax.serve", *flags], cwd=tmp_path)
         assert done.returncode == 1, done.stderr
         return done.stderr.splitlines()[-1]
 
@@ -150,7 +149,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
     block = (
         "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", block, "--run=x"], capture_output=True, text=True)
+    done = commands.run(["-c", block, "--run=x"])
     assert done.returncode == 1 and 'pip install "recjax[serve]"' in done.stderr.splitlines()[-1]
 
 
@@ -195,9 +194,8 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
-    flags = ["--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
-    command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.serve", "--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
+    process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         while "waits for the first checkpoint" not in process.stderr.readline():
             pass

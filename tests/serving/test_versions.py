@@ -12,7 +12,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
 from recjax.serving import running, sampler, versions
 from tests.experience.rows import read_columns
-from tests.serving.some_server import PARAMS, SHAPE, TestClient, post, serve, serving
+from tests.serving.some_server import SHAPE, TestClient, initial, post, serve, serving
 
 TEXT = "/v1/completions"
 
@@ -62,7 +62,7 @@ def test_weights_that_cannot_be_had_leave_those_that_are_there(tmp_path, monkeyp
         asked.append(1)
         if len(asked) == 1:
             raise ValueError("the disk is gone")
-        return Weights(PARAMS, 8) if len(asked) == 2 else None
+        return Weights(initial(), 8) if len(asked) == 2 else None
 
     with serve(tmp_path, newer=newer) as client:
         while len(asked) < 4:

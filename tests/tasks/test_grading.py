@@ -17,7 +17,7 @@ from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
 
 CONFIG = Config.model_construct(
-    grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
+    grading=GradingConfig(seconds=2.5, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
 )
 
 # Real graders import and parse, which on a busy machine takes its time.

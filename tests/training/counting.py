@@ -3,20 +3,19 @@
 import itertools
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
-from recjax.training import loop
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
-from recjax.training.metrics import read_metrics
 from recjax.training.update import Learned, TrainState
+from tests.training.tiny_run import train
 
 
 class CountingLearner(Learner):
@@ -34,10 +33,10 @@ class CountingLearner(Learner):
     def sampler_params(self, run, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def packed(self, run, batch, micro_batches):
-        return None
+    def layout(self, run, batch):
+        return Layout()
 
-    def update(self, run, trained, batch, packed, micro_batches, step):
+    def update(self, run, trained, batch, layout, step):
         self.batches.append(batch)
         mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
@@ -144,5 +143,4 @@ class Altered(CountingLearner):
 
 def count(config, learner=None, sources=prepared_batch) -> list[dict]:
     """The rows of metrics.jsonl after a whole run with a `CountingLearner`."""
-    loop.train(config, learner=learner or CountingLearner(), sources=sources)
-    return read_metrics(Path(config.output) / "metrics.jsonl")
+    return train(config, learner=learner or CountingLearner(), sources=sources)

@@ -25,12 +25,13 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
     Which event it was is written beside the run's folder.
 
     Args:
-        compiled: folder where compiled programs are kept.
+        compiled: folder for compiled programs, unless the environment names one.
         cache: folder for base policies; changes to its files are events as well.
     """
     os.environ["RECJAX_CACHE"] = cache
-    jax.config.update("jax_compilation_cache_dir", compiled)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", compiled)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     output = next(value.split("=", 1)[1] for value in overrides if value.startswith("output="))
     seen = []
 

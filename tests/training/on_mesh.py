@@ -18,6 +18,8 @@ import optax
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import MeshConfig
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
@@ -25,7 +27,6 @@ from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
 from recjax.training.learner import first_state
 from recjax.training.mesh import make_mesh
-from recjax.training.packing import RowShape, pack
 from recjax.training.update import Learned, Recipe, TrainState, update
 from tests.rollout.padded import engine_completions
 
@@ -110,9 +111,8 @@ def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[Tra
         reference,
         put_rows(batch),
         jax.random.key(1),
-        pack(batch, shape) if packed else None,
+        Layout(1, pack(batch, shape)) if packed else Layout(micro_batches),
         recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
-        micro_batches=None if packed else micro_batches,
     )
 
 
@@ -142,8 +142,8 @@ def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, di
             reference,
             batch,
             key,
+            Layout(),
             recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
-            micro_batches=1,
             axis_name="devices",
         )
 

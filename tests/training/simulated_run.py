@@ -47,14 +47,14 @@ def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[in
         numbers.append(number)
         return batch_of(number, version, chance)
 
-    def synced(run, state, step):
+    def sync_sampler(run, state, step):
         if not schedule.is_sync(step, config.regime):
             return state
         if generators:
             generators.publish(step - 1, {})
         return state._replace(version=step - 1)
 
-    monkeypatch.setattr(rounds, "synced", synced)
+    monkeypatch.setattr(rounds, "sync_sampler", sync_sampler)
     run = Run(config, None, None, None, Grading, generators, PhaseSeconds())
     run = run._replace(learner=CountingLearner(), sample=sample_batch)
     state = State(0, None, {}, 0, Queue(), (), {})

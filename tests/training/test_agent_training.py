@@ -23,7 +23,8 @@ def straight(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
 
     def make(name, *overrides):
-        return load_config(folder / "tiny.yaml", [f"output={folder / name}", "experience.record=true", *overrides])
+        options = ["experience.record=true", "samples={every: 3, groups: 2}"]
+        return load_config(folder / "tiny.yaml", [f"output={folder / name}", *options, *overrides])
 
     config = make("straight", *SEVERAL)
     return make, config, train(config)
@@ -62,6 +63,19 @@ def test_the_record_has_every_trajectory(straight):
 
 
 @pytest.mark.slow
+def test_saved_completions_have_the_updates_numbers_of_every_row(straight):
+    _, config, _ = straight
+    lines = (Path(config.output) / "samples" / "training" / "00000001.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 4
+    for line in map(json.loads, lines):
+        chosen = np.array(line["chosen"], bool)
+        assert 0 < chosen.sum() < len(chosen) == len(line["tokens"]) == len(line["coefficient"])
+        np.testing.assert_allclose(
+            np.array(line["probability_now"])[chosen], np.array(line["probability"])[chosen], rtol=1e-3
+        )
+
+
+@pytest.mark.slow
 def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
     make, *_ = straight
     short = ["training.steps=2", "evaluation.problems=4"]
@@ -74,12 +88,24 @@ def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
 
 
 @pytest.mark.slow
-def test_packing_and_micro_batches_change_nothing(straight):
-    make, _, rows = straight
-    for name, override in {"packed": "tokens_per_micro_batch=64", "parts": "micro_batch_prompts=2"}.items():
-        found = train(make(name, *SEVERAL, "training.steps=1", f"training.{override}"))[1]
+@pytest.mark.parametrize(("preset", "least"), [("rec_one_side_nois", 64), ("pairwise_consistency", 256)])
+def test_packing_and_micro_batches_change_nothing(straight, preset, least):
+    make, *_ = straight
+    short = [*SEVERAL, "training.steps=1", "evaluation.every=0", f"algorithm.preset={preset}"]
+    expected = train(make(f"{preset} whole", *short))[1]
+    assert expected["gradient_norm"] > 0
+    for name, override in {"packed": f"tokens_per_micro_batch={least}", "parts": "micro_batch_prompts=2"}.items():
+        found = train(make(f"{preset} {name}", *short, f"training.{override}"))[1]
         for key in ("loss", "gradient_norm", "entropy"):
-            np.testing.assert_allclose(found[key], rows[1][key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(found[key], expected[key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.slow
+def test_a_micro_batch_too_small_for_what_belongs_together_is_refused(straight):
+    make, *_ = straight
+    config = make("small", *SEVERAL, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=40")
+    with pytest.raises(ValueError, match="tokens_per_micro_batch: .* belong to one group, which this .* raise it"):
+        train(config)
 
 
 TURNS = ["task.agent=tests.rollout.some_agents:paid_by_answer", "training.steps=3", *AGENT]
@@ -97,13 +123,15 @@ def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_tr
 
 
 @pytest.mark.slow
-def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch):
+@pytest.mark.parametrize("queued", ["regime.sync_offset=1", "experience.replay={max_reuse: 2, draw_every: 2}"])
+def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch, queued):
     make, *_ = straight
-    queued = ["regime.sync_offset=1", "training.checkpoint_every=1", "algorithm.advantage={name: turn_returns}"]
-    options = [*TURNS, *queued, "algorithm.advantage.discount=0.5", "evaluation.every=0"]
-    expected = without_times(train(make("unbroken", *options)))
+    name, queued = queued.partition("=")[0], [queued, "training.checkpoint_every=1"]
+    advantage = ["algorithm.advantage={name: turn_returns, discount: 0.5}", "evaluation.every=0"]
+    options = [*TURNS, *queued, *advantage]
+    expected = without_times(train(make(f"unbroken {name}", *options)))
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
-        train(make("killed", *options, "training.steps=1"))
-    assert without_times(train(make("killed", *options)))[2:] == expected[2:]
+        train(make(f"killed {name}", *options, "training.steps=1"))
+    assert without_times(train(make(f"killed {name}", *options)))[2:] == expected[2:]
     assert all(row["gradient_norm"] > 0 for row in expected[1:])

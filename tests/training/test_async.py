@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from recjax.config import RegimeConfig
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
+from tests.commands import Command
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import train, without_times
 
@@ -176,11 +176,15 @@ def _runs(row):
     return [version for version, _ in runs], row
 
 
-def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
-    options = ["experience.record=true", "evaluation.every=0"]
+AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
+
+
+@pytest.mark.parametrize("agent", [[], [*AGENT, "algorithm.advantage={name: turn_returns}"]], ids=["", "agent"])
+def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, agent):
+    options = ["experience.record=true", "evaluation.every=0", *agent]
     config, synchronous = tiny("async", *ASYNC, "regime.max_staleness=0", *options), tiny("sync", *options)
     assert learned(train(config)) == learned(train(synchronous))
-    assert recorded(config) == recorded(synchronous)
+    assert recorded(config) == recorded(synchronous) and recorded(config)
 
 
 # Trains, noting what on, and loses a generator at its third step.
@@ -230,24 +234,25 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["whole batches", "swap_within"])
-def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path, swaps):
+def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path, ended, swaps):
     pytest.importorskip("ray")
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
     # Completions of several rounds, between which there may be new weights.
     options += ["regime.swap_within=true", "rollout.max_completion_tokens=100"] if swaps else []
     config, trained = tiny("run", *options), tmp_path / "trained.txt"
     trained.touch()
-    command = [sys.executable, "-c", DANGEROUS, str(tmp_path), f"output={config.output}", *options]
+    command = ["-c", DANGEROUS, tmp_path, f"output={config.output}", *options]
     left_over = set()
     for kill_at in (5, None):  # the last checkpoint being that of step 3
         before = len(trained.read_text().splitlines())
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-            while kill_at and process.poll() is None:
-                if len(trained.read_text().splitlines()) - before >= kill_at:
-                    left_over |= descendants(process.pid)
-                    process.kill()
-                time.sleep(0.002)
-            _, said = process.communicate()
+        process = Command(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        ended.append(process)
+        while kill_at and process.poll() is None:
+            if len(trained.read_text().splitlines()) - before >= kill_at:
+                left_over |= descendants(process.pid)
+                process.kill()
+            time.sleep(0.002)
+        _, said = process.communicate()
         assert process.returncode == (-signal.SIGKILL if kill_at else 0), said
     # What was trained on between a checkpoint and a kill is forgotten with it.
     steps = {int(step): groups for step, *groups in map(str.split, trained.read_text().splitlines())}

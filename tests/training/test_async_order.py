@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training import rounds
 from recjax.training.run import prepare
+from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
@@ -136,6 +135,35 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40
 
 
+@pytest.mark.slow
+def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turns(tiny):
+    options = ["regime.swap_within=true", "rollout.max_completion_tokens=20", "rollout.max_context_tokens=120"]
+    agent = ["task.agent=tests.rollout.some_agents:several_turns", "rollout.prompts_per_step=2"]
+    config = tiny("run", *ASYNC, *options, *agent)
+    run, params = prepare(config)
+    policy = run.policy._replace(stop_ids=())
+    weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
+    come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
+    with rounds.sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+    completions = [one for group in groups for one in group.completions]
+    assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
+    for one in completions:
+        assert {version for version, _ in one.version_runs} == {3, 5, 9} and one.policy_version == 3
+        versions = np.split(np.repeat(*np.array(one.version_runs).T), [int(one.rows[0].mask.sum())])
+        assert len(one.rows) == 2 and [len(each) for each in versions] == [row.mask.sum() for row in one.rows]
+        start = [0, 0]
+        for turn in one.turns:
+            prompt, tokens, mask, logprobs = one.rows[turn.row]
+            (sampled,) = np.nonzero(mask[: turn.end])
+            sampled = sampled[start[turn.row] :]
+            before = np.concatenate([prompt, tokens[: sampled[0]]])
+            of_turn = versions[turn.row][start[turn.row] :][: len(sampled)]
+            found = logprobs_across(policy.decoder, weights, before, tokens[sampled], of_turn)
+            np.testing.assert_allclose(logprobs[sampled], found, atol=1e-5)
+            start[turn.row] += len(sampled)
+
+
 def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
     config = tiny("run", *ASYNC)
     old, new = make_group(1, version=0), make_group(2, version=4)
@@ -161,7 +189,7 @@ def test_a_synchronous_run_never_imports_ray(tiny):
     )
     overrides = [f"output={config.output}", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0"]
     arguments = [str(Path(config.output).parent / "tiny.yaml"), *overrides]
-    assert subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True).returncode == 0
+    assert commands.run(["-c", program, *arguments]).returncode == 0
 
 
 def test_an_address_where_nobody_answers_is_refused(monkeypatch):

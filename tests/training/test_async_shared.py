@@ -9,15 +9,36 @@ import numpy as np
 import pytest
 
 from recjax import hosts
-from recjax.rollout.shared_generators import SharedGenerators
+from recjax.rollout.generators import Assignment, Generators
 from recjax.training.metrics import read_metrics
+from tests.commands import said, two_of
 from tests.experience.rows import read_columns
 from tests.training.simulated_run import simulated
 from tests.training.test_async_order import InAnyOrder
 from tests.training.tiny_run import TINY
-from tests.two_processes import said, two_of
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2", "regime.generators=2"]
+
+
+class InTheFirstProcess(Generators):
+    """Generators whose batches arrive in any order, without Ray."""
+
+    def __init__(self, regime):
+        super().__init__(regime)
+        self.drawn = InAnyOrder(regime, 0)
+
+    def publish(self, version, weights):
+        self._version = self.drawn.version = version
+
+    def _send(self, number, generator):
+        self.drawn.issue(number)
+        self._assigned[number] = Assignment(number, self._version, generator)
+
+    def _collected(self, wait):
+        found = self.drawn.receive(wait)
+        for number, _ in found:
+            del self._assigned[number]
+        return found
 
 
 def test_all_processes_issue_and_train_on_the_same(tiny, monkeypatch):
@@ -29,15 +50,14 @@ def test_all_processes_issue_and_train_on_the_same(tiny, monkeypatch):
         return pickle.loads(told[-1])
 
     monkeypatch.setattr(hosts, "from_first", first)
-    shared = SharedGenerators(config.regime)
-    shared._own = InAnyOrder(config.regime, 0)
+    shared = InTheFirstProcess(config.regime)
     ours = list(simulated(config, monkeypatch, shared))
-    assert shared._own.issued == list(range(1, 26)) and shared.in_flight == {}
+    assert shared.drawn.issued == list(range(1, 26)) and shared.in_flight == {}
 
     words = iter(told)
     monkeypatch.setattr(hosts, "from_first", lambda act: pickle.loads(next(words)))
     monkeypatch.setattr(hosts, "is_first", lambda: False)
-    theirs = list(simulated(config, monkeypatch, SharedGenerators(config.regime)))
+    theirs = list(simulated(config, monkeypatch, Generators(config.regime)))
     assert not list(words)
     for (step, groups, logged, _), (_, others, also, _) in zip(ours, theirs, strict=True):
         assert [group.id for group in groups] == [group.id for group in others] and logged == also, step
@@ -52,8 +72,8 @@ from recjax import hosts
 from recjax.config import load_config
 from recjax.rollout.generators import require_ray
 from recjax.training import loop
-from recjax.training.mesh import make_mesh
 
+hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
 next_groups, save, steps = loop.next_groups, loop.checkpoint.save, []
 
@@ -61,7 +81,7 @@ def watched(run, state, step, *stopping):
     steps.append(step)
     if len(steps) == 3 and hosts.is_first():
         import ray
-        ray.kill(run.generators._own._actors[0], no_restart=True)
+        ray.kill(run.generators._actors[0], no_restart=True)
     state, groups = next_groups(run, state, step, *stopping)
     with open(f"{folder}/trained{number}.txt", "a") as file:
         print(step, *(group.id for group in groups), file=file)
@@ -76,7 +96,6 @@ loop.next_groups, loop.checkpoint.save = watched, saved
 with hosts.together(coordinator, 2, int(number)):
     config = load_config(f"{folder}/tiny.yaml", options)
     require_ray(config)
-    jax.set_mesh(make_mesh(config.mesh))
     loop.train(config)
 """
 

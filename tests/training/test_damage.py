@@ -17,7 +17,7 @@ from recjax.training import loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import open_checkpoint, run_config
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import TINY, one_device, train, without_times
 
 OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
 
@@ -237,8 +237,8 @@ def test_metrics_that_changed_since_the_checkpoint_are_noticed(run, said):
     ]:
         path.write_bytes(content)
         said.clear()
-        writer = MetricsWriter(folder, 4, known)
-        writer.close()
+        with MetricsWriter(folder, 4, known):
+            pass
         assert len(read_metrics(path)) == kept
         assert any("differ from the rows that the run wrote" in line for line in said) == warns
 
@@ -255,7 +255,8 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
     if content == "{":
         (tmp_path / "run" / "samples" / "after.jsonl").write_text("{")
     assert not run_folder.is_finished(config)
-    summary = loop.train(config, learner=CountingLearner(), sources=prepared_batch)
+    with one_device():
+        summary = loop.train(config, learner=CountingLearner(), sources=prepared_batch)
     assert summary["steps"] == 6
     assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])
     show_result(tmp_path / "run", summary)

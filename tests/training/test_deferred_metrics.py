@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from recjax.training import learner, loop
-from recjax.training.deferred_metrics import DeferredMetrics
-from recjax.training.metrics import read_metrics
+from recjax.training.metrics import MetricsWriter, read_metrics
 from tests.experience.rows import read_columns
 from tests.training.counting import Altered, CountingLearner, count
 from tests.training.tiny_run import train, without_times
@@ -53,8 +52,8 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
 
 def test_rows_are_those_of_a_run_that_reads_each_at_once(tiny, monkeypatch):
     late = count(tiny("late", "evaluation.every=0"))
-    hold = DeferredMetrics.hold
-    monkeypatch.setattr(DeferredMetrics, "hold", lambda rows, row: (hold(rows, row), rows.settle()))
+    hold = MetricsWriter.hold
+    monkeypatch.setattr(MetricsWriter, "hold", lambda rows, row: (hold(rows, row), rows.settle()))
     at_once = count(tiny("at_once", "evaluation.every=0"))
     assert without_times(late) == without_times(at_once)
     assert [[*row] for row in late] == [[*row] for row in at_once]

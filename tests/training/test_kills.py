@@ -1,6 +1,5 @@
 """Runs that SIGKILL ends again and again, anywhere, go on and end as a run does that nothing happened to."""
 
-import multiprocessing
 import signal
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from recjax.config import load_config
 from recjax.generate_experience import generate
 from recjax.training.metrics import read_metrics
+from tests.commands import forks
 from tests.experience.rows import read_columns
 from tests.training.killed_run import trained
 from tests.training.tiny_run import TINY, train, without_times
@@ -28,14 +28,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """Starts processes that have JAX imported and no device yet."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.killed_run"])
-    return context
-
-
 @pytest.mark.parametrize(
     "mode",
     {
@@ -50,7 +42,7 @@ def forks():
     }.items(),
     ids=lambda mode: mode[0],
 )
-def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, forks, mode):
+def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, mode):
     name, settings = mode
     options = [*OPTIONS, *(setting.replace("{folder}", str(folder)) for setting in settings)]
     straight_output, output = folder / f"{name} straight", folder / name
@@ -60,7 +52,7 @@ def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, forks, mode)
 
     def run(kill_at: int | None) -> int:
         arguments = (str(folder / "tiny.yaml"), [*options, f"output={output / 'run'}"], str(folder / "jax"), kill_at)
-        process = forks.Process(target=trained, args=arguments)
+        process = forks().Process(target=trained, args=arguments)
         process.start()
         process.join(120)
         return process.exitcode

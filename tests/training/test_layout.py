@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.experience.layout import Layout, choose_layout, padding_waste
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.training import layout
-from recjax.training.packing import padding_waste
 from recjax.training.update import recipe_of
 from tests.training.test_packing import gsm8k_like
 from tests.training.test_update import make_batch
@@ -33,14 +32,17 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
     )
 
 
-def packed(config, batch, micro_batches=1, shape=SMALL, **options):
-    return layout.packed_batch(config, recipe_of(config, Decoder(shape, **options)), batch, micro_batches)
+def packed(config, batch, shape=SMALL, **options):
+    recipe = recipe_of(config, Decoder(shape, **options))
+    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch)
+    assert (layout.parts == 1) if layout.packed else layout.count == config.micro_batches(batch.shape.positions)
+    return layout.packed
 
 
 def test_uneven_completions_are_packed_and_even_ones_are_not(config):
     uneven = with_lengths(np.random.default_rng(0).geometric(0.05, 64).clip(1, 256))
     found = packed(config(), uneven)
-    assert padding_waste(uneven, found) < 0.5 < padding_waste(uneven, None)
+    assert padding_waste(uneven, Layout(1, found)) < 0.5 < padding_waste(uneven, Layout())
     assert packed(config(), with_lengths([256] * 64)) is None
     # Long prompts with short completions: one prompt for its group is the least work.
     assert packed(config(), with_lengths([24] * 64, 4, 16, 512, 32)) is None
@@ -48,7 +50,7 @@ def test_uneven_completions_are_packed_and_even_ones_are_not(config):
 
 def test_small_batches_stay_padded(config):
     small = with_lengths([2] * 64, prompt_time=8, time=32)
-    assert padding_waste(small, None) > 0.7 and packed(config(), small) is None
+    assert padding_waste(small, Layout()) > 0.7 and packed(config(), small) is None
     uneven = with_lengths([2] * 64)
     assert packed(config(), uneven, shape=TINY_DECODER) is None is not packed(config(), uneven)
 
@@ -60,15 +62,27 @@ def test_an_empty_batch_has_no_packed_micro_batch(config):
 @pytest.mark.parametrize("micro_batches", [1, 8, 24, 96])
 def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batches):
     batch = gsm8k_like(np.random.default_rng(1))
-    found = packed(config(), batch, micro_batches=micro_batches)
+    parts = f"training.micro_batch_prompts={96 // micro_batches}"
+    found = packed(config("rollout.prompts_per_step=96", parts), batch)
     assert found.segments[0].size <= 96 * (256 + 8 * 1023) // micro_batches
-    assert padding_waste(batch, found) < 0.2
+    assert padding_waste(batch, Layout(1, found)) < 0.2
 
 
 def test_what_an_algorithm_reads_together_stays_padded(config):
     uneven = with_lengths([2] * 64)
     assert packed(config(), uneven) is not None
     assert packed(config("algorithm.preset=pairwise_consistency"), uneven) is None
+
+
+def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_work(config):
+    def row_tokens(prompt, shape=SMALL):
+        one = with_lengths([40] * 64, prompts=64, group=1, prompt_time=207, time=207)
+        one.prompt_mask[:] = np.arange(207) < prompt
+        agents = one._replace(trajectories=np.arange(64), token_mask=one.completion_mask)
+        return packed(config("training.micro_batch_prompts=1"), agents, shape).tokens.shape[-1]
+
+    assert row_tokens(139) > 2 * 207 > row_tokens(1)
+    assert row_tokens(139, TINY_DECODER) < row_tokens(139)
 
 
 def test_a_kernel_of_segments_alone_gets_whole_sequences(config):

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,16 +14,16 @@ import pytest
 from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import learner, loop, rounds
+from recjax.training import learner, loop, rounds, start
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
+from tests.commands import Command
 from tests.marks import slow
-from tests.training.counting import Interrupted, count, prepared_batch
-from tests.training.tiny_run import train, train_until_killed, without_times
+from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch
+from tests.training.tiny_run import one_device, train, train_until_killed, without_times
 
 REGIMES = {
     "on_policy": [],
@@ -37,7 +36,7 @@ REGIMES = {
 
 @pytest.mark.parametrize(
     "sampling",
-    [["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], ["rollout.min_p=0.1"], *slow([])],
+    [["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], *slow(["rollout.min_p=0.1"], [])],
 )
 def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     rows = train(tiny("run", "training.steps=3", "evaluation.every=0", *sampling))[1:]
@@ -143,7 +142,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny):
 def test_where_ctrl_c_or_hanging_up_is_ignored_it_stays_so(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with loop._stop_requests() as received:
+        with start.stop_requests() as received:
             signal.raise_signal(number)
             assert received == [] and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
@@ -185,8 +184,8 @@ def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
 def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_path):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=400"]
     config = tiny("stopped", *options)
-    command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *options]
-    process = subprocess.Popen([*command, f"output={config.output}"], stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.train", "--config", tmp_path / "tiny.yaml", *options, f"output={config.output}"]
+    process = Command(command, stderr=subprocess.PIPE)
     metrics = Path(config.output) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(read_metrics(metrics)) < 15 and time.monotonic() < deadline and process.poll() is None:
@@ -198,11 +197,24 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
     assert 13 < done < 400 and f"stopped after step {done};" in said and "Traceback" not in said
     assert (Path(config.output) / "checkpoints" / str(done)).is_dir()
     options[2] = f"training.steps={done + 6}"
-    # The command activates a mesh, which compiles to other roundings than no mesh.
-    with jax.set_mesh(make_mesh(config.mesh, jax.devices()[:1])):
-        resumed, straight = train(tiny("stopped", *options)), train(tiny("straight", *options))
+    resumed, straight = train(tiny("stopped", *options)), train(tiny("straight", *options))
     # The last step is evaluated because it is the last, wherever that is.
     assert without_times(resumed) == without_times(straight)
+
+
+def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
+    class Watching(CountingLearner):
+        def begin(self, run, params):
+            meshes.append(dict(jax.sharding.get_mesh().shape))
+            return super().begin(run, params)
+
+    meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
+    options = {"learner": Watching(), "sources": prepared_batch}
+    loop.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
+    assert jax.sharding.get_mesh().empty
+    with one_device():
+        loop.train(tiny("given", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
+    assert meshes == [sizes, {"data": 1, "fsdp": 1, "tensor": 1}]
 
 
 def test_a_finished_run_goes_on_when_given_more_steps(tiny):
@@ -257,7 +269,8 @@ def test_an_update_that_overflows_stops_the_run(tiny):
 
 def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     config = tiny("run")
-    summary = loop.train(config)
+    with one_device():
+        summary = loop.train(config)
     output = Path(config.output)
     assert json.loads((output / "summary.json").read_text()) == summary
     assert summary["steps"] == 7 and 0 <= summary["accuracy_before"] <= 1 and summary["peak_memory_bytes"] > 0

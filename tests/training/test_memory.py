@@ -10,22 +10,29 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.rollout.decoding import whole_batch
-from recjax.training.packing import RowShape, pack
+from recjax.rollout.decoding import SlotState, decode
+from recjax.rollout.keys_values import Memory
 from recjax.training.update import Recipe, TrainState, update
 from tests.training.test_update import make_batch
 
 # No other size is 1009, nor a multiple of it.
 CONFIG = DecoderConfig(1009, 16, 32, 2, 2, 1, 8)
 DECODER = Decoder(CONFIG, remat="full")
-PARAMS = init_params(CONFIG, jax.random.key(0))
 OPTIMIZER = optax.adamw(1e-3)
-STATE = TrainState(PARAMS, OPTIMIZER.init(PARAMS))
 CHUNK, TIME, PROMPTS, GROUP = 32, 40, 4, 3
 BATCH = make_batch(prompts=PROMPTS, group=GROUP, time=TIME)
+
+
+@functools.cache
+def initial():
+    """The state before the update."""
+    params = init_params(CONFIG, jax.random.key(0))
+    return TrainState(params, OPTIMIZER.init(params))
 
 
 @functools.cache
@@ -33,14 +40,13 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
     """The program of an update with a KL to a reference and an entropy bonus."""
     overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}
     return update.lower(
-        STATE,
+        initial(),
         {},
-        PARAMS,
+        initial().params,
         BATCH,
         jax.random.key(0),
-        pack(BATCH, RowShape(3, 64)) if packed else None,
+        Layout(1, pack(BATCH, RowShape(3, 64))) if packed else Layout(2),
         recipe=Recipe(DECODER, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(0.9), chunk),
-        micro_batches=None if packed else 2,
     ).compile()
 
 
@@ -56,7 +62,7 @@ def most_rows_of_scores(compiled) -> int:
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(STATE))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(initial()))
     assert memory.alias_size_in_bytes == state
     of_tokens = (3 * 4 + 1) * BATCH.completions.size + 4 * len(BATCH.rewards)  # Learned
     metrics = memory.output_size_in_bytes - memory.alias_size_in_bytes - of_tokens
@@ -82,10 +88,14 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
 @pytest.mark.slow
 def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
-    keys, limits = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.full(rows, TIME, np.int32)
-    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "group_size": GROUP}
-    arguments = PARAMS, BATCH.prompts, np.ones_like(BATCH.prompt_mask), keys, limits
-    compiled = whole_batch.lower(*arguments, round_time=TIME - 1, **options).compile()
+    keys, counts = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.ones(rows, np.int32)
+    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "round_time": TIME - 1}
+    prompts, later = (
+        (jax.ShapeDtypeStruct((2, count, 1, time, 8), np.float32),) * 2
+        for count, time in ((PROMPTS, BATCH.prompts.shape[1]), (rows, TIME))
+    )
+    state = SlotState(counts > 0, *[counts] * 5, keys)
+    compiled = decode.lower(initial().params, Memory(prompts, later), state, np.int32(0), **options).compile()
     # As many, or a weight's number of them.
     assert most_rows_of_scores(compiled) == max(rows, CONFIG.hidden_size)
     assert compiled.memory_analysis().temp_size_in_bytes < PROMPTS * GROUP * TIME * CONFIG.vocab_size * 4

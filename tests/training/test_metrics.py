@@ -32,10 +32,9 @@ def strictly(text: str):
 
 
 def written(folder: Path) -> Path:
-    writer = MetricsWriter(folder, -1)
-    for row in ROWS:
-        writer.write(row)
-    writer.close()
+    with MetricsWriter(folder, -1) as log:
+        for row in ROWS:
+            log.write(row)
     return folder / "metrics.jsonl"
 
 

@@ -122,7 +122,7 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_a_model_that_is_resumed_keeps_its_day(folder, on, tmp_path, monkeypatch):
+def test_an_evaluation_of_a_model_has_one_day(folder, on, tmp_path, monkeypatch):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)
 
@@ -130,12 +130,15 @@ def test_an_evaluation_of_a_model_that_is_resumed_keeps_its_day(folder, on, tmp_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(evaluating, "sample_rounds", killed)
+        patched.setattr(evaluating, "sample_rows", killed)
         evaluate(config, None, str(tmp_path / "evaluation"))
     on(SECOND)
     evaluate(config, None, str(tmp_path / "evaluation"))
     samples = pd.read_parquet(tmp_path / "evaluation" / "samples.parquet")
-    assert {text[:10] for text in samples["prompt"]} == {FIRST}
+    assert {text[:10] for text in samples["prompt"]} == {SECOND}
+    on(THIRD)
+    with pytest.raises(ValueError, match=f"another evaluation .chat_date: '{SECOND}' there, '{THIRD}' now"):
+        evaluate(config, None, str(tmp_path / "evaluation"))
 
 
 def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):

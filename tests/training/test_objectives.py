@@ -1,5 +1,7 @@
 """What an update reads of the whole batch: nothing depends on how the batch is cut, packed or spread over devices."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,21 +9,21 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
-from recjax.training.packing import RowShape, pack
 from recjax.training.run import prepare
 from recjax.training.update import Recipe, TrainState, update
 from tests.training.counting import count, graded_batch
-from tests.training.test_update import CONFIG, PARAMS, SGD, make_batch
+from tests.training.test_update import CONFIG, SGD, initial, make_batch
 from tests.training.tiny_run import train
 
 TEACHER = DecoderConfig(11, 8, 16, 1, 2, 1, 4)
-TEACHER_PARAMS = init_params(TEACHER, jax.random.key(7))
 # A mask and bounds of the whole batch, parts of the reward, rows of another model, and a teacher, all at once.
 OVERRIDES = {
     "advantage": {"name": "part_normalized"},
@@ -32,6 +34,11 @@ OVERRIDES = {
     "correction": {"name": "truncated", "cap": 1.5},
     "distillation": {"coefficient": 0.3},
 }
+
+
+@functools.cache
+def teacher_params():
+    return init_params(TEACHER, jax.random.key(7))
 
 
 def full_batch():
@@ -48,28 +55,27 @@ def recipe():
     return Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024, Decoder(TEACHER))
 
 
-def step(batch, micro_batches=1, packed=None):
-    state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
-    micro_batches = None if packed else micro_batches
-    arguments = state, {}, None, batch, jax.random.key(0), packed, TEACHER_PARAMS
-    state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=micro_batches)
+def step(batch, layout):
+    state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+    arguments = state, {}, None, batch, jax.random.key(0), layout, teacher_params()
+    state, metrics, _ = update(*arguments, recipe=recipe())
     return state.params, metrics
 
 
 @pytest.mark.slow
 def test_micro_batches_packing_and_devices_change_nothing():
     batch = full_batch()
-    whole = step(batch, 2)
+    whole = step(batch, Layout(2))
     close = dict(rtol=2e-4, atol=2e-5)
-    chex.assert_trees_all_close(step(batch, packed=pack(batch, RowShape(2, 12))), whole, **close)
+    chex.assert_trees_all_close(step(batch, Layout(1, pack(batch, RowShape(2, 12)))), whole, **close)
     assert jax.local_device_count() >= 4
 
     def on_device(state, share):
-        arguments = state, {}, None, share, jax.random.key(0), None, TEACHER_PARAMS
-        state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=1, axis_name="devices")
+        arguments = state, {}, None, share, jax.random.key(0), Layout(), teacher_params()
+        state, metrics, _ = update(*arguments, recipe=recipe(), axis_name="devices")
         return state.params, metrics
 
-    state = TrainState(PARAMS, SGD.init(PARAMS))
+    state = TrainState(initial(), SGD.init(initial()))
     shares = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
     spread = jax.pmap(on_device, axis_name="devices", in_axes=(None, 0), out_axes=None)(state, shares)
     chex.assert_trees_all_close(spread, whole, **close)
@@ -79,9 +85,9 @@ def test_micro_batches_packing_and_devices_change_nothing():
 def test_scoring_runs_only_where_something_reads_it():
     def forward_passes(preset):
         algorithm = build_algorithm(preset, {})
-        state = TrainState(PARAMS, SGD.init(PARAMS))
+        state = TrainState(initial(), SGD.init(initial()))
         made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024)
-        traced = update.trace(state, {}, None, make_batch(), jax.random.key(0), recipe=made, micro_batches=1)
+        traced = update.trace(state, {}, None, make_batch(), jax.random.key(0), Layout(), recipe=made)
         return str(traced.jaxpr).count("log_softmax")
 
     plain = forward_passes("grpo")

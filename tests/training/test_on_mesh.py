@@ -1,8 +1,6 @@
 """On any mesh the same numbers come out, and memory is split as the rules say."""
 
 import functools
-import subprocess
-import sys
 
 import chex
 import jax
@@ -14,9 +12,10 @@ from recjax.experience.queue import Queue
 from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host, param_shardings
 from recjax.models.trainable import flatten
-from recjax.rollout import capacity, engine, sampling_mesh
+from recjax.rollout import engine, plan
 from recjax.training import checkpoint
 from recjax.training.run import State
+from tests import commands
 from tests.training.on_mesh import CONFIG, batch_of, drawn, numbers, on, start, under_pmap, updated
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
@@ -45,7 +44,7 @@ def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
 
 @pytest.mark.slow
 def test_eight_devices_change_no_number(tmp_path):
-    subprocess.run([sys.executable, "-m", "tests.training.on_mesh", tmp_path / "eight.npz"], check=True)
+    assert commands.run(["-m", "tests.training.on_mesh", tmp_path / "eight.npz"]).returncode == 0
     with np.load(tmp_path / "eight.npz") as found:
         assert_equal(dict(found), on_one_device())
 
@@ -69,9 +68,9 @@ def test_packed_rows_on_a_mesh_change_no_number():
 )
 def test_slots_on_a_mesh_draw_the_same(monkeypatch, sizes, free, groups):
     batch, expected = batch_of(np.random.default_rng(0)), on_one_device()
-    monkeypatch.setattr(capacity, "FEWEST_SLOTS", 2)  # so that completions go on in fewer slots
-    monkeypatch.setattr(capacity, "ROUND", 1)
-    layout = functools.partial(sampling_mesh.grouped, free=free)
+    monkeypatch.setattr(plan, "FEWEST_SLOTS", 2)  # so that completions go on in fewer slots
+    monkeypatch.setattr(plan, "ROUND", 1)
+    layout = functools.partial(plan.grouped, free=free)
     monkeypatch.setattr(engine, "sampling_mesh", lambda decoder: layout(decoder, jax.sharding.get_mesh()))
     with on(sizes):
         assert tuple(engine.sampling_mesh(Decoder(CONFIG)).shape.values()) == groups

@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.config import load_config
-from recjax.experience.batch import Batch, Shape
-from recjax.training import layout
-from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
+from recjax.experience import layout, packing
+from recjax.experience.batch import Batch, Shape, pad
+from recjax.experience.layout import Layout, padding_waste
+from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
 from recjax.training.run import prepare
 from recjax.training.update import update
 from tests.marks import slow
+from tests.rollout.test_trajectory import GROUPS
 from tests.training.test_update import CASES, make_batch, step
 from tests.training.tiny_run import TINY, train
 
@@ -39,12 +41,24 @@ def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
     expected = step(batch, preset, overrides=CASES[preset])
     for share in (True, False):
-        packed = pack(batch, SHAPE, whole_prompts, share)
+        packed = pack(batch, SHAPE, batch.group_ids if whole_prompts else None, share)
         assert packed.count > 1 and (packed.segments > 1).any()
         assert not share or (packed.prefixes != packed.segments).any()
         params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
         same_step((params, metrics), expected)
         assert metrics["gradient_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])
+def test_packing_changes_nothing_of_trajectories(preset):
+    batch = pad(GROUPS, Shape(8, None, 5, 5))
+    together = batch.group_ids if preset == "pairwise_consistency" else batch.trajectories
+    expected = step(batch, preset)  # each row by itself, after its own prompt
+    assert expected[1]["gradient_norm"] > 1e-3
+    for share in (True, False):
+        packed = pack(batch, RowShape(2, 7), together, share, grow=True)
+        assert packed.count > 1
+        chex.assert_trees_all_close(step(batch, preset, packed=packed), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -81,7 +95,7 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
     together = group if whole_prompts else 1
     shape = row_shape(longest * together * multiple + more, longest, together, multiple)
     assert shape.rows % multiple == 0 and shape.rows * shape.tokens <= longest * together * multiple + more
-    packed = pack(batch, shape, whole_prompts, share)
+    packed = pack(batch, shape, batch.group_ids if whole_prompts else None, share)
     assert packed.tokens.shape == (len(packed.first), *shape)
     assert packed.count <= len(packed.first) and not packed.segments[packed.count :].any()
     prefixes = packed.prefixes if share else packed.segments
@@ -114,7 +128,8 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
 
 def test_completions_of_a_prompt_stay_together_where_they_are_compared():
     def most_micro_batches_of_a_prompt(whole_prompts):
-        packed = pack(make_batch(), SHAPE, whole_prompts)
+        batch = make_batch()
+        packed = pack(batch, SHAPE, batch.group_ids if whole_prompts else None)
         return (packed.first >= 0).reshape(len(packed.first), -1, 3).any(-1).sum(0).max()
 
     assert most_micro_batches_of_a_prompt(True) == 1 < most_micro_batches_of_a_prompt(False)
@@ -137,9 +152,11 @@ def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
     for seed in range(3):
         batch = gsm8k_like(np.random.default_rng(seed))
         packed = pack(batch, row_shape(budget, 256 + 1024 - 1))
-        assert padding_waste(batch, packed) < 0.1
-        assert padding_waste(batch, packed) == pytest.approx(1 - (packed.segments[: packed.count] > 0).mean())
-        assert padding_waste(batch, None) > 0.7
+        assert padding_waste(batch, Layout(1, packed)) < 0.1
+        assert padding_waste(batch, Layout(1, packed)) == pytest.approx(
+            1 - (packed.segments[: packed.count] > 0).mean()
+        )
+        assert padding_waste(batch, Layout()) > 0.7
 
 
 def test_padding_waste_of_whole_prompts_counts_every_position_that_is_run():
@@ -147,7 +164,7 @@ def test_padding_waste_of_whole_prompts_counts_every_position_that_is_run():
     batch.prompt_mask[:] = [[1, 1, 1, 0], [1, 0, 0, 0]]
     batch.completion_mask[:] = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]
     # 4 of 8 of the prompts; 2 + 1 + 0 + 0 of 8 of the completions, whose last tokens are not run.
-    assert padding_waste(batch, None) == pytest.approx(1 - 7 / 16)
+    assert padding_waste(batch, Layout()) == pytest.approx(1 - 7 / 16)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +202,10 @@ def tiny(tmp_path):
 @pytest.mark.parametrize("asked", [True, *slow(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
     whole = train(tiny())
-    for name, value in {} if asked else {"LEAST_SAVED": -1e15, "LEAST_SHARE": -9, "LEAST_TOKENS": 20}.items():
-        monkeypatch.setattr(layout, name, value)
+    if not asked:
+        monkeypatch.setattr(layout, "LEAST_SAVED", -1e15)
+        monkeypatch.setattr(layout, "LEAST_SHARE", -9)
+        monkeypatch.setattr(packing, "LEAST_TOKENS", 20)
     packed = train(tiny(*["training.tokens_per_micro_batch=20"] * asked))
     for one, other in zip(whole[1:], packed[1:], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)

@@ -1,5 +1,6 @@
 """The lock of a run's folder: one holder, named to all others; the dead hold nothing."""
 
+import errno
 import json
 import os
 import socket
@@ -68,17 +69,20 @@ def test_a_holder_on_another_host_is_believed_while_it_shows_life(tmp_path):
         lock.check()
 
 
-def test_without_locks_in_the_file_system_a_process_of_this_host_is_looked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_lock", lambda descriptor: None)
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    left_by(tmp_path, socket.gethostname(), process.pid, seconds_ago=5000)
-    with pytest.raises(ValueError, match=f"process {process.pid}"):
+def test_without_locks_in_the_file_system_a_holder_counts_while_it_shows_life(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    left_by(tmp_path, socket.gethostname(), 7, seconds_ago=20)
+    with pytest.raises(ValueError, match="process 7"):
         with held(tmp_path):
             pass
-    process.kill()
-    process.wait()
+    left_by(tmp_path, socket.gethostname(), 7, seconds_ago=run_lock.STALE_SECONDS + 5)
     with held(tmp_path):
-        pass
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"):
+            with held(tmp_path):
+                pass
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "\0" * 50])

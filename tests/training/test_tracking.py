@@ -1,14 +1,18 @@
 """Trackers: modules of wandb's shape get what metrics.jsonl has; what they do wrong stops nothing."""
 
 import contextlib
+import functools
 import importlib.util
+import struct
 import sys
 import time
 from types import ModuleType
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from recjax.training import tracking
+from recjax.training.tracking import TensorBoard
 from tests.training.counting import count, killed
 from tests.training.tiny_run import train
 
@@ -103,8 +107,8 @@ class ByName(Fake):
 
 def test_trackers_know_a_run_by_its_folder_wherever_it_lies_and_each_run_by_another_id(tiny, tmp_path):
     def options(folder, module, **given):
-        feed = tracking._Feed("wandb", module, tiny(folder), given)
-        feed.put(None)
+        feed = tracking._Feed("wandb", functools.partial(tracking._ModuleRun, module, tiny(folder), given))
+        feed.put("finish")
         feed.join()
         return module.options
 
@@ -138,3 +142,46 @@ def test_the_modules_themselves(tiny, tmp_path, monkeypatch, caplog, name):
     train(tiny("run", *SHORT, f"tracking.{name}={{project: sums}}"))
     assert f"tracking.{name}" not in caplog.text
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb" if name == "wandb" else "trackio/sums.db"))
+
+
+def events_in(folder):
+    (file,) = folder.iterdir()
+    content, found = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        found.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    return found
+
+
+def test_scalars_come_by_step_after_the_mark_that_ends_earlier_files(tmp_path):
+    board = TensorBoard(tmp_path / "tensorboard")
+    board.log({"loss": 0.5, "ratio/max": 2}, step=3)
+    board.log({"loss": float("nan")}, step=4)
+    board.finish()
+    version, begins, third, fourth = events_in(tmp_path / "tensorboard")
+    assert version.file_version == "brain.Event:2"
+    assert (begins.step, begins.session_log.status) == (3, SessionLog.START)
+    assert {value.tag: value.simple_value for value in third.summary.value} == {"loss": 0.5, "ratio/max": 2.0}
+    assert (third.step, fourth.step) == (3, 4)
+
+
+def test_texts_come_by_step_as_the_text_plugin_reads_them(tmp_path):
+    board = TensorBoard(tmp_path / "tensorboard")
+    board.log_text("samples", "**1**, α", step=7)
+    board.finish()
+    event = events_in(tmp_path / "tensorboard")[-1]
+    (value,) = event.summary.value
+    assert event.step == 7 and value.tag.startswith("samples")
+    assert value.metadata.plugin_data.plugin_name == "text" and value.tensor.string_val == ["**1**, α".encode()]
+
+
+def test_a_full_disk_ends_tensorboard_with_a_warning_and_no_hang(tiny, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tracking.EventsWriter, "write_event", full)
+    rows = count(tiny("run", *SHORT))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    said = [record.getMessage() for record in caplog.records if "TensorBoard" in record.getMessage()]
+    assert len(said) == 1 and "No space left on device; metrics.jsonl has all rows" in said[0]

@@ -1,5 +1,6 @@
 """The update: nothing but memory depends on micro-batches, padding or chunks."""
 
+import functools
 import itertools
 
 import chex
@@ -12,16 +13,22 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import OptimizerConfig
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
 from tests.marks import slow_except
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
-PARAMS = init_params(CONFIG, jax.random.key(0))
 SGD = optax.sgd(1.0)
+
+
+@functools.cache
+def initial():
+    """The decoder's parameters before the update."""
+    return init_params(CONFIG, jax.random.key(0))
 
 
 def make_batch(seed=0, prompts=4, group=3, time=5):
@@ -45,17 +52,16 @@ def make_batch(seed=0, prompts=4, group=3, time=5):
 
 def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", chunk=1024, packed=None):
     algorithm = build_algorithm(preset, overrides or {})
-    state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
-    reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
+    state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+    reference = jax.tree.map(lambda x: x * 1.1, initial()) if algorithm.needs_reference else None
     state, metrics, _ = update(
         state,
         {},
         reference,
         batch,
         jax.random.key(0),
-        packed,
+        Layout(1, packed) if packed else Layout(micro_batches),
         recipe=Recipe(Decoder(CONFIG, remat=remat), algorithm, SGD, Sampling(0.9), chunk),
-        micro_batches=None if packed else micro_batches,
     )
     return state.params, metrics
 
@@ -109,7 +115,7 @@ def test_order_of_groups_changes_nothing():
 def test_equal_rewards_move_nothing():
     batch = make_batch()
     params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)), "reinforce")
-    chex.assert_trees_all_close(params, PARAMS)
+    chex.assert_trees_all_close(params, initial())
     assert metrics["gradient_norm"] == 0
 
 
@@ -130,16 +136,15 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
     preset, packs = case
     batch, algorithm = make_batch(), build_algorithm(preset, ALIKE[preset])
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), steps=10)
-    reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
+    reference = jax.tree.map(lambda x: x * 1.1, initial()) if algorithm.needs_reference else None
 
     def after(state, batch):
         recipe = Recipe(Decoder(CONFIG), algorithm, optimizer, Sampling(0.9), 1024)
-        packed = pack(batch, RowShape(rows=4, tokens=16)) if packs else None
-        micro_batches = None if packs else 2
-        arguments = {}, reference, batch, jax.random.key(0), packed
-        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe, micro_batches=micro_batches)[:2]
+        layout = Layout(1, pack(batch, RowShape(rows=4, tokens=16))) if packs else Layout(2)
+        arguments = {}, reference, batch, jax.random.key(0), layout
+        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe)[:2]
 
-    moved, _ = after(TrainState(PARAMS, optimizer.init(PARAMS)), batch)
+    moved, _ = after(TrainState(initial(), optimizer.init(initial())), batch)
     empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
     still, metrics = after(moved, empty)
     chex.assert_trees_all_equal(still, moved)

@@ -69,7 +69,7 @@ def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -
 
 def described(error: BaseException) -> str:
     """An exception's type and message, then a line for each frame of the traceback in the user's own code."""
-    skipped = ("<frozen", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
+    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
     return f"{type(error).__name__}: {error}" + "".join(places)

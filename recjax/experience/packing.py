@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 
 TILE = 128  # accelerators compute attention in tiles of this many tokens
+# By default a packed micro-batch has LEAST_TOKENS tokens per device, since smaller matmuls are slow, or the size of the
+# padded batch over MOST_MICRO_BATCHES if that is more, since mainly the last micro-batch has empty positions.
+LEAST_TOKENS, MOST_MICRO_BATCHES = 2048, 32
 
 
 class RowShape(NamedTuple):
@@ -87,7 +91,9 @@ def row_shape(
 
 
 def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
-    """The row shape for `training.tokens_per_micro_batch` and batches of the given shape.
+    """The row shape for `training.tokens_per_micro_batch` or its default, and batches of the given shape.
+
+    By default, micro-batches are no larger than without packing, but have room for the longest sequence.
 
     Args:
         multiple: see `row_shape`.
@@ -95,10 +101,13 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
         ValueError: the budget is too small for the longest sequence, or for all completions of a prompt if the
             algorithm compares them.
     """
-    algorithm = config.algorithm.build()
-    together = shape.group if algorithm.compares_completions else 1
-    longest, sequences = shape.prompt_time + shape.time - 1, shape.prompts * shape.group
-    return row_shape(config.training.tokens_per_micro_batch, longest, together, multiple, sequences)
+    algorithm, budget = config.algorithm.build(), config.training.tokens_per_micro_batch
+    if budget is None:
+        most = shape.positions // config.micro_batches(shape.positions, multiple)
+        budget = min(max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES), most)
+        return row_shape(max(budget, shape.longest * multiple), shape.longest, 1, multiple, shape.rows)
+    together = shape.group or 1 if algorithm.compares_completions else 1
+    return row_shape(budget, shape.longest, together, multiple, shape.rows)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
@@ -108,42 +117,42 @@ def sequence_lengths(batch: Batch) -> np.ndarray:
     return np.where(batch.completion_mask.any(-1), prompts + completions - 1, 0)
 
 
-def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False, share: bool = True) -> Packed:
-    """Packs a batch; each sequence stays within one row.
+def pack(
+    batch: Batch,
+    shape: RowShape,
+    together: Int[np.ndarray, " batch"] | None = None,
+    share: bool = True,
+    *,
+    most: int | None = None,
+    grow: bool = False,
+) -> Packed:
+    """Packs a batch; each sequence stays within one row of a micro-batch.
 
     Args:
-        batch: completions without gaps, grouped by prompt, equally many per prompt; they may have no tokens.
+        batch: rows grouped by prompt, equally many per prompt; they may have no tokens.
         shape: shape of the micro-batches, whose rows have room for any of the sequences.
-        whole_prompts: whether all completions of a prompt go into one micro-batch, as pairwise objectives require.
+        together: a number for each row of the batch; rows with equal numbers go into one micro-batch. None: any.
         share: whether sequences in a row share a common prefix; if not, each sequence repeats the prefix, as attention
             kernels that support only segments require.
-    """
-    per_prompt, sequences = len(batch.completions) // len(batch.prompts), _sequences(batch, share)
-    units = np.arange(len(batch.completions)).reshape(-1, per_prompt if whole_prompts else 1)
-    most = len(batch.prompts) if whole_prompts else -(-len(batch.completions) // shape.rows)
-    return _laid_out(batch, sequences, shape, most, _first_fit(sequences, units, shape, most), share)
-
-
-def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool = True) -> Packed:
-    """Packs a batch of trajectories; doubles the number of micro-batches until all sequences fit.
-
-    Args:
-        together: whether all rows of a trajectory go into one micro-batch.
-        share: see `pack`.
+        most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
+        grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:
-        ValueError: a micro-batch is too small for the rows of a trajectory.
+        ValueError: a micro-batch is too small for what goes together.
     """
     sequences, rows = _sequences(batch, share), np.arange(len(batch.completions))
-    units = [rows[batch.trajectories == one] for one in np.unique(batch.trajectories)] if together else rows[:, None]
-    for unit in units if together else ():
-        if _first_fit(sequences, [unit], shape, 1) is None:
-            alone = np.sort(sequence_lengths(batch)[unit])[::-1]
-            raise ValueError(
-                f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
-                f" tokens, but one trajectory has rows of {', '.join(map(str, alone))} tokens, which this algorithm"
-                " reads together; raise it"
-            )
-    most = -(-len(rows) // shape.rows)
+    units = rows[:, None] if together is None else [rows[together == each] for each in np.unique(together)]
+    for unit in units if together is not None else ():
+        while _first_fit(sequences, [unit], shape, 1) is None:
+            if not grow:
+                lengths = np.sort(sequence_lengths(batch)[unit])[::-1]
+                raise ValueError(
+                    f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
+                    f" tokens, but rows of {', '.join(map(str, lengths[lengths > 0]))} tokens belong to one"
+                    f" {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
+                    " together; raise it"
+                )
+            shape = shape._replace(rows=2 * shape.rows)
+    most = most or -(-len(rows) // shape.rows)
     while (places := _first_fit(sequences, units, shape, most)) is None:
         most *= 2
     return _laid_out(batch, sequences, shape, most, places, share)
@@ -252,19 +261,3 @@ def _rows_for(sequences: _Sequences, unit: Sequence[int], free: np.ndarray, held
         held[row, sequences.prefix[index]] = True
         rows.append(row)
     return rows
-
-
-def padding_waste(batch: Batch, packed: Packed | None, filled: int = 0) -> float:
-    """The share of positions that the update computes without a token in them; a shared prompt counts once.
-
-    Args:
-        filled: number of padding prompts at the end of the batch; they do not count.
-    """
-    if packed is not None:
-        computed = packed.segments[: packed.count]
-        return 1 - (computed > 0).mean().item() if computed.size else 0.0
-    completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0).sum()
-    if batch.trajectories is not None:
-        return 1 - sequence_lengths(batch).sum().item() / batch.completions.size
-    computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
-    return 1 - (batch.prompt_mask.sum() - filled + completions).item() / computed

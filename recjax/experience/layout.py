@@ -1,0 +1,220 @@
+"""How the forward pass reads a batch: each prompt once for its rows, or all sequences packed into longer rows."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from recjax.algorithms.losses import Algorithm
+from recjax.config import Config
+from recjax.experience.batch import Batch
+from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_shape, shape_for
+from recjax.hub.policy import Policy
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
+from recjax.models.logprobs import completion_logprobs, completions_of_packed, packed_logprobs
+from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
+from recjax.models.sampling import Sampling
+
+# Packing must save this share of an update's FLOPs, and this many FLOPs (about half a second on two CPU cores), to be
+# worth a second compiled program.
+LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
+
+LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"]]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed"], meta_fields=["parts"])
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The micro-batches of a batch and the sequences that the decoder runs for them.
+
+    parts: number of equal parts of the batch's rows, each of whole prompts; 1 if packed. Static under jit.
+    packed: micro-batches of packed rows. None: each part is a micro-batch, in which each prompt runs once for its rows.
+    """
+
+    parts: int = 1
+    packed: Packed | None = None
+
+    @property
+    def count(self) -> int | Int[np.ndarray | Array, ""]:
+        """Number of micro-batches."""
+        return self.parts if self.packed is None else self.packed.count
+
+
+def micro_batch_logprobs(
+    layout: Layout,
+    decoder: Decoder,
+    params: dict,
+    part: Batch,
+    index: Int[Array, ""],
+    sampling: Sampling,
+    chunk: int,
+) -> LogprobsAndEntropy:
+    """Log-probs and entropies of the tokens in a micro-batch.
+
+    Args:
+        params: all parameters, trained and frozen.
+        part: rows of the micro-batch with number `index`; see `over_micro_batches`.
+        sampling: distribution that sampled the tokens.
+        chunk: number of token positions whose vocabulary scores a device holds at once.
+    """
+    if layout.packed is None:
+        arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
+        return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
+    *sequences, first = jax.tree.map(lambda x: x[index], layout.packed[:-1])
+    sequences = jax.tree.map(lambda x: constrain(x, ROWS), sequences)
+    values = packed_logprobs(decoder, params, *sequences, sampling=sampling, chunk=chunk)
+    return tuple(completions_of_packed(x, first, part.completion_mask) for x in values)
+
+
+def over_micro_batches(
+    layout: Layout, batch: Batch, rows: Any, sums: Any, of_micro_batch: Callable[..., tuple[Any, LogprobsAndEntropy]]
+) -> tuple[Any, LogprobsAndEntropy]:
+    """Runs a function on one micro-batch after the other.
+
+    Args:
+        rows: arrays with the batch's rows, such as advantages.
+        sums: zeros, in the shape of the function's sums.
+        of_micro_batch: function of a micro-batch's part of the batch, its part of `rows`, and its number. Returns sums
+            and the log-probs and entropies of the part. With packed rows, a part is the whole batch with a completion
+            mask that keeps only the micro-batch's tokens; log-probs and entropies of all other tokens are 0.
+    Returns:
+        The total of the sums, and the log-probs and entropies of the whole batch.
+    """
+
+    def in_parts(x: Array) -> Array:
+        # Each part is spread over all devices.
+        return constrain(x.reshape(layout.parts, x.shape[0] // layout.parts, *x.shape[1:]), None, ROWS)
+
+    parts = jax.tree.map(in_parts, (batch, rows))
+    nothing = constrain(jnp.zeros(parts[0].completions.shape), None, ROWS)
+
+    def add(index: Int[Array, ""], carry: tuple) -> tuple:
+        sums, seen = carry
+        place = index if layout.packed is None else 0
+        part, part_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), parts)
+        if layout.packed is not None:
+            here = layout.packed.first[index] >= 0
+            part = part._replace(completion_mask=part.completion_mask & here[:, None])
+        more, values = of_micro_batch(part, part_rows, index)
+
+        def with_part(whole: Array, values: Array) -> Array:
+            before = jax.lax.dynamic_index_in_dim(whole, place, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(whole, before + values, place, 0)
+
+        return jax.tree.map(jnp.add, sums, more), jax.tree.map(with_part, seen, values)
+
+    # A count that is not static serves any number of packed micro-batches with one program.
+    sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing, nothing)))
+    return sums, tuple(x.reshape(batch.completions.shape) for x in seen)
+
+
+def batch_logprobs(
+    layout: Layout, decoder: Decoder, params: dict, batch: Batch, sampling: Sampling, chunk: int
+) -> LogprobsAndEntropy:
+    """Scores the whole batch without gradients, with the memory of one micro-batch; see `micro_batch_logprobs`."""
+
+    def of_micro_batch(part: Batch, _: None, index: Int[Array, ""]) -> tuple[tuple[()], LogprobsAndEntropy]:
+        return (), micro_batch_logprobs(layout, decoder, params, part, index, sampling, chunk)
+
+    return over_micro_batches(layout, batch, None, (), of_micro_batch)[1]
+
+
+_batch_logprobs = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+
+
+def score(
+    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
+) -> Float[np.ndarray, "batch time"]:
+    """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
+
+    Args:
+        params: all parameters of the policy.
+        sampling: the distribution that sampled the tokens.
+        chunk: token positions whose logits exist at the same time.
+    """
+    layout, shape, shards = Layout(), batch.shape, row_shards()
+    if shape.group is None:
+        rows = row_shape(max(LEAST_TOKENS, shape.longest) * shards, shape.longest, 1, shards, shape.rows)
+        layout = Layout(1, pack(batch, rows, share=policy.decoder.attention != "splash"))
+    return on_host(_batch_logprobs(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
+
+
+def choose_layout(config: Config, algorithm: Algorithm, decoder: Decoder, batch: Batch) -> Layout:
+    """The layout of an update.
+
+    recjax packs a batch if `training.tokens_per_micro_batch` is set, if packing is much less work, or if rows have
+    prompts of their own.
+
+    Raises:
+        ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
+    """
+    shards, padded, budget = row_shards(), batch.shape, config.training.tokens_per_micro_batch
+    parts = config.micro_batches(padded.positions, shards)
+    compares, optional = algorithm.compares_completions, budget is None and padded.group is not None
+    least = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
+    too_small = padded.positions // parts < padded.longest * shards
+    if optional and (compares or too_small or not _saves(decoder.config, batch, least, least, least)):
+        return Layout(parts)
+    together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
+    share = decoder.attention != "splash"  # the splash kernel supports only segments
+    most = padded.prompts if compares and padded.group is not None else None
+    shape = shape_for(config, padded, shards)
+
+    def packed_into(shape: RowShape) -> tuple[Packed, tuple[int, int, int]]:
+        packed = pack(batch, shape, together, share, most=most, grow=budget is None)
+        positions = packed.count.item() * packed.tokens[0].size
+        return packed, (positions, positions * shape.tokens, positions)
+
+    packed, work = packed_into(shape)
+    if optional:
+        return Layout(1, packed) if _saves(decoder.config, batch, *work) else Layout(parts)
+    # Longer rows have room for several sequences with a common beginning, at the price of more attention.
+    while padded.group is None and shape.rows >= 2 * shards and 2 * shape.tokens <= LEAST_TOKENS:
+        shape = row_shape(shape.rows * shape.tokens, 2 * shape.tokens, multiple=shards)
+        other, less = packed_into(shape)
+        if _flops(decoder.config, *less) > 0.9 * _flops(decoder.config, *work):
+            break
+        packed, work = other, less
+    return Layout(1, packed)
+
+
+def _saves(config: DecoderConfig, batch: Batch, positions: int, pairs: int, scores: int) -> bool:
+    """True if this work is so much less than without packing that a second compiled program pays off.
+
+    Args:
+        positions: token positions that the decoder computes.
+        pairs: attention pairs.
+        scores: positions with vocabulary scores.
+    """
+    shape = batch.shape
+    rest, rows = shape.time - 1, shape.rows
+    pairs_padded = shape.prompts * shape.prompt_time**2 + rows * rest * (shape.prompt_time + rest)
+    padded = _flops(config, shape.positions, pairs_padded, rows * shape.time)
+    return padded - _flops(config, positions, pairs, scores) > max(LEAST_SHARE * padded, LEAST_SAVED)
+
+
+def _flops(config: DecoderConfig, positions: int, pairs: int, scores: int) -> int:
+    """FLOPs of an update: per weight and position, two in the forward pass and four in the backward pass."""
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * pairs
+    head = config.hidden_size * config.vocab_size
+    return 6 * (config.num_layers * config.layer_weights * positions + attention + head * scores)
+
+
+def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:
+    """The share of positions that the update computes without a token in them; a shared prompt counts once.
+
+    Args:
+        filled: number of padding prompts at the end of the batch; they do not count.
+    """
+    if layout.packed is not None:
+        computed = layout.packed.segments[: layout.packed.count]
+        return 1 - (computed > 0).mean().item() if computed.size else 0.0
+    completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0).sum()
+    computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
+    return 1 - (batch.prompt_mask.sum() - filled + completions).item() / computed

@@ -1,0 +1,244 @@
+"""Plans sizes: the devices that sample, the slots that fit in memory, and the few shapes of programs."""
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from recjax import hosts
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.placement import bytes_on_device, laid_out_by_rules, row_shards
+from recjax.models.trainable import in_compute_dtype
+
+ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
+SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # shortest cache in tokens; fewest slots that an engine shrinks to
+# Tokens per tile in a TPU's layout of the cache. If tokens do not fill the tiles, programs copy the whole cache.
+TILE = 16
+FEWEST_CONTINUED = 4  # fewest rows of a program that continues the contents of slots
+RESERVE = 0.2  # share of the free memory that stays available for activations
+CHANGING = 1.5  # peak memory over that of the full cache, while copying doubles its length or halves the slots
+ALWAYS_FREE = 2**24  # bytes that are assumed to be free without a check
+WEIGHTS_SHARE = 0.45  # share of a device's free memory for weights; keys and values use the remainder
+
+
+class EnginePlan(NamedTuple):
+    """Sizes of an engine's programs.
+
+    A batch that has the engine for itself gets programs that fit it exactly, a cache that grows step by step, and fewer
+    slots as its completions end. For requests that arrive at any time, numbers and lengths are powers of two, and the
+    number of slots does not shrink.
+
+    Attributes:
+        requests: number of requests, waiting or in slots, that the plan is for.
+        prefix_time: tokens to which prefixes are padded.
+        slots: numbers of slots that may be used, ascending.
+        round_time: most tokens that a slot samples in a round.
+        lengths: numbers of tokens behind the prompts that a batch's cache may have room for, ascending; 0 if a single
+            round samples the whole batch. Empty for requests that arrive at any time.
+    """
+
+    requests: int
+    prefix_time: int
+    slots: Sequence[int]
+    round_time: int
+    lengths: Sequence[int]
+
+    @property
+    def is_of_batch(self) -> bool:
+        """True for a batch that has the engine for itself."""
+        return bool(self.lengths)
+
+    def rows(self, count: int) -> int:
+        """Rows of a program for `count` prefixes or completions."""
+        return filled_up(count if self.is_of_batch else power_of_two(count))
+
+    def prompt_time(self, longest: int) -> int:
+        """Tokens to which prefixes of at most `longest` tokens are padded."""
+        return self.prefix_time if longest <= self.prefix_time else power_of_two(longest)
+
+    def cache_time(self, needed: int, slots: int, current: int = 0) -> int:
+        """Tokens behind its prompt that each of `slots` slots gets room for: at least `needed`.
+
+        Fewer slots of a batch get longer caches, about half the bytes of the first cache of all slots. Few slots read
+        the unused part quickly, and a batch whose completions end one by one uses a single length for each number of
+        slots.
+
+        Args:
+            current: room that the slots have; for requests at any time, it stays unless it is four times too long.
+        """
+        if self.is_of_batch:
+            return first_enough(self.lengths, max(needed, self.lengths[0] * self.slots[-1] // (2 * slots)))
+        length = power_of_two(max(needed, SHORTEST_CACHE))
+        return current if current // 4 < length < current else length
+
+
+def plan_for(
+    decoder: Decoder,
+    requests: int,
+    longest: int,
+    group_size: int | None,
+    *,
+    prefix_time: int,
+    slots: int | None,
+    free: int | None = None,
+) -> EnginePlan:
+    """Decides the sizes for a number of requests.
+
+    Args:
+        longest: most tokens of a completion.
+        group_size: number of completions of each prompt, for a batch that has the engine for itself; None: requests
+            arrive at any time.
+        prefix_time: tokens to which prefixes are padded.
+        slots: completions that are sampled together; None: as many as fit in memory, of all, half of them, and so on.
+        free: free bytes of each device; None: measured.
+    """
+    count = filled_up(requests // group_size) * group_size if group_size else power_of_two(requests)
+    prompts = count // (group_size or 1)
+
+    def needed(slots: int) -> int:
+        copies = prompts if slots == count else prompts + slots
+        time = int(CHANGING * (longest + 2 * ROUND))
+        tokens = {"prompt_tokens": prefix_time, "completion_tokens": time}
+        return key_value_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
+
+    most = count if slots is None or (group_size and slots >= requests) else slots
+    if slots is None and needed(most) > ALWAYS_FREE:
+        available = (1 - RESERVE) * (free_bytes() if free is None else free)
+        while most > row_shards() and needed(most) > available:
+            most = filled_up(-(-most // 2))
+    numbers = slot_numbers(most)
+    if group_size is None:
+        return EnginePlan(count, prefix_time, numbers, ROUND, ())
+    round_time = max(1, min(ROUND, longest - 1))
+    if longest <= 1 + ROUND and numbers[-1] >= count:
+        return EnginePlan(count, prefix_time, numbers[-1:], round_time, (0,))
+    return EnginePlan(count, prefix_time, numbers, round_time, cache_lengths(longest, round_time))
+
+
+def filled_up(count: int) -> int:
+    """The next multiple of the number of parts that the mesh splits rows into."""
+    return -(-count // row_shards()) * row_shards()
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def first_enough(sizes: Sequence[int], needed: int) -> int:
+    """The first size that is enough, or the last."""
+    return next((size for size in sizes if size >= needed), sizes[-1])
+
+
+def next_lower(numbers: Sequence[int], count: int) -> int:
+    """The next lower number of slots; 0 if `count` is the lowest."""
+    return max((fewer for fewer in numbers if fewer < count), default=0)
+
+
+def slot_numbers(most: int) -> list[int]:
+    """All numbers of slots that an engine may use, ascending: `most`, `most`/2, … down to FEWEST_SLOTS."""
+    sizes = [filled_up(most)]
+    while (half := filled_up(-(-sizes[0] // 2))) >= FEWEST_SLOTS and half < sizes[0]:
+        sizes.insert(0, half)
+    return sizes
+
+
+def cache_lengths(longest: int, round_time: int) -> list[int]:
+    """All lengths in tokens that a batch's cache may have, ascending: doubling, up to completions of `longest` tokens.
+
+    The final length is 1.5 to 3 times the length before, so no two lengths are almost equal.
+    """
+    lengths, most = [SHORTEST_CACHE if longest > ROUND + 1 else round_time], longest - 1 + round_time
+    if most > TILE:
+        most += -most % TILE
+    while 1.5 * lengths[-1] < most:
+        lengths.append(2 * lengths[-1])
+    return [*lengths[:-1], most]
+
+
+# --- Memory.
+
+
+def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
+    """Bytes of keys and values on each device of the mesh in context while completions are sampled.
+
+    2 × layers × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens), divided by the
+    number of devices that share the rows and, if the heads are a multiple, by the size of the "tensor" axis.
+
+    Args:
+        prompts: copies of prompts: one per group if all its completions have slots, otherwise one per slot plus one
+            per prompt.
+    """
+    shape, tensor = decoder.config, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
+    number = jnp.dtype(decoder.cache_dtype or decoder.dtype).itemsize
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * number
+    return per_token * (prompts * prompt_tokens + rows * completion_tokens) // shards
+
+
+def score_bytes(decoder: Decoder, rows: int) -> int:
+    """Bytes of the next token's scores on each device: float32, once for the model and once for the distribution."""
+    return 2 * rows * decoder.config.vocab_size * 4 // row_shards()
+
+
+def free_bytes() -> int:
+    """Free bytes of the device with the least, over all processes; devices that are CPUs share the host's memory."""
+    free = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
+            continue
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                on_host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        except (OSError, StopIteration):
+            on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free.append(on_host // jax.local_device_count())
+    return hosts.least(min(free))
+
+
+# --- Devices. Decoding reads every weight for every token. Weights split over many devices, as for training, would have
+# to be sent for every token. So an engine has its own mesh of the same devices in the same order, and receives the
+# weights once.
+
+
+def sampling_mesh(decoder: Decoder) -> Mesh:
+    """The devices of the mesh in context, grouped by the memory that is free at the first call."""
+    mesh = jax.sharding.get_mesh()
+    return mesh if mesh.size <= 1 else grouped(decoder, mesh)
+
+
+# Cached, because a different result for a later batch would make JAX compile all programs again.
+@functools.lru_cache(maxsize=16)
+def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
+    """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
+
+    Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are
+    the largest groups whose devices can share the heads and are no more than training splits weights over.
+
+    Args:
+        free: free bytes of each device; None: measured at the first call.
+    Returns:
+        The mesh itself if the groups have no room for the weights.
+    """
+    weights, shape, free = abstract_weights(decoder), decoder.config, free_bytes() if free is None else free
+    found, needed = mesh, 0
+    for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
+        if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
+            continue
+        found = Mesh(mesh.devices.reshape(-1, 1, size), mesh.axis_names, mesh.axis_types)
+        needed = bytes_on_device(laid_out_by_rules(found, weights))
+        if needed <= WEIGHTS_SHARE * free:
+            break
+    return found if needed <= free else mesh
+
+
+def abstract_weights(decoder: Decoder) -> dict:
+    """Shapes and dtypes of all parameters as a sampler holds them."""
+    cast = functools.partial(in_compute_dtype, decoder, copy=False)
+    return jax.eval_shape(cast, abstract_params(decoder.config))
