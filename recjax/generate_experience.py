@@ -145,7 +145,7 @@ def known_ids(place: str | Path) -> Collection[str]:
     if not exists(place):
         return ()
     with Store(place, create=True) as store:
-        return store.ids()
+        return store.numbers("id")
 
 
 def _rewards(records: Sequence[Record]) -> list[float]:

@@ -21,9 +21,9 @@ from absl import flags
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command, start
-from recjax.experience.exchange import read_exported
+from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
-from recjax.experience.store import Record, Store, store_name
+from recjax.experience.store import Change, Record, Store, store_name
 from recjax.experience.store_checks import check_records
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
@@ -64,11 +64,11 @@ def import_files(
         check_texts(found.records, vocabulary, found.places.__getitem__)
     check_records(found.records, found.places.__getitem__)  # before the store is created
     with Store(place, create=True) as store:
-        store.append(found.records, found.places.__getitem__)
+        store.append(found.records)
     return found
 
 
-def import_exports(exports: Sequence[Iterable[list[Record]]], place: str | Path) -> int:
+def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> int:
     """Appends exported completions to a store: all, or none if one is invalid; returns their number.
 
     Args:
@@ -77,8 +77,10 @@ def import_exports(exports: Sequence[Iterable[list[Record]]], place: str | Path)
     Raises:
         ValueError: a completion is invalid, or the store already has it.
     """
+    records = itertools.chain.from_iterable(exports)
+    batches = iter(lambda: list(itertools.islice(records, TOGETHER)), [])
     with Store(place, create=True) as store:
-        return store.append_batches(itertools.chain.from_iterable(exports))
+        return store.change(map(Change, batches))
 
 
 def check_texts(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recjax.experience import exchange
 from recjax.experience.exchange import export_store, read_exported
 from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.group import Grade
@@ -322,7 +323,9 @@ def everything(place):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
-def test_an_export_is_the_same_store_again(tmp_path, ending):
+@pytest.mark.parametrize("together", [2, 1024])
+def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypatch):
+    monkeypatch.setattr(exchange, "TOGETHER", together)
     file = exported(tmp_path, ending)
     assert import_exports([read_exported(file)], tmp_path / "again.db") == len(ROWS)
     ours, theirs = everything(tmp_path / "again.db"), everything(tmp_path / "store.db")

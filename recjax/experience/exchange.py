@@ -3,6 +3,7 @@
 docs/experience.md describes the columns. A completion with several rows has its id in the column `trajectory` of each.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from recjax.files import read_sealed, size_and_digest, whole_file
 from recjax.models.sampling import Sampling
 
 _VERSION, _VERSIONS = b"recjax.experience.version", (b"4", b"5")  # metadata key of Parquet files, and its values
-_TOGETHER = 1024  # completions to convert at a time
+TOGETHER = 1024  # completions to convert or import at a time
 _RUNS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
@@ -69,7 +70,7 @@ def export_store(store: Store, path: Path) -> int:
         raise ValueError(f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
     with whole_file(path) as file:
         writer = pq.ParquetWriter(file, SCHEMA, compression="zstd") if path.suffix == ".parquet" else None
-        while part := [record for record, _ in zip(records, range(_TOGETHER), strict=False)]:
+        while part := list(itertools.islice(records, TOGETHER)):
             rows = [row for record in part for row in _rows_of(record)]
             count += len(part)
             if writer:
@@ -84,20 +85,20 @@ def export_store(store: Store, path: Path) -> int:
     return count
 
 
-def read_exported(path: Path) -> Iterator[list[Record]] | None:
-    """The completions of an exported file, or of a folder of Parquet parts, some at a time; None for other files.
+def read_exported(path: Path) -> Iterator[Record] | None:
+    """The completions of an exported file, or of a folder of Parquet parts, read on demand; None for other files.
 
     Raises:
         ValueError: a file that is damaged or cannot be read; the message names file, row and column.
     """
     if path.is_dir():
-        return _batches(row for part in _parts(path) for row in _exported_rows(part))
+        return _records(row for part in _parts(path) for row in _exported_rows(part))
     if path.suffix == ".parquet" and path.is_file():
         try:
             is_ours = _VERSION in (pq.read_schema(path).metadata or {})
         except (pa.ArrowException, OSError):
             return None
-        return _batches(_exported_rows(path)) if is_ours else None
+        return _records(_exported_rows(path)) if is_ours else None
     if path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8") as file:
             try:
@@ -105,7 +106,7 @@ def read_exported(path: Path) -> Iterator[list[Record]] | None:
             except ValueError:
                 return None
         is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
-        return _batches(_exported_rows(path)) if is_ours else None
+        return _records(_exported_rows(path)) if is_ours else None
     return None
 
 
@@ -152,7 +153,7 @@ def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 kind = types[field.name]
                 raise ValueError(f"{path}: column {field.name} has type {kind}; convert it to {field.type}")
         number = 0
-        for batch in file.iter_batches(_TOGETHER):
+        for batch in file.iter_batches(TOGETHER):
             for row in batch.to_pylist():
                 yield f"{path}: row {number}", dict.fromkeys(_NEW) | row
                 number += 1
@@ -208,38 +209,20 @@ def _rows_of(record: Record) -> list[dict[str, Any]]:
     ] or [common]
 
 
-def _batches(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[list[Record]]:
-    batch, prompts = [], {}
-    for _, members in _by_completion(rows):
-        place = members[0][0]
-        try:
-            batch.append(_record_of([row for _, row in members], prompts))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{place}: {error}") from error
-        if len(batch) == _TOGETHER:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _by_completion(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, list]]:
-    """Collects consecutive rows of a trajectory."""
-    name, members = None, []
-    for place, row in rows:
-        of = row["trajectory"] or row["id"]
-        if members and of != name:
-            yield name, members
-            members = []
-        if not members and of != row["id"]:
+def _records(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Record]:
+    prompts: dict[str, np.ndarray] = {}
+    for name, members in itertools.groupby(rows, lambda member: member[1]["trajectory"] or member[1]["id"]):
+        (place, first), *others = members
+        if first["id"] != name:
             raise ValueError(
-                f"{place}: row {row['id']!r}: the first row of its trajectory {of!r} is not before it; restore the"
+                f"{place}: row {first['id']!r}: the first row of its trajectory {name!r} is not before it; restore the"
                 " first row, or remove all rows of the trajectory"
             )
-        name = of
-        members.append((place, row))
-    if members:
-        yield name, members
+        try:
+            record = _record_of([first, *(row for _, row in others)], prompts)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{place}: {error}") from error
+        yield record
 
 
 def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]) -> Record:

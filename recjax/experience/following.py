@@ -216,7 +216,7 @@ class Follower:
                 group = one.record.group._replace(completions=completions)
                 self._left[number] = one._replace(record=one.record._replace(group=group))
         if last.completion - last.completions > before.completion - before.completions:  # some were deleted
-            here = self._store.present(list(self._left))
+            here = self._store.numbers("number", list(self._left))
             self._left = {number: one for number, one in self._left.items() if number in here}
         self._read = last
 

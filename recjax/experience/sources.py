@@ -2,8 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from recjax.console import progress_bar
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
 from recjax.experience.layout import score
-from recjax.experience.store import Store
-from recjax.experience.stored_groups import StoredGroups, groups_in
+from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.files import writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -25,16 +23,6 @@ from recjax.tasks.prompts import batch_indices
 
 _SMALL = 2**24  # bytes of log-probs that stay in memory
 _LONG = 50  # batches of log-probs above which a progress bar is shown
-
-
-def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
-    """Loads the tokenized groups of a store, including pending completions, ordered by first completion.
-
-    Raises:
-        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
-            prompts.
-    """
-    return groups_in(Store(place), policy)
 
 
 def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
@@ -180,20 +168,18 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
 
 
-def mixed(
-    groups: Sequence[Group], others: Mapping[bytes, Sequence[Completion]], count: int, batch: int, seed: int
-) -> list[Group]:
+def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, seed: int) -> list[Group]:
     """Adds up to `count` stored completions of the same prompt to each group, for advantages over the whole group.
 
     If there are more than `count`, the choice is random and depends only on (seed, batch, index of the group). A group
     whose prompt has no stored completions stays unchanged.
 
     Args:
-        others: stored completions by prompt tokens; see `ByPrompt`.
+        others: stored completions by prompt tokens.
     """
     made = []
     for place, group in enumerate(groups):
-        known = others.get(group.prompt_tokens.tobytes(), ())
+        known = others.get(group.prompt_tokens.tobytes())
         generator = np.random.default_rng([seed, 4, batch, place])
         chosen = sorted(generator.permutation(len(known))[:count].tolist())
         made.append(group._replace(completions=(*group.completions, *(known[index] for index in chosen))))

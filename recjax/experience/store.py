@@ -12,7 +12,7 @@ import sqlite3
 import types
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,15 +150,17 @@ class Change(NamedTuple):
     """Rows that a store gets in one transaction.
 
     records: completions, with the rewards that they have.
-    rewards: given rewards by number of the completion, each with a comment or None.
+    rewards: rewards by number of the completion, each with a comment or None.
     turns: turns of open sessions, each with its session's name.
     ended: names of sessions whose turns are deleted, because `records` has their completions.
+    grader: name of the reward function of `rewards`; each gives a completion one reward.
     """
 
     records: Sequence[Record] = ()
     rewards: Mapping[int, tuple[Grade, str | None]] = {}
     turns: Sequence[tuple[str, str]] = ()
     ended: Sequence[str] = ()
+    grader: str = GIVEN
 
 
 class Store:
@@ -213,40 +215,34 @@ class Store:
 
     # --- Writing: each method is one transaction, and durable when it returns.
 
-    def append(
-        self,
-        records: Sequence[Record],
-        place: Callable[[int], str] = "record {}".format,
-        numbers: Sequence[int] | None = None,
-    ) -> Sequence[int]:
-        """Adds completions, with the rewards that they have, and returns their numbers.
+    def append(self, records: Sequence[Record], numbers: Sequence[int] | None = None) -> None:
+        """Adds completions, with the rewards that they have.
 
         Args:
-            place: function from a record's index to its name in error messages.
             numbers: numbers for a copy of another store, in ascending order; None: the next numbers.
         Raises:
             ValueError: a value outside its column's limits, or an id that the store already has; the store stays
                 unchanged.
         """
         with self._transaction() as (connection, last):
-            numbers, last = self._append(connection, last, records, place, numbers)
-            self._save(connection, last)
-        return numbers
+            self._save(connection, self._append(connection, last, records, numbers))
 
-    def change(self, changes: Sequence[Change], server: str = "") -> None:
-        """Makes all changes, or none if one of them cannot be made.
+    def change(self, changes: Iterable[Change], server: str = "") -> int:
+        """Makes all changes, or none if one of them cannot be made; returns the number of new completions.
 
         Args:
             server: name of the server whose sessions have the turns.
         Raises:
-            ValueError: see `append` and `add_rewards`.
+            ValueError: see `append`; or a completion is gone, or has a reward of this grader.
         """
         with self._transaction() as (connection, last):
-            for records, rewards, turns, ended in changes:
+            before = last.completions
+            for records, rewards, turns, ended, grader in changes:
                 if records:
-                    _, last = self._append(connection, last, records, "record {}".format, None)
-                self._check_present(connection, list(rewards))
-                last = self._add_rewards(connection, last, rewards, GIVEN)
+                    last = self._append(connection, last, records)
+                if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
+                    raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+                last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
                     last = last._replace(turn=last.turn + 1)
                     values = (last.turn, server, session, content)
@@ -256,40 +252,11 @@ class Store:
                     of_session = _SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session
                     connection.execute(_SESSION_TURNS.delete().where(*of_session))
             self._save(connection, last)
-
-    def turns(self, server: str = "") -> list[tuple[str, str]]:
-        """The turns of a server's open sessions in order, each with its session's name.
-
-        Raises:
-            ValueError: a turn is damaged.
-        """
-        wanted = sql.select(_SESSION_TURNS).where(_SESSION_TURNS.c.server == server)
-        with self._trying("read"), self._engine.connect() as connection:
-            rows = connection.execute(wanted.order_by(_SESSION_TURNS.c.number)).all()
-        for row in rows:
-            self._verify(row, f"turn {row.number} of session {row.session!r}")
-        return [(row.session, row.content) for row in rows]
-
-    def append_batches(self, batches: Iterable[Sequence[Record]]) -> int:
-        """Adds batches of completions in one transaction, and returns the number of completions; see `append`."""
-        with self._transaction() as (connection, last):
-            before = last.completions
-            for records in batches:
-                _, last = self._append(connection, last, records, "record {}".format, None)
-            self._save(connection, last)
         return last.completions - before
 
     def add_rewards(self, grades: Mapping[int, tuple[Grade, str | None]], grader: str = GIVEN) -> None:
-        """Adds rewards, each with a comment or None, by number of the completion.
-
-        Args:
-            grader: name of the reward function; each gives a completion one reward.
-        Raises:
-            ValueError: a completion is gone, or has a reward of this grader.
-        """
-        with self._transaction() as (connection, last):
-            self._check_present(connection, list(grades))
-            self._save(connection, self._add_rewards(connection, last, grades, grader))
+        """Adds the rewards of a grader, each with a comment or None, by number of the completion; see `change`."""
+        self.change([Change(rewards=grades, grader=grader)])
 
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
@@ -301,6 +268,18 @@ class Store:
             self._save(connection, last)
 
     # --- Reading.
+
+    def turns(self, server: str = "") -> list[tuple[str, str]]:
+        """The turns of a server's open sessions in order, each with its session's name.
+
+        Raises:
+            ValueError: a turn is damaged.
+        """
+        wanted = sql.select(_SESSION_TURNS).where(_SESSION_TURNS.c.server == server).order_by(_SESSION_TURNS.c.number)
+        rows = self._select(wanted)
+        for row in rows:
+            self._verify(row, f"turn {row.number} of session {row.session!r}")
+        return [(row.session, row.content) for row in rows]
 
     def last(self) -> Last:
         """How far the store has grown."""
@@ -314,8 +293,8 @@ class Store:
             ValueError: a completion is gone or damaged.
         """
         numbers = list(map(int, numbers))
-        with self.contents._trying("read"), self.contents._engine.connect() as connection:
-            rows = {row.number: row for row in self._chosen(connection, list(COMPLETIONS.c), numbers)}
+        rows = self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)
+        rows = {row.number: row for row in rows}
         if gone := [number for number in numbers if number not in rows]:
             raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {_RESTORE}")
         rewards = self.rewards(numbers, grader) if grader else {}
@@ -327,12 +306,8 @@ class Store:
         Raises:
             ValueError: a reward is damaged.
         """
-        found = {}
-        with self._trying("read"), self._engine.connect() as connection:
-            for part in _parts(numbers):
-                wanted = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.completion.in_(part))
-                found |= {row.completion: self._grade(row) for row in connection.execute(wanted)}
-        return found
+        wanted = sql.select(REWARDS).where(REWARDS.c.grader == grader)
+        return {row.completion: self._grade(row) for row in self._select(wanted, REWARDS.c.completion, numbers)}
 
     def records(
         self, after: int = 0, last: int | None = None, grader: str | None = GIVEN, others: bool = False
@@ -346,34 +321,29 @@ class Store:
         """
         began, seen, graded, start = self.last(), 0, 0, after
         end = began.completion if last is None else last
-        in_range = COMPLETIONS.c.number > sql.bindparam("after"), COMPLETIONS.c.number <= end
-        wanted = sql.select(COMPLETIONS).where(*in_range).order_by(COMPLETIONS.c.number).limit(_TOGETHER)
+        wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= end)
+        wanted = wanted.order_by(COMPLETIONS.c.number).limit(_TOGETHER)
         while True:
-            with self._trying("read"), self._engine.connect() as connection:
-                rows = connection.execute(wanted, {"after": after}).all()
-            numbers = [row.number for row in rows]
-            rewards = self.rewards(numbers, grader) if grader else {}
-            more: dict[int, dict[str, tuple[Grade, str | None]]] = {}
-            if others:
-                wanted_others = REWARDS.c.grader != grader, REWARDS.c.completion.in_(numbers)
-                with self._trying("read"), self._engine.connect() as connection:
-                    of_others = sql.select(REWARDS).where(*wanted_others).order_by(REWARDS.c.number)
-                    for row in connection.execute(of_others):
-                        more.setdefault(row.completion, {})[row.grader] = self._grade(row)
+            rows = self._select(wanted.where(COMPLETIONS.c.number > after))
+            of_grader = () if others else (REWARDS.c.grader == grader,)
+            of_rows = sql.select(REWARDS).where(*of_grader).order_by(REWARDS.c.number)
+            given: dict[int, dict[str, tuple[Grade, str | None]]] = {}
+            for row in self._select(of_rows, REWARDS.c.completion, [row.number for row in rows]) if grader else ():
+                given.setdefault(row.completion, {})[row.grader] = self._grade(row)
             for row in rows:
-                yield self._record(row, rewards.get(row.number))._replace(others=more.get(row.number, {}))
-            seen, graded = seen + len(rows), graded + len(rewards)
+                grades = given.get(row.number, {})
+                own = grades.pop(grader, None)
+                graded += own is not None
+                yield self._record(row, own)._replace(others=grades)
+            seen += len(rows)
             if len(rows) < _TOGETHER:
                 break
             after = rows[-1].number
         if grader:
             # Not by the index that found the rewards, since it may be damaged.
             of_grader = REWARDS.c.grader == grader, REWARDS.c.completion + 0 > start, REWARDS.c.completion + 0 <= end
-            with self._trying("read"), self._engine.connect() as connection:
-                known = connection.execute(
-                    sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader, REWARDS.c.time >= 0)
-                ).scalar()
-            self._check_count(began, graded, known, "rewards")
+            count = sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader, REWARDS.c.time >= 0)
+            self._check_count(began, graded, self._select(count)[0][0], "rewards")
         if began.completion == began.completions:  # otherwise completions were deleted
             self._check_count(began, seen, end - start, "completions")
 
@@ -423,32 +393,22 @@ class Store:
     def older_than(self, time: datetime) -> list[int]:
         """The numbers of the completions with an earlier time."""
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
-        with self._trying("read"), self._engine.connect() as connection:
-            return list(connection.execute(wanted).scalars())
+        return [number for (number,) in self._select(wanted)]
 
-    def present(self, numbers: Sequence[int]) -> set[int]:
-        """The numbers among `numbers` whose completions are there."""
-        with self._trying("read"), self._engine.connect() as connection:
-            return {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], numbers)}
+    def numbers(
+        self, column: str, values: Sequence | None = None, connection: sql.Connection | None = None
+    ) -> dict[Any, list[int]]:
+        """The numbers of the completions with each value of `id`, `group_id` or `number`, in order.
 
-    def numbers(self, column: str, values: Sequence[str]) -> dict[str, list[int]]:
-        """The numbers of the completions with each value of `id` or `group_id`, in order."""
-        found: dict[str, list[int]] = {}
-        with self._trying("read"), self._engine.connect() as connection:
-            for part in _parts(values):
-                wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number)
-                wanted = wanted.where(COMPLETIONS.c[column].in_(part)).order_by(COMPLETIONS.c.number)
-                for value, number in connection.execute(wanted):
-                    found.setdefault(value, []).append(number)
+        Args:
+            values: values to look for; None: all values.
+            connection: connection of a transaction; None: a new one.
+        """
+        column, found = COMPLETIONS.c[column], {}
+        wanted = sql.select(column, COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
+        for value, number in self._select(wanted, column, values, connection):
+            found.setdefault(value, []).append(number)
         return found
-
-    def ids(self, prefix: str = "") -> dict[str, int]:
-        """The numbers of the completions whose ids begin with `prefix`, by id."""
-        wanted = sql.select(COMPLETIONS.c.id, COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
-        if prefix:
-            wanted = wanted.where(COMPLETIONS.c.id.startswith(prefix, autoescape=True))
-        with self._trying("read"), self._engine.connect() as connection:
-            return dict(tuple(row) for row in connection.execute(wanted))
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """The given rewards after a number, each with its comment, by number of the completion.
@@ -459,8 +419,7 @@ class Store:
             ValueError: a reward is damaged or lost.
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
-        with self._trying("read"), self._engine.connect() as connection:
-            rows = connection.execute(wanted.order_by(REWARDS.c.number)).all()
+        rows = self._select(wanted.order_by(REWARDS.c.number))
         if last.reward == last.rewards:  # otherwise rewards were deleted
             self._check_count(last, len(rows), last.reward - after, "rewards")
         return {row.completion: self._grade(row) for row in rows if row.grader == GIVEN}
@@ -497,20 +456,10 @@ class Store:
         connection.execute(_STORE.update().values(names))
         self._saved = last
 
-    def _check_present(self, connection: sql.Connection, numbers: Sequence[int]) -> None:
-        here = {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], numbers)}
-        if gone := sorted(set(numbers) - here):
-            raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
-
     def _append(
-        self,
-        connection: sql.Connection,
-        last: Last,
-        records: Sequence[Record],
-        place: Callable[[int], str],
-        numbers: Sequence[int] | None,
-    ) -> tuple[Sequence[int], Last]:
-        check_records(records, place)
+        self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None
+    ) -> Last:
+        check_records(records, "record {}".format)
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
         rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
         sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
@@ -532,7 +481,7 @@ class Store:
                 graders.setdefault(grader, {})[number] = given
         for grader, grades in graders.items():
             last = self._add_rewards(connection, last, grades, grader)
-        return numbers, last
+        return last
 
     def _add_rewards(
         self, connection: sql.Connection, last: Last, grades: Mapping[int, tuple[Grade, str | None]], grader: str
@@ -564,11 +513,20 @@ class Store:
                 ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
-    def _chosen(self, connection: sql.Connection, columns: list[sql.Column], numbers: Sequence[int]) -> list[Any]:
-        found = []
-        for part in _parts(numbers):
-            found += connection.execute(sql.select(*columns).where(COMPLETIONS.c.number.in_(part))).all()
-        return found
+    def _select(
+        self,
+        wanted: sql.Select,
+        column: sql.Column | None = None,
+        values: Sequence | None = None,
+        connection: sql.Connection | None = None,
+    ) -> list[Any]:
+        """The rows of a query; with values, the rows whose column has one of them."""
+        with (
+            self._trying("read"),
+            contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
+        ):
+            parts = [wanted] if values is None else (wanted.where(column.in_(part)) for part in _parts(values))
+            return [row for part in parts for row in connection.execute(part)]
 
     # --- From rows to records.
 

@@ -1,12 +1,12 @@
 """Checks of the values that a store keeps; error messages name place, column, value and reason."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from recjax.experience.group import Group, Row
+from recjax.experience.group import Completion, Group, Row
 from recjax.tasks.grading.reward import MOST_REWARD
 
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
@@ -23,49 +23,42 @@ def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
     """
     if not records:
         raise ValueError("there are no rows to append; give at least one")
-    seen = set()
+    ids = set()
     for index, record in enumerate(records):
-        found = _problem(record)
-        if found is None and record.completion.id in seen:
-            found = "id", record.completion.id, "is the id of an earlier row; ids must be unique"
-        if found is not None:
-            column, value, reason = found
-            raise ValueError(f"{place(index)}: column {column}: {value!r:.80}: {reason}")
-        seen.add(record.completion.id)
+        for column, value, is_valid, rule in _rules(record, ids):
+            if not is_valid:
+                raise ValueError(f"{place(index)}: column {column}: {value!r:.80}: {rule}")
+        ids.add(record.completion.id)
 
 
 def is_finite_number(value: Any) -> bool:
     """True if a value of any type is a valid number for a reward; bools are not numbers."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and abs(value) <= MOST_REWARD
+    return _is_number(value) and abs(value) <= MOST_REWARD
 
 
-Problem = tuple[str, Any, str] | None  # column, value, and reason
+Rules = Iterator[tuple[str, Any, Any, str]]  # column, value, true if the value is valid, and the rule in words
 
 
-def _problem(record: Any) -> Problem:
+def _rules(record: Any, ids: Container[str]) -> Rules:
+    """The rules for a record in order; each may rely on those before it."""
     group, one = record.group, record.completion
-    texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text, "time": record.time}
+    texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text}
+    for column, value in (texts | {"time": record.time}).items():
+        yield column, value, value is not None, "must be given in every row"
+    is_chat = not isinstance(group.prompt, str)
+    texts |= {"tokenizer": record.tokenizer, "answer": group.answer} | ({} if is_chat else {"prompt": group.prompt})
     for column, value in texts.items():
-        if value is None:
-            return column, value, "must be given in every row"
-    texts |= {"tokenizer": record.tokenizer, "answer": group.answer}
-    texts |= {"prompt": group.prompt} if isinstance(group.prompt, str) else {}
-    del texts["time"]
-    for column, value in texts.items():
-        if value is not None and not _is_text(value):
-            return column, value, "takes text in Unicode"
-        if value == "" and column not in ("completion", "answer"):
-            return column, value, "must not be empty"
-    if not isinstance(one.truncated, bool | np.bool_):
-        return "truncated", one.truncated, "takes true and false"
-    if group.prompt is None:
-        return "prompt", None, "give one of prompt and messages"
-    if not isinstance(group.prompt, str):
+        yield column, value, value is None or _is_text(value), "takes text in Unicode"
+        yield column, value, value != "" or column in ("completion", "answer"), "must not be empty"
+    yield "id", one.id, one.id not in ids, "is the id of an earlier row; ids must be unique"
+    yield "truncated", one.truncated, isinstance(one.truncated, bool | np.bool_), "takes true and false"
+    yield "prompt", None, group.prompt is not None, "give one of prompt and messages"
+    if is_chat:
         turns = group.prompt if isinstance(group.prompt, list | tuple) else ()
-        whole = [isinstance(one, dict) and one.get("role") and isinstance(one.get("content"), str) for one in turns]
-        if not whole or not all(whole):
-            return "messages", group.prompt, "takes one message or more, each with role and content"
-    return _problem_of_rows(group, one.rows, record.tokenizer) or _problem_of_numbers(record)
+        whole = [isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns]
+        yield "messages", group.prompt, whole and all(whole), "takes one message or more, each with role and content"
+    yield from _rules_of_rows(group, one.rows, record.tokenizer)
+    yield from _rules_of_numbers(one)
 
 
 def _is_text(value: Any) -> bool:
@@ -75,74 +68,61 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def _problem_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Problem:
+def _rules_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Rules:
     own = [row.prompt_tokens for row in rows if row.prompt_tokens is not group.prompt_tokens]
-    prompts = [group.prompt_tokens, *own]
-    columns = [("prompt_tokens", tokens) for tokens in prompts] + [("completion_tokens", row.tokens) for row in rows]
-    for column, tokens in columns:
+    columns = [("prompt_tokens", tokens) for tokens in (group.prompt_tokens, *own)]
+    for column, tokens in [*columns, *(("completion_tokens", row.tokens) for row in rows)]:
         tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
-            return column, tokens, "token ids are whole numbers, 0 or more"
-        if not len(tokens) and column == "completion_tokens":
-            return column, tokens, "has no tokens; prompts and completions need at least one"
-        if len(tokens) and tokens.max() >= 2**31:
-            return column, tokens, "token ids are below 2^31"
-        if len(tokens) and tokenizer is None:
-            return column, tokens, "tokens need the name of their vocabulary in the column tokenizer, which is null"
-    for row in rows:
-        mask, size = row.mask, len(row.tokens)
-        if mask is None or len(mask) != size:
-            return "completion_mask", mask, "must be as long as completion_tokens"
-        if np.asarray(mask).dtype != bool:
-            return "completion_mask", mask, "takes true and false"
-        if not np.any(mask):
-            return "completion_mask", mask, "is false everywhere; the policy must have chosen a token"
-        if row.behavior_logprobs is None:
+        are_ids = tokens.ndim == 1 and (not len(tokens) or tokens.dtype.kind in "iu" and tokens.min() >= 0)
+        yield column, tokens, are_ids, "token ids are whole numbers, 0 or more"
+        if not len(tokens):
+            yield column, tokens, column == "prompt_tokens", "has no tokens; prompts and completions need at least one"
             continue
-        if len(row.behavior_logprobs) != size:
-            return "behavior_logprobs", row.behavior_logprobs, "must be null or as long as completion_tokens"
-        # Values at tokens that were not sampled are ignored.
-        sampled = np.asarray(row.behavior_logprobs, np.float32)[np.asarray(mask)]
-        if not (np.isfinite(sampled).all() and sampled.max() <= _ROUNDING):
-            reason = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
-            return "behavior_logprobs", row.behavior_logprobs, reason
-    return None
+        yield column, tokens, tokens.max() < 2**31, "token ids are below 2^31"
+        unnamed = "tokens need the name of their vocabulary in the column tokenizer, which is null"
+        yield column, tokens, tokenizer is not None, unnamed
+    for row in rows:
+        mask, logprobs, size = row.mask, row.behavior_logprobs, len(row.tokens)
+        has_size = mask is not None and len(mask) == size
+        yield "completion_mask", mask, has_size, "must be as long as completion_tokens"
+        yield "completion_mask", mask, np.asarray(mask).dtype == bool, "takes true and false"
+        yield "completion_mask", mask, np.any(mask), "is false everywhere; the policy must have chosen a token"
+        if logprobs is not None:
+            has_size = len(logprobs) == size
+            yield "behavior_logprobs", logprobs, has_size, "must be null or as long as completion_tokens"
+            # Values at tokens that were not sampled are ignored.
+            sampled = np.asarray(logprobs, np.float32)[np.asarray(mask)]
+            are_logprobs = np.isfinite(sampled).all() and sampled.max() <= _ROUNDING
+            rule = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
+            yield "behavior_logprobs", logprobs, are_logprobs, rule
 
 
-def _problem_of_numbers(record: Any) -> Problem:
-    one = record.completion
-    if one.policy_version is not None and not (_is_whole(one.policy_version) and one.policy_version >= 0):
-        return "policy_version", one.policy_version, "takes the number of updates, 0 or more, or null"
+def _rules_of_numbers(one: Completion) -> Rules:
+    version = one.policy_version
+    is_version = version is None or _is_whole(version) and version >= 0
+    yield "policy_version", version, is_version, "takes the number of updates, 0 or more, or null"
     if one.sampling is not None:
         temperature, top_k, top_p, min_p = one.sampling
-        if not (_is_number(temperature) and 0 <= temperature < float("inf")):
-            return "temperature", temperature, "takes a finite number, 0 or more, or null"
-        if not (_is_whole(top_k) and top_k >= 0):
-            return "top_k", top_k, "takes 0 (all tokens) or more, or null"
-        if not (_is_number(top_p) and 0 < top_p <= 1):
-            return "top_p", top_p, "takes a number above 0 and at most 1, or null"
-        if not (_is_number(min_p) and 0 <= min_p <= 1):
-            return "min_p", min_p, "takes a number from 0 to 1, or null"
+        is_temperature = _is_number(temperature) and 0 <= temperature < float("inf")
+        yield "temperature", temperature, is_temperature, "takes a finite number, 0 or more, or null"
+        yield "top_k", top_k, _is_whole(top_k) and top_k >= 0, "takes 0 (all tokens) or more, or null"
+        yield "top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "takes a number above 0 and at most 1, or null"
+        yield "min_p", min_p, _is_number(min_p) and 0 <= min_p <= 1, "takes a number from 0 to 1, or null"
     try:
         is_object = isinstance(one.metadata, dict) and json.dumps(one.metadata).encode() is not None
     except (TypeError, ValueError, RecursionError):
         is_object = False
-    if not is_object:
-        return "metadata", one.metadata, "takes a JSON object"
-    return None if one.grade is None else problem_of_grade(one.grade)
+    yield "metadata", one.metadata, is_object, "takes a JSON object"
+    if one.grade is not None:
+        reward, parts = one.grade.reward, one.grade.reward_parts
+        yield "reward", reward, reward is None or is_finite_number(reward), f"{_FINITE}, or null while it is pending"
+        yield "reward_parts", parts, reward is not None or not parts, "has reward parts, but the reward is null"
+        are_parts = parts is None or isinstance(parts, dict) and all(name and _is_text(name) for name in parts)
+        are_parts = are_parts and all(map(is_finite_number, (parts or {}).values()))
+        yield "reward_parts", parts, are_parts, f"takes names; each {_FINITE}"
 
 
-def problem_of_grade(grade: Any) -> Problem:
-    """The column, value and reason if a grade has a bad value; else None."""
-    if grade.reward is not None and not is_finite_number(grade.reward):
-        return "reward", grade.reward, f"takes a finite number of at most {MOST_REWARD:g}, or null while it is pending"
-    parts = grade.reward_parts
-    if grade.reward is None and parts:
-        return "reward_parts", parts, "has reward parts, but the reward is null"
-    are_names = parts is None or (isinstance(parts, dict) and all(name and _is_text(name) for name in parts))
-    if not are_names or not all(map(is_finite_number, (parts or {}).values())):
-        return "reward_parts", parts, f"takes names, each with a finite value of at most {MOST_REWARD:g}"
-    return None
+_FINITE = f"takes a finite number of at most {MOST_REWARD:g}"
 
 
 def _is_number(value: Any) -> bool:

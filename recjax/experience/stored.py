@@ -9,8 +9,8 @@ import numpy as np
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
-from recjax.experience.sources import check_logprobs, load_groups, with_initial_logprobs, with_logprobs
-from recjax.experience.stored_groups import ByPrompt, StoredGroups
+from recjax.experience.sources import check_logprobs, with_initial_logprobs, with_logprobs
+from recjax.experience.stored_groups import ByPrompt, StoredGroups, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
 
@@ -150,7 +150,7 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
         ValueError: no training prompt has stored completions.
     """
     asked = [tokens[mask].tobytes() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-    shared = sum(tokens in others for tokens in asked)
+    shared = sum(bool(others.get(tokens)) for tokens in asked)
     if not shared:
         raise ValueError(
             f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"

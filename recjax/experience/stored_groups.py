@@ -164,11 +164,8 @@ class StoredGroups(Sequence[Group]):
 _BY_GROUP = ("starts", "prompts", "origins")
 
 
-class ByPrompt(Mapping[bytes, list[Completion]]):
-    """Mapping from prompt tokens to the completions of all groups with this prompt, read on demand.
-
-    Excludes completions without a reward.
-    """
+class ByPrompt:
+    """The rewarded completions of all groups with the same prompt tokens, read on demand."""
 
     def __init__(self, groups: StoredGroups):
         """Sorts the groups by prompt without reading any group."""
@@ -176,46 +173,23 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
         self._order = np.argsort(prompts, kind="stable")
         self._groups, self._prompts = groups, prompts[self._order]
 
-    def __getitem__(self, prompt: bytes) -> list[Completion]:
-        """The completions of a prompt."""
-        found = list(itertools.chain.from_iterable(self._rewarded(prompt)))
-        if not found:
-            raise KeyError(prompt)
-        return found
-
-    def __contains__(self, prompt: object) -> bool:
-        """True if the prompt has a completion."""
-        return any(self._rewarded(prompt))
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The prompts."""
-        prompts = dict.fromkeys(group.prompt_tokens.tobytes() for group in self._groups)
-        return filter(self.__contains__, prompts)
-
-    def __len__(self) -> int:
-        """The number of prompts."""
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        """True if there are any groups."""
-        return len(self._groups) > 0
-
-    def _rewarded(self, prompt: bytes) -> Iterator[list[Completion]]:
-        """Yields the rewarded completions of each group with this prompt; reads one group at a time."""
+    def get(self, prompt: bytes) -> list[Completion]:
+        """The completions of a prompt, given as the bytes of its tokens; empty if there are none."""
         key = prompt_key(prompt)
         begin, end = (np.searchsorted(self._prompts, key, side=side) for side in ("left", "right"))
-        for place in self._order[begin:end]:
-            group = self._groups[place]
-            if group.prompt_tokens.tobytes() == prompt:
-                yield [completion for completion in group.completions if completion.grade]
+        groups = [self._groups[place] for place in self._order[begin:end]]
+        groups = [group for group in groups if group.prompt_tokens.tobytes() == prompt]
+        return [one for group in groups for one in group.completions if one.grade]
 
 
-def groups_in(store: Store, policy: Policy) -> StoredGroups:
+def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     """All groups of a store with tokens of the policy's vocabulary, including pending completions.
 
     Raises:
-        ValueError: a store that cannot be read or tokenized, or a group with two prompts.
+        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
+            prompts.
     """
+    store = Store(place)
     scanned = list(map(_index_arrays, store.scan()))
     name = tokenizer_name(policy.tokenizer)
     if not scanned:

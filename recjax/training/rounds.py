@@ -267,7 +267,7 @@ def start_generators(run: Run, state: State) -> None:
     issued = state.queue.added + len(state.in_flight)
     if run.record and hosts.is_first():
         with Store(run.record, create=True) as store:
-            batches = ((number, int(name.split("/")[0])) for name, number in store.ids().items())
+            batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
             store.delete([number for number, batch in batches if batch > issued or batch in state.in_flight])
     for number in state.in_flight:
         generators.issue(number)

@@ -11,9 +11,9 @@ import pytest
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.group import Group
-from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
+from recjax.experience.sources import check_logprobs, groups_at, mixed, with_logprobs
 from recjax.experience.store import groups_of
-from recjax.experience.stored_groups import ByPrompt
+from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer

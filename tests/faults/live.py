@@ -249,7 +249,7 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     followed = Followed.from_json(said["queue"]["followed"])
     found, taken = follower.found(followed, step + 1), set()
     with Store(both.store) as store:
-        names = {number: name for name, number in store.ids().items()}
+        names = {number: name for name, (number,) in store.numbers("id").items()}
     taken |= {name for number, name in names.items() if followed.has(number)}
     left = {names[number] for candidate in found.candidates for number in candidate.numbers}
     return left, taken, len(said["queue"]["groups"])

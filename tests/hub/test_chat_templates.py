@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from experiments.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.experience.foreign import Columns
-from recjax.experience.sources import load_groups
+from recjax.experience.stored_groups import load_groups
 from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience.sources import load_groups, with_logprobs
+from recjax.experience.sources import with_logprobs
+from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
 from recjax.training.trained import open_checkpoint

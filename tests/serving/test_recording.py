@@ -14,8 +14,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recjax.experience.group import Grade
-from recjax.experience.sources import load_groups
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
+from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer

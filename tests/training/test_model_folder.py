@@ -17,7 +17,7 @@ from recjax import evaluate as evaluating
 from recjax.config import load_config
 from recjax.evaluate import evaluate
 from recjax.experience.foreign import Columns
-from recjax.experience.sources import load_groups
+from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import policy_alone
