@@ -232,7 +232,6 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
     metadata = json.loads(row["metadata"]) if row["metadata"] else {}
     if not isinstance(metadata, dict):
         raise ValueError(f"column metadata: {row['metadata']!r:.80}: takes the text of a JSON object, or null")
-    runs, turns = metadata.pop(_RUNS, None), metadata.pop(_TURNS, None)
     prompt_tokens = _array(row["group_prompt_tokens"] or row["prompt_tokens"], np.int32)
     if row["trajectory"] and row["group_prompt_tokens"] is None:  # version 4: the prompt of the group's first row
         prompt_tokens = prompts.setdefault(row["group_id"], prompt_tokens)
@@ -246,13 +245,17 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
         for each in rows
         if each["completion_tokens"] is not None
     )
-    # Token versions in another format count as none.
+    # Versions and turns in another format are metadata of the user.
+    runs, turns = metadata.get(_RUNS), _turns_of(metadata.get(_TURNS), made)
     are_runs = (
         isinstance(runs, list)
         and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
         and all(each.mask is not None for each in made)
         and sum(count for _, count in runs) == sum(int(np.sum(each.mask)) for each in made)
     )
+    for key, is_ours in ((_RUNS, are_runs), (_TURNS, turns)):
+        if is_ours:
+            del metadata[key]
     sampling = [row[name] for name in Sampling._fields]
     sampling[-1] = sampling[-1] or 0.0  # a missing min_p counts as 0
     parts = row["reward_parts"] and {pair["name"]: pair["value"] for pair in row["reward_parts"]}
@@ -267,7 +270,7 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
         truncated=row["truncated"],
         grade=None if row["reward"] is None and not parts else grade,
         version_runs=tuple(map(tuple, runs)) if are_runs else (),
-        turns=_turns_of(turns, made),
+        turns=turns,
         metadata=metadata,
     )
     prompt = row["messages"] if row["prompt"] is None else row["prompt"]

@@ -38,7 +38,11 @@ ROWS = [
     make_row(3, behavior_logprobs=None, length=1),
     make_row(4, completion_mask=np.array([True, False, True])),
     make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2, 0.5), Turn(1, 1, -1.0))),
-    make_row(6, metadata={"user": "me \u00e9\n", "n": [1, None, {"a": 0.1}]}, time=TIME + timedelta(microseconds=1)),
+    make_row(
+        6,
+        metadata={"user": "me \u00e9\n", "n": [1, None, {"a": 0.1}], "turns": 3},
+        time=TIME + timedelta(microseconds=1),
+    ),
     text_row(7),
     text_row(8, prompt_tokens=np.array([5, 6], np.int32), tokenizer="t"),
 ]
