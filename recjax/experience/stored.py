@@ -9,7 +9,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
-from recjax.experience.sources import check_logprobs, with_initial_logprobs, with_logprobs
+from recjax.experience.sources import check_logprobs
 from recjax.experience.stored_groups import ByPrompt, StoredGroups, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
@@ -157,24 +157,6 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
             " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"
         )
     logger.info("%s: has completions of %d of %d training prompts", store, shared, len(asked))
-
-
-def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:
-    """Fills in log-probs of `params`, the initial parameters, if `experience.missing_logprobs` is `initial`."""
-    if config.experience.missing_logprobs != "initial":
-        return stored
-    chunk = config.model.logprob_chunk
-    sampling = config.rollout.sampling()
-    return stored._replace(groups=with_initial_logprobs(stored.groups, stored.shape, policy, params, sampling, chunk))
-
-
-def with_logprobs_of_now(
-    groups: list[Group], shape: Shape, config: Config, policy: Policy, params: dict
-) -> list[Group]:
-    """Fills in log-probs of `params`, the current parameters, if `experience.missing_logprobs` is `current`."""
-    if config.experience.missing_logprobs != "current":
-        return groups
-    return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
 
 
 def as_trained(row: Completion, success: float, version: int | None) -> Completion:

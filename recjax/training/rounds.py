@@ -17,9 +17,9 @@ from recjax.config import Config
 from recjax.experience import queue as queues
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import Queue
-from recjax.experience.sources import groups_at, mixed
+from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Store, records_of
-from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
+from recjax.experience.stored import stored_per_batch
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
@@ -169,8 +169,12 @@ def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Gr
 
 
 def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
+    """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
+    config, sampling = run.config, run.config.rollout.sampling()
+    if config.experience.missing_logprobs != "current":
+        return groups
     everything = combine(state.trained.params, run.frozen)
-    return with_logprobs_of_now(groups, run.shape, run.config, run.policy, everything)
+    return with_logprobs(groups, run.shape, run.policy, everything, sampling, config.model.logprob_chunk)
 
 
 def take_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:

@@ -17,7 +17,8 @@ from recjax.experience.following import Follower
 from recjax.experience.packing import shape_for
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.replay import Judge, judge_of
-from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
+from recjax.experience.sources import with_initial_logprobs
+from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch
 from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
 from recjax.models.decoder import abstract_params
@@ -189,8 +190,10 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     policy, params = make_policy(config, policy, train)
-    if stored:
-        stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
+    if stored and experience.missing_logprobs == "initial":
+        initial, sampling = in_compute_dtype(policy.decoder, params, copy=False), config.rollout.sampling()
+        options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
+        stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     generators = Generators(config.regime) if config.regime.mode == "async" else None
     phases.totals["prepare"] = phases.wall_seconds
     others = ByPrompt(stored.groups) if joins else None
