@@ -7,9 +7,15 @@ sessions share it in the folder that $RECJAX_TEST_PROGRAMS names.
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
+import shutil
+import signal
+import socket
+import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 gc.disable()  # until everything is imported, which takes a fifth less time without
@@ -104,6 +110,40 @@ def smollm2_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packaged") / "smollm2"
     convert_gguf(packaged_gguf(), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def database_url():
+    """Returns the URL of a new database at each call; skips without Debian's package postgresql and psycopg."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not programs or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("needs Debian's package postgresql, and psycopg[binary]")
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options |= {"user": "nobody"} if os.getuid() == 0 else {}  # the server refuses the superuser
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="recjax-postgresql-") as folder:
+        if os.getuid() == 0:
+            shutil.chown(folder, "nobody")
+        data, url = ["-D", f"{folder}/data"], f"postgresql://me@127.0.0.1:{port}"
+        subprocess.run([programs[-1] / "initdb", *data, "-U", "me", "--auth=trust"], check=True, **options)
+        server = subprocess.Popen([programs[-1] / "postgres", *data, "-p", port, "-k", folder], **options)
+        names = (f"s{number}" for number in itertools.count())
+
+        def new() -> str:
+            name = next(names)
+            subprocess.run([programs[-1] / "createdb", f"--maintenance-db={url}/postgres", name], check=True, **options)
+            return f"{url}/{name}"
+
+        try:
+            while subprocess.run([programs[-1] / "pg_isready", "-d", f"{url}/postgres"], **options).returncode:
+                assert server.poll() is None
+                time.sleep(0.1)
+            yield new
+        finally:
+            server.send_signal(signal.SIGINT)  # it does not wait for clients
+            server.wait(60)
 
 
 @pytest.fixture

@@ -189,7 +189,8 @@ class Follower:
         if self._store is None:
             if not exists(self._config.experience.store):
                 return
-            self._store = Store(self._config.experience.store)
+            # A server of databases may not have the tables yet.
+            self._store = Store(self._config.experience.store, create="://" in self._config.experience.store)
         if followed.store not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"

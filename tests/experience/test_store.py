@@ -25,6 +25,7 @@ from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import TIME, Columns, append, columns_of, make_row, read, same, text_row
+from tests.marks import slow
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
 TWO_ROWS = tuple(
@@ -54,15 +55,23 @@ def db(tmp_path):
     return tmp_path / "s.db"
 
 
+@pytest.fixture(params=["SQLite", *slow("PostgreSQL")])
+def place(request, tmp_path):
+    """The file or URL of a store that does not exist yet."""
+    if request.param == "SQLite":
+        return tmp_path / "s.db"
+    return request.getfixturevalue("database_url")()
+
+
 def ids(place):
     return [record.completion.id for record in read(place)]
 
 
-def test_rows_come_out_as_they_went_in(db):
-    append(db, ROWS)
-    for ours, theirs in zip(read(db), ROWS, strict=True):
+def test_rows_come_out_as_they_went_in(place):
+    append(place, ROWS)
+    for ours, theirs in zip(read(place), ROWS, strict=True):
         assert same(ours, theirs), (ours, theirs)
-    with Store(db) as store:
+    with Store(place) as store:
         assert [record.completion.id for record in store.read([3, 1])] == ["row 2", "row 0"]
         assert store.numbers("group_id", ["group 0", "none"]) == {"group 0": [1, 2, 3, 4, 5, 6, 7, 8, 9]}
         assert list(store.numbers("id").values()) == [[number] for number in range(1, 10)]
@@ -82,33 +91,33 @@ def test_any_rows_come_out_as_they_went_in(tmp_path_factory, lengths, rewards, t
     assert all(map(same, read(path), rows))
 
 
-def test_appends_are_read_in_their_order(db):
+def test_appends_are_read_in_their_order(place):
     for row in ROWS:
-        append(db, [row])
-    assert ids(db) == [row.completion.id for row in ROWS]
-    with Store(db) as store:
+        append(place, [row])
+    assert ids(place) == [row.completion.id for row in ROWS]
+    with Store(place) as store:
         assert [record.number for record in store.records(3, 5)] == [4, 5]
         assert store.last() == (9, 8, 0, 9, 8)
 
 
-def test_threads_that_append_at_one_time_lose_nothing(db):
-    Store(db, create=True).close()
+def test_threads_that_append_at_one_time_lose_nothing(place):
+    Store(place, create=True).close()
 
     def work(first):
         for number in range(first, first + 5):
-            append(db, [make_row(number)])
+            append(place, [make_row(number)])
 
     threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(int(name.split()[1]) for name in ids(db)) == [10 * i + j for i in range(4) for j in range(5)]
+    assert sorted(int(name.split()[1]) for name in ids(place)) == [10 * i + j for i in range(4) for j in range(5)]
 
 
-def test_rewards_of_several_graders_stand_side_by_side(db):
-    append(db, ROWS[:3])
-    with Store(db) as store:
+def test_rewards_of_several_graders_stand_side_by_side(place):
+    append(place, ROWS[:3])
+    with Store(place) as store:
         unsure = Grade(None, failure="timeout")
         store.add_rewards({1: (Grade(0.25, {"a": 0.25}, False), None), 2: (unsure, None)}, "run")
         store.add_rewards({3: (Grade(5.0), "late")})
@@ -130,8 +139,8 @@ def test_rewards_of_several_graders_stand_side_by_side(db):
         assert [record.number for record in store.records()] == [2, 3]
 
 
-def test_changes_are_made_together_or_not_at_all(db):
-    with Store(db, create=True) as store:
+def test_changes_are_made_together_or_not_at_all(place):
+    with Store(place, create=True) as store:
         store.change([Change([ROWS[0]]), Change(turns=[("s", "one"), ("r", "two")]), Change(turns=[("s", "three")])])
         assert store.turns() == [("s", "one"), ("r", "two"), ("s", "three")] and not store.turns("another server")
         bad = Change(rewards={1: (Grade(1.0), None)})
@@ -139,7 +148,7 @@ def test_changes_are_made_together_or_not_at_all(db):
             store.change([Change([ROWS[2]], ended=["s"]), bad])
         assert store.last() == (1, 1, 3, 1, 1) and len(store.turns()) == 3
         store.change([Change([ROWS[2]], {}, [("r", "four")], ["s"])])
-        assert store.turns() == [("r", "two"), ("r", "four")] and ids(db) == ["row 0", "row 2"]
+        assert store.turns() == [("r", "two"), ("r", "four")] and ids(place) == ["row 0", "row 2"]
 
 
 @given(seed=st.integers(0, 99))
@@ -153,6 +162,18 @@ def test_groups_are_bytes_and_groups_again(seed):
 def test_groups_with_two_prompts_are_refused():
     with pytest.raises(ValueError, match="group 'group 0': rows 'row 0' and 'row 1' have different prompts"):
         groups_of([make_row(0), make_row(1, prompt_tokens=np.array([9], np.int32))])
+
+
+@pytest.mark.parametrize("change", ["completion = 'y' where number = 2", "number = 99 where number = 2"])
+@pytest.mark.slow
+def test_damage_in_a_server_is_noticed(place, change):
+    append(place, ROWS)
+    with Store(place, create=True) as store:
+        list(store.scan())
+        with store._engine.begin() as connection:
+            connection.execute(sql.text(f"update completions set {change}"))
+        with pytest.raises(ValueError, match="is damaged"):
+            list(store.scan()), list(store.records())
 
 
 WRITER = """
@@ -272,27 +293,27 @@ def made(kind, values):
     return tuple.__new__(kind, values.values())
 
 
-def test_a_store_with_a_bad_row_stays_as_it_was(db):
-    append(db, ROWS[:1])
+def test_a_store_with_a_bad_row_stays_as_it_was(place):
+    append(place, ROWS[:1])
     with pytest.raises(ValueError, match="record 1: column reward: nan"):
-        append(db, [ROWS[1], make_row(2, reward=NAN)])
+        append(place, [ROWS[1], make_row(2, reward=NAN)])
     with pytest.raises(ValueError, match="no rows"):
-        append(db, [])
-    assert ids(db) == ["row 0"]
+        append(place, [])
+    assert ids(place) == ["row 0"]
 
 
-def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(db):
+def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(place):
     mask, logprobs = np.array([True, False, True]), np.array([-1, np.nan, -1], np.float32)
-    append(db, [make_row(0, completion_mask=mask, behavior_logprobs=logprobs)])
-    assert np.isnan(read(db)[0].completion.rows[0].behavior_logprobs[1])
+    append(place, [make_row(0, completion_mask=mask, behavior_logprobs=logprobs)])
+    assert np.isnan(read(place)[0].completion.rows[0].behavior_logprobs[1])
 
 
-def test_ids_are_unique_in_a_store_and_groups_go_on(db):
-    append(db, [make_row(0), make_row(1)])
+def test_ids_are_unique_in_a_store_and_groups_go_on(place):
+    append(place, [make_row(0), make_row(1)])
     with pytest.raises(ValueError, match="already has a row with id 'row 1'"):
-        append(db, [make_row(2), make_row(1)])
-    append(db, [make_row(2)])
-    assert ids(db) == ["row 0", "row 1", "row 2"]
+        append(place, [make_row(2), make_row(1)])
+    append(place, [make_row(2)])
+    assert ids(place) == ["row 0", "row 1", "row 2"]
 
 
 # --- What is no store, or is damaged.
@@ -483,12 +504,12 @@ def test_the_pages_queries_run(db):
     assert found[3] == [("other", "2026-01-02", 5), ("test", "2026-01-02", 7)] and found[4] == [("group 5",)]
 
 
-def test_values_never_become_statements(db):
+def test_values_never_become_statements(place):
     name = "x'; drop table completions; --"
-    append(db, [text_row(0, id=name, group_id=name, source=name, prompt=name)])
-    with Store(db) as store:
+    append(place, [text_row(0, id=name, group_id=name, source=name, prompt=name)])
+    with Store(place) as store:
         assert store.numbers("id", [name]) == {name: [1]} and store.numbers("id", ["x%"]) == {}
-    assert json.loads(json.dumps(ids(db))) == [name]
+    assert json.loads(json.dumps(ids(place))) == [name]
 
 
 def test_rows_of_any_columns_can_be_made():

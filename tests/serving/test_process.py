@@ -133,6 +133,28 @@ def test_a_run_trains_on_what_was_served(run, tmp_path):
         assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
+def test_two_servers_record_into_one_database_that_a_run_follows(run, database_url, tmp_path):
+    store = database_url()
+
+    def ask(name):
+        with running("--run", run[0], "--record", store, "--server_name", name) as client:
+            for first in range(1, 9):
+                reply = post(client, TEXT, prompt=f"{first}+2=", n=4, max_tokens=3)
+                for choice in reply["choices"]:
+                    post(client, "/v1/feedback", id=reply["id"], index=choice["index"], reward=choice["index"])
+
+    askers = [threading.Thread(target=ask, args=(name,)) for name in ("a", "b")]
+    for asker in askers:
+        asker.start()
+    options = ["experience.follow=true", "rollout.max_context_tokens=16", "evaluation.every=0", "training.steps=4"]
+    metrics = train(load_config(run[1], [f"output={tmp_path / 'follows'}", f"experience.store={store}", *options]))
+    for asker in askers:
+        asker.join()
+    assert [row["reward"] for row in metrics[1:]] == [1.5] * 4 and metrics[-1]["follow/rewarded_groups"] == 4
+    rows = read_columns(store)
+    assert len({row.id for row in rows}) == 2 * 8 * 4 and all(row.reward is not None for row in rows)
+
+
 def test_what_it_cannot_begin_with(run, tmp_path):
     def error(*flags):
         done = commands.run(["-m", "recjax.serve", *flags], cwd=tmp_path)
