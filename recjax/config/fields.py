@@ -251,7 +251,7 @@ def problems(
 
 
 def without_password(text: str) -> str:
-    """The text with *** in place of the passwords in its URLs.
+    """The text with *** instead of the passwords in its URLs.
 
     Examples:
         >>> without_password("x=postgresql://me:secret@host/name?password=secret")

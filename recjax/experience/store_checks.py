@@ -40,7 +40,7 @@ Rules = Iterator[tuple[str, Any, Any, str]]  # column, value, true if the value 
 
 
 def _rules(record: Any, ids: Container[str]) -> Rules:
-    """The rules for a record in order; each may rely on those before it."""
+    """The rules for a record in order; each may rely on earlier rules."""
     group, one = record.group, record.completion
     texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text}
     for column, value in (texts | {"time": record.time}).items():

@@ -168,10 +168,10 @@ def same(ours, theirs) -> bool:
     return type(ours) is type(theirs) and ours == theirs
 
 
-def append(place, records, **options) -> None:
+def append(place, records) -> None:
     """Adds completions to a store, which it creates if there is none."""
     with Store(place, create=True) as store:
-        store.append(records, **options)
+        store.append(records)
 
 
 def read(place) -> list[Record]:
