@@ -142,7 +142,8 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     They are the residuals of jax.vjp as shapes. A compiler may save somewhat more or less.
     """
     decoder = model.decoder.clone(remat=remat)
-    logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
+    packed = config.training.tokens_per_micro_batch or config.has_trajectories
+    logprobs_of = packed_logprobs if packed else completion_logprobs
     options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
     frozen = to_compute_with(decoder, model.frozen)
 

@@ -183,13 +183,19 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     groups = load_groups(tmp_path, policy)
     assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
     unknown = [
-        group._replace(completions=tuple(one._replace(behavior_logprobs=None) for one in group.completions))
+        group._replace(
+            completions=tuple(
+                one._replace(rows=tuple(row._replace(behavior_logprobs=None) for row in one.rows))
+                for one in group.completions
+            )
+        )
         for group in groups
     ]
     shape, sampling = shape_of(groups, 4), config.rollout.sampling()
     for ours, theirs in zip(groups, with_logprobs(unknown, shape, policy, params, sampling, 64), strict=True):
         for sent, known in zip(ours.completions, theirs.completions, strict=True):
-            np.testing.assert_allclose(sent.behavior_logprobs, known.behavior_logprobs, atol=1e-4)
+            (row,), (its,) = sent.rows, known.rows
+            np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, atol=1e-4)
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
