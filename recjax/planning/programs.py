@@ -290,7 +290,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, layout.parts))
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
-    if _is_packed(config):
+    if is_packed(config):
         most = _turns(plan)
         shapes = [(most, *_packed_shape(plan))] * 5 + [(most, shape.rows), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
@@ -327,13 +327,13 @@ def _packed_shape(plan: Plan) -> RowShape:
 def _turns(plan: Plan) -> int:
     """Largest number of iterations of the update's loop over packed rows."""
     shape = sampled_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
-    if not _is_packed(plan.config):
+    if not is_packed(plan.config):
         return 1
     if plan.config.algorithm.build().compares_completions and shape.group is not None:
         return shape.prompts
     return -(-shape.rows // _packed_shape(plan).rows)
 
 
-def _is_packed(config: Config) -> bool:
+def is_packed(config: Config) -> bool:
     """True if every update packs its batch; other runs pack only batches with much padding."""
     return config.training.tokens_per_micro_batch is not None or config.has_trajectories
