@@ -22,7 +22,7 @@ from recjax.models.decoder import REMAT
 from recjax.models.placement import bytes_on_device
 from recjax.planning.dry_run import count
 from recjax.planning.programs import PROGRAMS, Plan, Program, beside, compiled, micro_batches_of, plan
-from recjax.planning.sampling import cache_bytes
+from recjax.planning.sampling import cache_bytes, most_completions
 from recjax.planning.targets import GIB, larger_slices, load_target
 
 FLAGS = flags.FLAGS
@@ -109,7 +109,8 @@ def show_plan(console: Console, planned: Plan) -> None:
     console.print(
         f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {_axes(planned.mesh)}"
     )
-    console.print(f"sampling on {_axes(sampled.mesh)}; {sampled.slots} slots for {sampled.rows} completions")
+    rows = sampled.prompts * most_completions(planned.config)
+    console.print(f"sampling on {_axes(sampled.mesh)}; {sampled.slots} slots for {rows} completions")
 
 
 def _axes(mesh: Mesh) -> str:

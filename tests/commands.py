@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -141,7 +142,8 @@ def _become(arguments: list[str], folder: str, environment: dict, out: Connectio
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
             sys.argv = [kind, *rest]
-            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")  # the program may name its own functions
+            exec(compile(program, "<string>", "exec"), main.__dict__)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves these to the end of the server
 

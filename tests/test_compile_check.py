@@ -127,7 +127,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
 @pytest.mark.slow
 def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
     traced = ahead.traced_update(planned("training.tokens_per_micro_batch=32"))
-    batch = traced.args_info[0][5]
+    batch = traced.args_info[0][5].packed
     assert batch.tokens.shape == (4, 4, 8) and batch.first.shape == (4, 16)
 
 

@@ -113,7 +113,7 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for every value of model.remat."""
     shape = sampled_shape(config, prompt_tokens)
-    if config.training.tokens_per_micro_batch or shape.group is None:
+    if programs.is_packed(config):
         rows, time = shape_for(config, shape)
         tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
         inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 5
@@ -142,7 +142,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     They are the residuals of jax.vjp as shapes. A compiler may save somewhat more or less.
     """
     decoder = model.decoder.clone(remat=remat)
-    logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
+    logprobs_of = packed_logprobs if programs.is_packed(config) else completion_logprobs
     options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
     frozen = to_compute_with(decoder, model.frozen)
 

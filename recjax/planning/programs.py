@@ -290,9 +290,9 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, layout.parts))
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
-    if config.training.tokens_per_micro_batch is not None:
-        rows, most = padded_prompts(plan) * config.rollout.group_size, _turns(plan)
-        shapes = [(most, *_packed_shape(plan))] * 5 + [(most, rows), ()]
+    if is_packed(config):
+        most = _turns(plan)
+        shapes = [(most, *_packed_shape(plan))] * 5 + [(most, shape.rows), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
         layout = Layout(1, packed._replace(prefixes=None) if decoder.attention == "splash" else packed)
     return update.trace(
@@ -310,7 +310,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
 def padded_prompts(plan: Plan, parts: int = 1) -> int:
     """Number of prompts of a batch, padded so that each micro-batch has equally many on every device."""
     multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
-    return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
+    return -(-sampled_shape(plan.config, plan.prompt_tokens).prompts // multiple) * multiple
 
 
 def micro_batches_of(plan: Plan) -> int:
@@ -326,8 +326,14 @@ def _packed_shape(plan: Plan) -> RowShape:
 
 def _turns(plan: Plan) -> int:
     """Largest number of iterations of the update's loop over packed rows."""
-    if plan.config.training.tokens_per_micro_batch is None:
+    shape = sampled_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
+    if not is_packed(plan.config):
         return 1
-    if plan.config.algorithm.build().compares_completions:
-        return padded_prompts(plan)
-    return -(-padded_prompts(plan) * plan.config.rollout.group_size // _packed_shape(plan).rows)
+    if plan.config.algorithm.build().compares_completions and shape.group is not None:
+        return shape.prompts
+    return -(-shape.rows // _packed_shape(plan).rows)
+
+
+def is_packed(config: Config) -> bool:
+    """True if every update packs its batch; other runs pack only batches with much padding."""
+    return config.training.tokens_per_micro_batch is not None or config.has_trajectories

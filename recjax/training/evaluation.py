@@ -42,7 +42,6 @@ def answered(
     prompts: Prompts,
     grading: Grading,
     step: int,
-    first: int = 0,
     agents: Agents | None = None,
 ) -> Iterator[AnsweredPart]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
@@ -51,14 +50,13 @@ def answered(
 
     Args:
         grading: open grading pool.
-        first: index of the first prompt, a multiple of `rollout.prompts_per_step`; earlier prompts are skipped.
         agents: open agents; None if the config names none.
     Raises:
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    held: list[AnsweredPart] | None = [] if agents and first == 0 else None  # parts in which all agents failed
-    for start in range(first, count, size):
+    held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
+    for start in range(0, count, size):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
         key, sampling = part_key(config.seed, step, start), settings.sampling()

@@ -276,6 +276,8 @@ def failures(tree: Path, tests: Sequence[str], every: bool = False) -> list[str]
         RuntimeError: pytest could not run the tests.
     """
     environment = os.environ | {"PYTHONPATH": str(tree), "RECJAX_TEST_PROGRAMS": str(tree.parent / "compiled")}
+    # Python would take the bytecode of a fault of equal length that was put in within the same second.
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-p", "no:cacheprovider", "-rfE", "--no-header", "--tb=no", *([] if every else ["-x"])]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)

@@ -215,7 +215,7 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
     batch = pad(groups, Shape(8, None, 89, 89))
     packed = jax.tree.map(jnp.asarray, pack(batch, RowShape(2, 128), batch.trajectories))
     mask = batch.completion_mask
-    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
+    assert mask.any(-1).sum() >= 6 and ((batch.token_mask & ~mask).any() or agent == "at_once")
     for layout in (Layout(2), Layout(1, packed)):
         logprobs, _ = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64)
         np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)

@@ -235,8 +235,9 @@ def test_a_policy_with_slots_samples_the_same():
     expected, found = (sample_groups(one, params, asked, keys, 3, MAX_TOKENS, Sampling(), **names) for one in policies)
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one.completions, other.completions, strict=True):
-            np.testing.assert_array_equal(mine.tokens, theirs.tokens)
-            np.testing.assert_allclose(mine.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
+            (row,), (its,) = mine.rows, theirs.rows
+            np.testing.assert_array_equal(row.tokens, its.tokens)
+            np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, atol=1e-5)
             assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
 
 

@@ -205,7 +205,8 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     unknown = [
         group._replace(
             completions=tuple(
-                one._replace(rows=(one.rows[0]._replace(behavior_logprobs=None),)) for one in group.completions
+                one._replace(rows=tuple(row._replace(behavior_logprobs=None) for row in one.rows))
+                for one in group.completions
             )
         )
         for group in groups
@@ -213,7 +214,8 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     shape, sampling = shape_of(groups, 4), config.rollout.sampling()
     for ours, theirs in zip(groups, with_logprobs(unknown, shape, policy, params, sampling, 64), strict=True):
         for sent, known in zip(ours.completions, theirs.completions, strict=True):
-            np.testing.assert_allclose(sent.rows[0].behavior_logprobs, known.rows[0].behavior_logprobs, atol=1e-4)
+            (row,), (its,) = sent.rows, known.rows
+            np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, atol=1e-4)
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
