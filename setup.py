@@ -56,6 +56,7 @@ setup(
         "wandb": ["wandb>=0.20"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
+        "postgresql": ["psycopg[binary]>=3.2"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "sentencepiece": ["sentencepiece>=0.2"],  # reads a tokenizer.model that has no tokenizer.json next to it
         "serve": ["prometheus-client>=0.20", "starlette>=1.0", "uvicorn>=0.34"],
@@ -72,6 +73,7 @@ setup(
             "peft>=0.17",
             "prometheus-client>=0.20",
             "psutil>=6.0",
+            "psycopg[binary]>=3.2",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "ray>=2.60,<3",
