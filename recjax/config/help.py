@@ -53,7 +53,7 @@ def help_text() -> str:
 
 
 def as_markdown() -> str:
-    """For docs/configuration.md, which is this text and nothing else."""
+    """Writes all keys as Markdown, the whole content of docs/configuration.md."""
     lines = [
         "# Configuration",
         "",

@@ -149,7 +149,7 @@ class TaskConfig(ConfigBlock):
         return "tool_calls" if name == "toolace" else name
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """An unknown reward, and settings that nothing would read."""
+        """Refuses an unknown reward, and settings that nothing would read."""
         if self.reasoning_gym:
             check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)

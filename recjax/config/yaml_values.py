@@ -23,7 +23,7 @@ _SCALARS = {
     ),
     "merge": (r"<<", ["<"]),
 }
-# Padding and groups of three digits are decimal here, and nothing else is a number, whatever Python's int() takes.
+# Decimal numbers, with optional leading zeros and groups of three digits. Python's int() would accept other texts, too.
 _DECIMAL = re.compile(
     r"[-+]?(?:(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.?inf|\.?nan", re.I
 )

@@ -35,7 +35,7 @@ def sampling_logits(
         inside = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
         keep &= scores >= jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     if sampling.min_p > 0:
-        # Relative to the most likely token, which the other cuts keep: in whatever order, the result is the same.
+        # The limit is relative to the most likely token, which top-k and top-p keep, so their order does not matter.
         keep &= scores >= jnp.max(scores, axis=-1, keepdims=True) + math.log(sampling.min_p)
     if forced is not None:
         keep |= jnp.arange(scores.shape[-1]) == forced[:, None]

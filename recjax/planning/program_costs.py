@@ -53,8 +53,8 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     found: dict[str, tuple[str, int, int]] = {}
     for name, times in runs.items():
         for kind, size, channel in _collectives_of(name, bodies[name]):
-            # A TPU program shows the parts of one asynchronous collective, all with its channel: it is sent as often as
-            # it is started, while a loop that computes at the same time contains a part of it in every iteration.
+            # A TPU program shows the parts of one asynchronous collective, all with its channel. It is sent once
+            # for each start, although a loop that overlaps with it contains a part of it in every iteration.
             key = channel or f"{name} {len(found)}"
             if key not in found or (times, -times * size) < (found[key][1], -found[key][2]):
                 found[key] = (kind, times, times * size)

@@ -1,4 +1,4 @@
-"""Training from a store alone: what an offline run would learn, whoever wrote it, and nothing that nobody chose."""
+"""Offline training from a store equals an offline run, whoever wrote the store."""
 
 import json
 import shutil
