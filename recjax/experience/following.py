@@ -1,18 +1,20 @@
 """Follows a store that grows during training: completions become groups when they have their rewards.
 
 Another process, such as the server, writes the store: it adds completions and rewards, and may delete old completions.
-This module keeps the completions that nobody has taken; the queue records the completions that were taken.
+`Followed` records the completions that were taken; checkpoints save it so that none is taken twice.
 """
 
 import hashlib
 import json
 import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recjax.config import Config
-from recjax.experience.followed import Followed
 from recjax.experience.group import Grade, Group
+from recjax.experience.queue import Arrival
 from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
@@ -23,6 +25,59 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a completion cannot be trained on, independent of its reward.
 UNUSABLE = ("no_tokens", "no_logprobs", "other_sampling", "too_long")
+
+
+class Followed(NamedTuple):
+    """The completions taken from a store, by their numbers.
+
+    ranges: first number and end of each range of taken completions, in ascending order.
+    unrewarded: numbers of completions that reached the deadline without a reward.
+    store: identity of the store; empty before the first completion.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    unrewarded: frozenset[int] = frozenset()
+    store: str = ""
+
+    def with_taken(self, numbers: Iterable[int], unrewarded: Iterable[int] = ()) -> "Followed":
+        """Adds completions that were taken, and the numbers among them that have no reward.
+
+        Examples:
+            >>> Followed().with_taken([1, 2, 5]).with_taken([3, 6]).ranges
+            ((1, 4), (5, 7))
+        """
+        ranges: list[tuple[int, int]] = []
+        for start, end in sorted([*self.ranges, *((number, number + 1) for number in numbers)]):
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+            else:
+                ranges.append((start, end))
+        return self._replace(ranges=tuple(ranges), unrewarded=self.unrewarded | {*unrewarded})
+
+    def gaps(self, last: int) -> Iterator[tuple[int, int]]:
+        """Yields the ranges up to the number `last` that were not taken: the number before each, and its last number.
+
+        Examples:
+            >>> list(Followed(((1, 4), (5, 7))).gaps(9))
+            [(3, 4), (6, 9)]
+        """
+        before = 0
+        for start, end in self.ranges:
+            if start - 1 > before:
+                yield before, start - 1
+            before = end - 1
+        if last > before:
+            yield before, last
+
+    def to_json(self) -> dict[str, Any]:
+        """Converts the record to JSON data; `from_json` is the inverse."""
+        return self._replace(unrewarded=sorted(self.unrewarded))._asdict()
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Followed":
+        """Converts the JSON data of `to_json` back."""
+        ranges, unrewarded = map(tuple, plain.get("ranges", ())), frozenset(plain.get("unrewarded", ()))
+        return cls(tuple(ranges), unrewarded, plain.get("store", ""))
 
 
 class Candidate(NamedTuple):
@@ -69,8 +124,7 @@ class Follower:
 
     Attributes:
         name: name of the store.
-        waited_seconds: seconds spent waiting for the groups of the last step.
-        last: completions found for the last step.
+        taken: the completions that were taken.
     """
 
     def __init__(self, config: Config, policy: Policy, run: str):
@@ -79,7 +133,7 @@ class Follower:
         Args:
             run: id of this run; a server that follows the run writes it into the metadata of its completions.
         """
-        self.name = store_name(config.experience.store)
+        self.name, self.taken = store_name(config.experience.store), Followed()
         self._config, self._policy, self._run = config, policy, run
         seconds = config.experience.deadline_seconds
         self._deadline = seconds and timedelta(seconds=seconds)
@@ -89,24 +143,19 @@ class Follower:
         self._unusable: dict[int, str] = {}
         self._late: set[int] = set()
         self._warned: set[str] = set()
-        self.waited_seconds: float = 0.0
-        self.last: Found | None = None
 
-    def found(self, followed: Followed, step: int) -> Found:
+    def found(self, step: int) -> Found:
         """Reads new rows of the store and finds the completions that have not been taken.
 
         Args:
             step: number of the next training step.
         Raises:
-            ValueError: the store is damaged, or it is not the store of `followed`.
+            ValueError: the store is damaged, or it is not the store that the run has followed.
         """
         try:
-            self._refresh(followed)
+            self._refresh()
         except ValueError as error:
             raise ValueError(f"experience.store = {self.name!r}: {error}") from error
-        self._left = {number: one for number, one in self._left.items() if not followed.has(number)}
-        self._unusable = {number: why for number, why in self._unusable.items() if not followed.has(number)}
-        self._late &= followed.unrewarded
         groups: dict[str, list[int]] = {}
         for number, one in self._left.items():
             groups.setdefault(one.key, []).append(number)
@@ -121,17 +170,31 @@ class Follower:
         late = frozenset(self._late)
         return Found(candidates, dict(self._unusable), tuple(unrewarded), without_reward, late, tuple(waiting))
 
-    @property
-    def store_id(self) -> str:
-        """Identity of the store; empty until the store exists."""
-        return self._store.id if self._store else ""
-
-    def group(self, candidate: Candidate, step: int) -> Group:
-        """Makes the group of a candidate from the latest call of `found`.
+    def take(self, found: Found, room: int, step: int) -> Arrival:
+        """Takes groups, and all completions that no group will ever have.
 
         Args:
+            found: result of the latest call of `found`.
+            room: number of groups, at most.
             step: number of the next training step.
         """
+        chosen = found.candidates[:room]
+        groups = [self._group(one, step) for one in chosen]
+        unrewarded = [*found.unrewarded, *(number for one in chosen for number in one.unrewarded)]
+        left_out = Counter(found.unusable.values())
+        left_out["rows_without_reward"], left_out["rewards_too_late"] = len(unrewarded), len(found.late)
+        left_out["groups_without_reward"] = found.without_reward
+        numbers = {*found.unusable, *unrewarded, *(number for one in chosen for number in one.numbers)}
+        taken = self.taken.with_taken(numbers, unrewarded)
+        self.taken = taken._replace(
+            unrewarded=taken.unrewarded - found.late, store=self._store.id if self._store else ""
+        )
+        self._left = {number: one for number, one in self._left.items() if number not in numbers}
+        self._unusable, self._late = {}, set()
+        return Arrival(groups, left_out=left_out)
+
+    def _group(self, candidate: Candidate, step: int) -> Group:
+        """Makes the group of a candidate."""
         chosen = [self._left[number] for number in candidate.numbers]
         # Completions that form a group may have other groups in the store, and other prompts.
         first, success = chosen[0].record.group, self._config.task.success
@@ -184,14 +247,14 @@ class Follower:
 
     # --- The store.
 
-    def _refresh(self, followed: Followed) -> None:
+    def _refresh(self) -> None:
         """Reads the rows that were added since the last call, or that nobody has taken if this is the first call."""
         if self._store is None:
             if not exists(self._config.experience.store):
                 return
             # A server of databases may not have the tables yet.
             self._store = Store(self._config.experience.store, create="://" in self._config.experience.store)
-        if followed.store not in ("", self._store.id):
+        if self.taken.store not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"
             )
@@ -199,7 +262,7 @@ class Follower:
         if last == before:
             return
         is_first = before == Last()
-        for after, end in followed.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
+        for after, end in self.taken.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
             for record in self._store.records(after, end, grader=None):
                 record, why, words = self._usable(record)
                 if why is None:
@@ -209,8 +272,8 @@ class Follower:
                 if why not in self._warned:
                     self._warned.add(why)
                     logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
-        for number, (grade, _) in self._new_rewards(followed, before, last).items():
-            if number in followed.unrewarded:
+        for number, (grade, _) in self._new_rewards(before, last).items():
+            if number in self.taken.unrewarded:
                 self._late.add(number)
             elif one := self._left.get(number):
                 completions = (one.record.completion._replace(grade=grade),)
@@ -221,12 +284,12 @@ class Follower:
             self._left = {number: one for number, one in self._left.items() if number in here}
         self._read = last
 
-    def _new_rewards(self, followed: Followed, before: Last, last: Last) -> dict[int, tuple[Grade, str | None]]:
+    def _new_rewards(self, before: Last, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """Rewards that were added since the last call, or all of completions that matter if this is the first call."""
         if before != Last():
             return self._store.new_rewards(before.reward, last)
         graded = [
-            one for one in self._store.scan_rewards()[0].tolist() if one in self._left or one in followed.unrewarded
+            one for one in self._store.scan_rewards()[0].tolist() if one in self._left or one in self.taken.unrewarded
         ]
         rewards = self._store.rewards(graded)
         if len(rewards) != len(graded):

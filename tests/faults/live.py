@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 from absl import flags
+from recjax.experience.followed import Followed
 
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
