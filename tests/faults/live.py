@@ -14,12 +14,11 @@ from pathlib import Path
 
 import httpx
 from absl import flags
-from recjax.experience.followed import Followed
 
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience.following import Follower
+from recjax.experience.following import Followed, Follower
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
@@ -246,13 +245,13 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     follower = Follower(config, policy, said["totals"]["run"])
-    followed = Followed.from_json(said["queue"]["followed"])
-    found, taken = follower.found(followed, step + 1), set()
+    follower.taken = Followed.from_json(said["source"])
+    found = follower.found(step + 1)
     with Store(both.store) as store:
         names = {number: name for name, (number,) in store.numbers("id").items()}
-    taken |= {name for number, name in names.items() if followed.has(number)}
+    taken = {names.get(number) for begin, end in follower.taken.ranges for number in range(begin, end)} - {None}
     left = {names[number] for candidate in found.candidates for number in candidate.numbers}
-    return left, taken, len(said["queue"]["groups"])
+    return left, taken, len(said["queue"]["waiting"]) + len(said["queue"]["ready"])
 
 
 def _said_to(log: str, folder: str) -> None:
