@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     oldest_first: True to take groups with the oldest weights first; False to take them in order of arrival.
     limits: limits for ready groups; see `ONCE` for the limits without replay.
     judge: decides which groups have a signal, and which completions and rewards count for a group's priority.
-    idle_rounds: rounds without a step after which a run that samples ends with an error.
+    idle_rounds: rounds without a step after which a run ends with an error, unless its source is endless.
     """
 
     offset: int
@@ -59,7 +59,6 @@ def settings_of(config: Config) -> Settings:
     experience, regime = config.experience or ExperienceConfig(), config.regime
     late, interval = experience.late or LateConfig(), experience.replay.draw_every if experience.replay else 1
     most = experience.refill.batches if experience.refill else IDLE_ROUNDS
-    idle_rounds = regime.sync_offset + late.longest + interval * most + (experience.refill is None)
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
     if bounds := [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]:
@@ -71,7 +70,7 @@ def settings_of(config: Config) -> Settings:
         replay=experience.replay is not None,
         oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
-        idle_rounds=math.inf if experience.follow else idle_rounds,
+        idle_rounds=regime.sync_offset + late.longest + interval * most + (experience.refill is None),
     )
 
 

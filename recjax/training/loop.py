@@ -1,7 +1,6 @@
 """The loop: sync → sample → queue → pad → update → log → evaluate and checkpoint."""
 
 import contextlib
-import functools
 import itertools
 import json
 import signal
@@ -157,7 +156,7 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
     """Runs rounds until there are enough groups for a step.
 
     Returns:
-        The state and the groups; None instead of the groups if a signal arrived while the source waited.
+        The state and the groups; None instead of the groups if a signal arrived while an endless source waited.
     Raises:
         RuntimeError: too many rounds have gone by without enough groups to train on.
     """
@@ -167,16 +166,17 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
     for idle in itertools.count(1):
         state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
         for wait in (False, True):  # the source waits only if there are too few groups
-            arrivals = source.poll(run, state, step, wait)
-            if arrivals is None:
-                return state, None
-            queue = functools.reduce(lambda queue, one: put(queue, one, seed, settings), arrivals, state.queue)
+            queue = state.queue
+            for arrival in source.poll(run, state, step, wait):
+                queue = put(queue, arrival, seed, settings)
             queue = deliver(wait_for_due_grades(run, queue), step, settings)
             later, groups = take(queue, count, step, seed, settings)
             if groups is not None and not source.must_wait(run, later, step):
                 return state._replace(queue=later), groups + stored_groups(run, state, step)
             state = state._replace(queue=queue)
-        if idle >= settings.idle_rounds:
+        if source.endless and run.stopping:
+            return state, None
+        if idle >= settings.idle_rounds and not source.endless:
             raise RuntimeError(
                 f"step {step}: {queue.batches - batches} batches were sampled, but too few groups remain to train on:"
                 f" {counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"

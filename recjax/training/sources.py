@@ -19,7 +19,7 @@ from jaxtyping import Array, Key, UInt32
 from recjax import hosts
 from recjax.config import Config
 from recjax.experience.batch import Batch
-from recjax.experience.following import UNUSABLE, Followed, Follower, Found
+from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.layout import score
 from recjax.experience.queue import Arrival, Queue, queued_versions
@@ -49,7 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 class Source:
-    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest."""
+    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest.
+
+    Attributes:
+        endless: True if a step may wait for groups without a limit, until a signal stops the run.
+    """
+
+    endless = False
 
     def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
         """A context for the time of the run. It begins with `state.source`, or anew if that is empty."""
@@ -58,14 +64,12 @@ class Source:
     def begin_step(self, run: Run, state: State) -> None:
         """Called before the first round of each step, with the sampler's weights of the step."""
 
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival] | None:
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """The groups that arrive in a round.
 
         Args:
             step: number of the next training step.
             wait: False in the first poll of a round, True in the second, which comes if there are too few groups.
-        Returns:
-            None if a signal stops the run while the source waits.
         """
         return []
 
@@ -315,59 +319,47 @@ def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights |
 class FollowedSource(Source):
     """A store that another process writes; a step waits until it has enough groups, and takes each group once."""
 
-    def __init__(self):
-        """Reads nothing yet."""
-        self._found: Found | None = None
+    endless = True
 
     def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
         """Continues after the completions that were taken before the checkpoint."""
-        self._follower = Follower(run.config, run.policy, state.totals["run"])
-        self._follower.taken = Followed.from_json(state.source)
+        self._follower = Follower(run.config, run.policy, state.totals["run"], state.source)
         return contextlib.nullcontext()
 
     def begin_step(self, run: Run, state: State) -> None:
         """Begins to count the groups and seconds of a step."""
-        self._admitted, self._waited_seconds, self._said = 0, 0.0, time.monotonic() - LINE_SECONDS + 1
+        self._admitted, self._began, self._said = 0, time.monotonic(), time.monotonic() - LINE_SECONDS + 1
 
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival] | None:
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Takes groups, at most as many as the step lacks, with the oldest weights first."""
-        began, count, ready = time.monotonic(), run.own[0], len(state.queue.ready)
+        follower, count, ready = self._follower, run.own[0], len(state.queue.ready)
         # A step adds one batch to a replay buffer, and more only if it has too few groups. Without replay, groups stay
         # in the store until their turn.
         room = count - (min(ready, self._admitted) if run.settings.replay else ready)
+        if wait and time.monotonic() - self._said >= LINE_SECONDS:
+            self._said, (waiting, completions, pending) = time.monotonic(), follower.waiting
+            rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
+            logger.info(
+                "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
+            )
         with run.phases.phase("sample"):
-            found = self._follower.found(step)
-            while wait and not found.candidates:
-                if run.stopping:
-                    return None
-                if time.monotonic() - self._said >= LINE_SECONDS:
-                    self._said = time.monotonic()
-                    waiting, completions, pending = found.waiting
-                    rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
-                    place = self._follower.name
-                    logger.info(
-                        "step %d waits for %s: %d of %d groups are ready; %s", step, place, ready, count, rewards
-                    )
-                time.sleep(POLL_SECONDS)
-                found = self._follower.found(step)
-            arrival = self._follower.take(found, room, step)
-        self._found, self._admitted = found, self._admitted + len(arrival.groups)
-        self._waited_seconds += time.monotonic() - began
+            time.sleep(POLL_SECONDS if wait else 0)
+            arrival = follower.poll(step, room)
+        self._admitted += len(arrival.groups)
         return [arrival]
 
     def state(self) -> dict[str, Any]:
         """The completions that were taken."""
-        return self._follower.taken.to_json()
+        return self._follower.state()
 
     def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
         """The store's completions that were not taken, and the staleness of the step's tokens."""
-        of_tokens = token_staleness(groups, step)
-        waiting, completions, pending = self._found.waiting
+        of_tokens, (waiting, completions, pending) = token_staleness(groups, step), self._follower.waiting
         return {
             **{f"experience/left_out/{reason}": queue.counts[reason] for reason in UNUSABLE},
             **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
-            "follow/waited_seconds": self._waited_seconds,
-            "follow/rewarded_groups": len(self._found.candidates),
+            "follow/waited_seconds": time.monotonic() - self._began,
+            "follow/rewarded_groups": self._follower.rewarded,
             "follow/waiting_groups": waiting,
             "follow/waiting_completions": completions,
             "follow/pending_completions": pending,

@@ -18,7 +18,7 @@ from absl import flags
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience.following import Followed, Follower
+from recjax.experience.following import Follower
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
@@ -244,13 +244,13 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     config = load_config(both.output / "config.yaml", [])
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
-    follower = Follower(config, policy, said["totals"]["run"])
-    follower.taken = Followed.from_json(said["source"])
-    found = follower.found(step + 1)
+    state = said["source"]
+    follower = Follower(config, policy, said["totals"]["run"], state)
     with Store(both.store) as store:
         names = {number: name for name, (number,) in store.numbers("id").items()}
-    taken = {names.get(number) for begin, end in follower.taken.ranges for number in range(begin, end)} - {None}
-    left = {names[number] for candidate in found.candidates for number in candidate.numbers}
+    not_taken = {*state["left"]}
+    taken = {name for number, name in names.items() if number <= state["read"] and number not in not_taken}
+    left = {one.id for group in follower.poll(step + 1, len(names)).groups for one in group.completions}
     return left, taken, len(said["queue"]["waiting"]) + len(said["queue"]["ready"])
 
 
