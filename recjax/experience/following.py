@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from recjax.config import Config
-from recjax.experience.group import Grade
 from recjax.experience.queue import Arrival
 from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
@@ -93,19 +92,7 @@ class Follower:
             self._refresh()
         except ValueError as error:
             raise ValueError(f"experience.store = {self.name!r}: {error}") from error
-        groups: dict[str, list[_Waiting]] = {}
-        for one in self._left.values():
-            groups.setdefault(one.key, []).append(one)
-        candidates, self.waiting = [], (0, 0, 0)
-        for members in groups.values():
-            ready, over = self._divided(members)
-            candidates += ready
-            self._give_up(over)
-            self._left_out["groups_without_reward"] += len(over) == len(members)
-            gone = {one.record.number for part in (over, *itertools.chain(*ready)) for one in part}
-            still = [one.has_reward for one in members if one.record.number not in gone]
-            waiting, completions, pending = self.waiting
-            self.waiting = waiting + bool(still), completions + len(still), pending + still.count(False)
+        candidates = self._candidates()
         candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
         self.rewarded, arrived = len(candidates), []
         for chosen, over in candidates[:room]:
@@ -120,28 +107,40 @@ class Follower:
         left_out, self._left_out = self._left_out, Counter()
         return Arrival(arrived, left_out=left_out)
 
+    def _candidates(self) -> list[tuple[list[_Waiting], list[_Waiting]]]:
+        """The groups to train on: their completions, and completions that are given up if the group is taken.
+
+        Gives up the other completions without a reward at their deadline.
+        """
+        groups: dict[str, list[_Waiting]] = {}
+        for one in self._left.values():
+            groups.setdefault(one.key, []).append(one)
+        candidates, waits, size = [], [], self._config.rollout.group_size
+        for members in groups.values():
+            rewarded = [one for one in members if one.has_reward]
+            pending = [one for one in members if not one.has_reward]
+            over = list(filter(self._is_over, pending))
+            if rewarded and self._config.experience.group_by == "group":
+                # The completions without a reward wait with their group, and leave with it at the deadline.
+                ready, over = [(rewarded, over)] if len(over) == len(pending) else [], []
+            else:
+                parts = [rewarded[start : start + size] for start in range(0, len(rewarded), size)]
+                ready = [(part, []) for part in parts if len(part) == size or any(map(self._is_over, part))]
+            candidates += ready
+            self._give_up(over)
+            self._left_out["groups_without_reward"] += len(over) == len(members)
+            gone = {one.record.number for part in (over, *itertools.chain(*ready)) for one in part}
+            still = [one.has_reward for one in members if one.record.number not in gone]
+            waits += [still] if still else []
+        self.waiting = len(waits), sum(map(len, waits)), sum(has_reward.count(False) for has_reward in waits)
+        return candidates
+
     def _give_up(self, completions: Iterable[_Waiting]) -> None:
         """Removes completions that have no reward at their deadline."""
         for one in completions:
             del self._left[one.record.number]
             self._unrewarded.add(one.record.number)
             self._left_out["rows_without_reward"] += 1
-
-    def _divided(self, members: list[_Waiting]) -> tuple[list[tuple[list[_Waiting], list[_Waiting]]], list[_Waiting]]:
-        """Divides completions with the same key into groups to train on and completions given up at their deadline.
-
-        Returns:
-            For each group its completions, and those that are given up if the group is taken; completions that are
-            given up without a group. The others wait.
-        """
-        rewarded = [one for one in members if one.has_reward]
-        pending = [one for one in members if not one.has_reward]
-        over = list(filter(self._is_over, pending))
-        if rewarded and self._config.experience.group_by == "group":
-            return ([(rewarded, over)] if len(over) == len(pending) else []), []
-        size = self._config.rollout.group_size
-        parts = [rewarded[start : start + size] for start in range(0, len(rewarded), size)]
-        return [(part, []) for part in parts if len(part) == size or any(map(self._is_over, part))], over
 
     def _is_over(self, one: _Waiting) -> bool:
         return self._deadline is not None and datetime.now(UTC) - one.record.time >= self._deadline
@@ -196,7 +195,15 @@ class Follower:
                 if why not in self._warned:
                     self._warned.add(why)
                     logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
-        for number, (grade, _) in self._new_rewards(before, last).items():
+        if before:
+            rewards = self._store.new_rewards(before.reward, last)
+        else:
+            matter = self._left.keys() | self._unrewarded
+            graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
+            rewards = self._store.rewards(graded)
+            if len(rewards) != len(graded):
+                raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+        for number, (grade, _) in rewards.items():
             if number in self._unrewarded:
                 self._unrewarded.remove(number)
                 self._left_out["rewards_too_late"] += 1
@@ -208,17 +215,6 @@ class Follower:
             here = self._store.numbers("number", list(self._left))
             self._left = {number: one for number, one in self._left.items() if number in here}
         self._read = last
-
-    def _new_rewards(self, before: Last | None, last: Last) -> dict[int, tuple[Grade, str | None]]:
-        """Rewards that were added since the last call, or all of completions that matter if this is the first call."""
-        if before:
-            return self._store.new_rewards(before.reward, last)
-        matter = self._left.keys() | self._unrewarded
-        graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
-        rewards = self._store.rewards(graded)
-        if len(rewards) != len(graded):
-            raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
-        return rewards
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""

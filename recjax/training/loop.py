@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from recjax import hosts
-from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config, RegimeConfig
 from recjax.console import under_way
@@ -26,7 +25,6 @@ from recjax.experience.store import Store, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
-from recjax.models.placement import row_shards
 from recjax.plots.training import draw_experience, draw_training
 from recjax.rollout import agent_trials
 from recjax.tasks.grading.pool import FAILURES
@@ -76,7 +74,9 @@ def train(
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
         algorithm, stop_requests = config.algorithm.build(), hosts.LateAnswers()
-        padding = _padding(run, algorithm)
+        unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
+        turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+        padding = {"shape": run.padded_shape, "logprobs": not unneeded, "turns": turns}
         if run.manager.latest_step() is None:
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
                 evaluated = _evaluated(run, state, "before")
@@ -97,7 +97,7 @@ def train(
             # --- Pad.
             with run.phases.phase("sample"):
                 batch = with_missing_logprobs(run, state, pad(groups, **padding))
-            _check_staleness(run, state.queue, batch, step)
+            check_staleness(run, state.queue, batch, step)
             learned = to_learn_from(batch, config.task)
 
             state = keep_behavior_params(run, state, step)
@@ -232,20 +232,12 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     return logged | run.source.metrics(queue, groups, step)
 
 
-def _padding(run: Run, algorithm: Algorithm) -> dict[str, Any]:
-    """The arguments of `pad`: a shape with equal shares for micro-batches and devices, and what the algorithm reads."""
-    config, shape = run.config, run.shape
-    multiple = config.micro_batches(shape.positions, row_shards()) * row_shards()
-    unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
-    return {
-        "shape": shape._replace(prompts=-(-shape.prompts // multiple) * multiple),
-        "logprobs": not unneeded,
-        "turns": config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None,
-    }
+def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
+    """Checks that a synchronous run trains on a batch of the staleness that its regime promises.
 
-
-def _check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
-    """Checks the promise of a synchronous regime."""
+    Raises:
+        AssertionError: the staleness differs.
+    """
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = queue.counts["groups_without_reward"] == 0
     if run.config.experience is None and run.config.regime.mode == "sync" and all_there:

@@ -92,6 +92,12 @@ class Run(NamedTuple):
         return batch_shape(self.config, self.train, self.stored)
 
     @property
+    def padded_shape(self) -> Shape:
+        """The shape of the batches with equal shares for micro-batches and devices."""
+        multiple = self.config.micro_batches(self.shape.positions, row_shards()) * row_shards()
+        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
+
+    @property
     def own(self) -> tuple[int, int]:
         """Number of prompts in a batch, and of completions of each prompt, that the policy samples itself."""
         rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix

@@ -225,6 +225,7 @@ class GeneratorSource(Source):
                     store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
             for number in in_flight:
                 generators.issue(number)
+            del state  # a reference would keep its weights in memory
             yield
 
     def begin_step(self, run: Run, state: State) -> None:
