@@ -90,7 +90,7 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
     """The source of a run.
 
     Args:
-        sample: function with the first four arguments and the results of `sample_batch`; None: `sample_batch`.
+        sample: see `PolicySource`.
     Raises:
         ValueError: several processes cannot follow a store.
     """
@@ -103,7 +103,7 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
         return FollowedSource()
     if run.config.regime.mode == "async":
         return GeneratorSource(Generators(run.config.regime))
-    return PolicySource(sample or sample_batch) if run.own[0] else Source()
+    return PolicySource(sample) if run.own[0] else Source()
 
 
 # --- The policy samples.
@@ -112,9 +112,9 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
 class PolicySource(Source):
     """The policy samples a batch when it is due, in this process."""
 
-    def __init__(self, sample: Callable):
-        """Takes a function with the first four arguments and the results of `sample_batch`."""
-        self._sample = sample
+    def __init__(self, sample: Callable | None = None):
+        """Takes a function with the first four arguments and the results of `sample_batch`, to sample instead of it."""
+        self.sample_batch = sample or sample_batch
 
     def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Samples the batches due in this round.
@@ -126,7 +126,8 @@ class PolicySource(Source):
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         last = queue.round + (not of_now and schedule.samples_ahead(step, config.training.steps, config.regime))
         for number in range(queue.batches + 1, (last - 1) // interval + 2):
-            groups, grades = self._sample(run, run.learner.sampler_params(run, state), state.version, number)
+            weights = run.learner.sampler_params(run, state)
+            groups, grades = self.sample_batch(run, weights, state.version, number)
             groups = _joined(run, state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals
