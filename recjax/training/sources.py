@@ -347,7 +347,7 @@ class FollowedSource(Source):
         with run.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)
-        self._admitted += len(arrival.groups)
+        self._admitted, self._waited_seconds = self._admitted + len(arrival.groups), time.monotonic() - self._began
         return [arrival]
 
     def state(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class FollowedSource(Source):
         return {
             **{f"experience/left_out/{reason}": queue.counts[reason] for reason in UNUSABLE},
             **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
-            "follow/waited_seconds": time.monotonic() - self._began,
+            "follow/waited_seconds": self._waited_seconds,
             "follow/rewarded_groups": self._follower.rewarded,
             "follow/waiting_groups": waiting,
             "follow/waiting_completions": completions,
