@@ -21,7 +21,7 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 5  # format version
+LAYOUT = 6  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         ValueError: the checkpoint cannot be written; earlier checkpoints stay.
     """
     groups, queue = to_plain(state.queue)
-    plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
+    plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
@@ -118,7 +118,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
         queue=from_plain(groups, plain["queue"]),
-        in_flight=tuple(plain["in_flight"]),
+        source=plain["source"],
         totals=plain["totals"],
     )
 

@@ -14,7 +14,7 @@ import pytest
 from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import learner, loop, rounds, start
+from recjax.training import learner, loop, sources, start
 from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
@@ -22,7 +22,7 @@ from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
 from tests.commands import Command
 from tests.marks import slow
-from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch
+from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
 from tests.training.tiny_run import one_device, train, train_until_killed, without_times
 
 REGIMES = {
@@ -48,12 +48,12 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
 
 
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
-    sample_groups = rounds.sample_groups
+    sample_groups = sources.sample_groups
 
     def of_another(*args, **named):
         return sample_groups(*args[:-1], args[-1]._replace(temperature=0.8), **named)
 
-    monkeypatch.setattr(rounds, "sample_groups", of_another)
+    monkeypatch.setattr(sources, "sample_groups", of_another)
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
@@ -98,7 +98,7 @@ def test_the_sampler_uses_the_weights_of_its_version(tiny, regime):
         used.append((version, float(weights["checksum"][0])))
         return prepared_batch(run, weights, version, number)
 
-    rows = count(tiny("run", *REGIMES[regime]), sources=sampled)
+    rows = count(tiny("run", *REGIMES[regime]), sample=sampled)
     after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
     assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
 
@@ -209,7 +209,7 @@ def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
             return super().begin(run, params)
 
     meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
-    options = {"learner": Watching(), "sources": prepared_batch}
+    options = {"learner": Watching(), "sources": sampled_by(prepared_batch)}
     loop.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert jax.sharding.get_mesh().empty
     with one_device():
@@ -315,7 +315,7 @@ def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_onc
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
-    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, learner.update
+    sampled, dropped, sample_groups, update = [], [], sources.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
         sampled.extend(map(tuple, keys.tolist()))
@@ -325,7 +325,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         dropped.append(tuple(jax.random.key_data(args[4]).tolist()))
         return update(*args, **named)
 
-    monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
+    monkeypatch.setattr(sources, "sample_groups", watched_sampling)
     monkeypatch.setattr(learner, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)

@@ -42,7 +42,7 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "tiny.yaml").write_text(TINY)
     config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true"])
-    count(config, sources=functools.partial(prepared_batch, prefix="recorded-"))
+    count(config, sample=functools.partial(prepared_batch, prefix="recorded-"))
     return folder / "run" / "experience.db"
 
 
@@ -71,7 +71,7 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
         count(config, killed(at=2))
     if feed != "store":
         with pytest.raises(KeyboardInterrupt):
-            count(config, sources=killed_in_batch(at=2))
+            count(config, sample=killed_in_batch(at=2))
 
     def killed_at(step, is_saved):
         def kills(manager, state, keep):
