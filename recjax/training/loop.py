@@ -16,9 +16,9 @@ from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
 from recjax.console import under_way
 from recjax.experience import queue as queues
-from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
+from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
-from recjax.experience.layout import padding_waste
+from recjax.experience.layout import Layout, padding_waste
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.models.placement import row_shards
@@ -80,34 +80,45 @@ def train(
             run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
-                state, groups = next_groups(run, state, step, run.stopping)
-            if groups is None:  # a signal arrived during the wait
-                break
+            groups, begins = state.groups, not state.groups
+            if begins:
+                with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
+                    state, groups = next_groups(run, state, step, run.stopping)
+                if groups is None:  # a signal arrived during the wait
+                    break
 
             # --- Pad.
-            batch = _padded(run, state, algorithm, groups, step)
-            learned = to_learn_from(batch, config.task)
-
-            state = rounds.keep_behavior_params(run, state, step)
+            if begins or step == first:
+                batch = _padded(run, state, algorithm, groups, step)
+                learned = to_learn_from(batch, config.task)
+            if begins:
+                state = rounds.keep_behavior_params(run, state, step)
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
             weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                layout = run.learner.layout(run, learned)
                 weighted = with_part_weights(learned, weights)
-                trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step)
-            tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
+                layout = _layout(run, learned, groups, step)
+                if begins and config.training.updates > 1:
+                    steps_of_pass = range(step, step + config.training.minibatches)
+                    layouts = (_layout(run, learned, groups, each) for each in steps_of_pass)
+                    proximal = run.learner.proximal_logprobs(run, state.trained, weighted, layouts)
+                    state = state._replace(groups=tuple(groups), proximal_logprobs=proximal)
+                arguments = run, state.trained, weighted, layout, step, state.proximal_logprobs
+                trained, measured, of_tokens = run.learner.update(*arguments)
+            tokens = state.totals["tokens"] + begins * int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
+            if step % config.training.updates == 0:
+                state = state._replace(groups=(), proximal_logprobs=None)
             run.metrics.settle()  # the previous step's
-            kept_samples.keep(run, step, groups, of_tokens)
+            kept_samples.keep(run, step, groups, of_tokens, layout.rows)
 
             # --- Log and evaluate.
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **rounds.queue_metrics(run, state.queue, groups, step),
+                **(rounds.queue_metrics(run, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -167,10 +178,17 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
     return state, groups
 
 
+def _layout(run: Run, batch: Batch, groups: list[Group], step: int) -> Layout:
+    """The micro-batches of a step, which trains on the whole batch or on one of its minibatches."""
+    rows = minibatch_rows(batch, len(groups), step - 1, run.config.training, run.config.seed)
+    return run.learner.layout(run, batch, rows)
+
+
 def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> Batch:
     """The batch of a step, padded to equal shares for micro-batches and devices."""
     config, shape = run.config, run.shape
-    multiple = config.micro_batches(shape.positions, row_shards()) * row_shards()
+    minibatches, updates = config.training.minibatches, config.training.updates
+    multiple = config.micro_batches(shape.positions // minibatches, row_shards()) * row_shards() * minibatches
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
@@ -181,7 +199,7 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
         measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        expected = expected_staleness(step, config.regime)
+        expected = expected_staleness(step, config.regime, updates)
         if (measured != expected).any():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
     return batch

@@ -42,7 +42,7 @@ IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to 
 
 def sync_sampler(run: Run, state: State, step: int) -> State:
     """Gives the sampler the trained parameters in a sync step; returns the state."""
-    if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
+    if not schedule.is_sync(run.batch_of(step), run.config.regime) or state.version == step - 1:
         return state
     state = state._replace(behavior_params=None, version=step - 1)
     if run.generators:
@@ -51,8 +51,8 @@ def sync_sampler(run: Run, state: State, step: int) -> State:
 
 
 def keep_behavior_params(run: Run, state: State, step: int) -> State:
-    """Copies the weights before the step's update if the sampler keeps them; returns the state."""
-    keeps = run.samples and not schedule.is_sync(step + 1, run.config.regime)
+    """Copies the weights before a batch's first update if the sampler keeps them; returns the state."""
+    keeps = run.samples and not schedule.is_sync(run.batch_of(step) + 1, run.config.regime)
     return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if keeps else None)
 
 
@@ -67,7 +67,9 @@ def sample_batches(run: Run, state: State, step: int, wait: bool) -> State:
     queue, count = state.queue, stored_per_batch(run.config)
     if count and not queue.beside:  # groups that the step takes whole from a store
         with run.phases.phase("sample"):
-            groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
+            groups = _with_logprobs(
+                run, state, groups_at(run.stored.groups, count, run.batch_of(step), run.config.seed)
+            )
         queue = queues.add_beside(queue, groups)
     if run.generators:
         queue = _received(run, state._replace(queue=queue), step, wait)
@@ -91,7 +93,8 @@ def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
         return None
     # Log-probs of the policy as it is now are those of the round.
     of_now = config.experience is not None and config.experience.missing_logprobs == "current"
-    return True if not of_now and schedule.samples_ahead(step, config.training.steps, config.regime) else None
+    batches = run.batch_of(config.training.steps)
+    return True if not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime) else None
 
 
 def sample_batch(
@@ -191,7 +194,8 @@ def take_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
     later, groups = queues.take(queue, count, step, config.seed, settings)
     if groups is not None and state.in_flight:
         ahead = _versions_ahead(run, later)
-        if not schedule.in_time(ahead, step + 1, count, config.regime):
+        updates = config.training.updates
+        if not schedule.in_time(ahead, step + updates, count, config.regime, updates):
             later, groups = queue, None
     return state._replace(queue=later), groups
 
@@ -332,12 +336,13 @@ def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
 def _issue(run: Run, state: State, step: int) -> None:
     """Issues batches that are wanted now and that the run could train on in time, up to the last step."""
     config, generators, queue = run.config, run.generators, state.queue
-    count, every = run.own[0], run.settings.sampling_interval
+    count, every, updates = run.own[0], run.settings.sampling_interval, run.config.training.updates
     while not generators.are_busy:
         number, ahead = queue.added + len(generators.in_flight) + 1, _versions_ahead(run, queue)
-        has_turn = step + len(ahead) // count * every <= config.training.steps
-        has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime)
-        if not (has_turn and schedule.is_wanted(number, queue.round, every, state.version, step, config.regime)):
+        has_turn = step + len(ahead) // count * every * updates <= config.training.steps
+        has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime, updates)
+        wanted = schedule.is_wanted(number, queue.round, every, state.version, step, config.regime, updates)
+        if not (has_turn and wanted):
             return
         generators.issue(number)
 
