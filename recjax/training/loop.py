@@ -80,7 +80,7 @@ def train(
             run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            groups, begins = state.groups, not state.groups
+            groups, begins = list(state.groups), not state.groups
             if begins:
                 with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
                     state, groups = next_groups(run, state, step, run.stopping)
