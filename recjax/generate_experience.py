@@ -43,8 +43,8 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
-from recjax.training.rounds import sample_batch
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
+from recjax.training.sources import sample_batch
 from recjax.training.trained import for_sampling, open_checkpoint, run_config
 
 FLAGS = flags.FLAGS
@@ -227,7 +227,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-        sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
+        sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
         params = put_params(params)
     return sampler, for_sampling(sampler.policy, params), version
 

@@ -30,8 +30,9 @@ from recjax.rollout.decoding import SlotState, decode, first_tokens, prefill
 from recjax.rollout.keys_values import Memory, empty
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
-from recjax.training.rounds import batch_key, drop_key
+from recjax.training.learner import drop_key
 from recjax.training.run import prepare
+from recjax.training.sources import batch_key
 from recjax.training.update import TrainState, clipped_adamw, recipe_of, update
 
 

@@ -1,18 +1,19 @@
 """Follows a store that grows during training: completions become groups when they have their rewards.
 
 Another process, such as the server, writes the store: it adds completions and rewards, and may delete old completions.
-This module keeps the completions that nobody has taken; the queue records the completions that were taken.
 """
 
 import hashlib
+import itertools
 import json
 import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recjax.config import Config
-from recjax.experience.followed import Followed
-from recjax.experience.group import Grade, Group
+from recjax.experience.queue import Arrival
 from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
@@ -23,32 +24,6 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a completion cannot be trained on, independent of its reward.
 UNUSABLE = ("no_tokens", "no_logprobs", "other_sampling", "too_long")
-
-
-class Candidate(NamedTuple):
-    """A group to train on: numbers of its completions, and of completions without a reward at its deadline."""
-
-    numbers: tuple[int, ...]
-    unrewarded: tuple[int, ...]
-
-
-class Found(NamedTuple):
-    """Completions in a store that have not been taken.
-
-    candidates: groups to train on, with the oldest weights first.
-    unusable: numbers of completions that cannot be trained on, with the reasons.
-    unrewarded: numbers of completions without a reward at their deadline that no candidate lists as unrewarded.
-    without_reward: number of groups that consist only of `unrewarded` completions.
-    late: numbers of completions that got their reward only after they were given up at the deadline.
-    waiting: number of waiting groups, their completions, and their completions without a reward.
-    """
-
-    candidates: list[Candidate]
-    unusable: dict[int, str]
-    unrewarded: tuple[int, ...]
-    without_reward: int
-    late: frozenset[int]
-    waiting: tuple[int, int, int]
 
 
 class _Waiting(NamedTuple):
@@ -65,100 +40,107 @@ class _Waiting(NamedTuple):
 
 
 class Follower:
-    """Reads a store as it grows.
+    """Reads a store as it grows, and takes each completion once.
 
     Attributes:
         name: name of the store.
-        waited_seconds: seconds spent waiting for the groups of the last step.
-        last: completions found for the last step.
+        rewarded: number of groups with all their rewards that the latest poll found.
+        waiting: number of waiting groups, of their completions, and of their completions without a reward.
     """
 
-    def __init__(self, config: Config, policy: Policy, run: str):
+    def __init__(self, config: Config, policy: Policy, run: str, state: Mapping[str, Any] = {}):
         """Reads nothing; the store need not exist yet.
 
         Args:
             run: id of this run; a server that follows the run writes it into the metadata of its completions.
+            state: result of `state`, to continue from there.
         """
-        self.name = store_name(config.experience.store)
-        self._config, self._policy, self._run = config, policy, run
+        self.name, self.rewarded, self.waiting = store_name(config.experience.store), 0, (0, 0, 0)
+        self._config, self._policy, self._run, self._resumed = config, policy, run, state
         seconds = config.experience.deadline_seconds
         self._deadline = seconds and timedelta(seconds=seconds)
         self._store: Store | None = None
-        self._read = Last()  # how far the store has been read
+        self._read: Last | None = None  # how far the store has been read
         self._left: dict[int, _Waiting] = {}
-        self._unusable: dict[int, str] = {}
-        self._late: set[int] = set()
+        self._unrewarded: set[int] = {*state.get("unrewarded", ())}
+        self._left_out: Counter[str] = Counter()  # since the last poll
         self._warned: set[str] = set()
-        self.waited_seconds: float = 0.0
-        self.last: Found | None = None
 
-    def found(self, followed: Followed, step: int) -> Found:
-        """Reads new rows of the store and finds the completions that have not been taken.
+    def state(self) -> dict[str, Any]:
+        """The completions that were taken, as JSON data.
+
+        store: identity of the store.
+        read: number of the last completion that was read.
+        left: numbers of the completions up to it that were not taken.
+        unrewarded: numbers of the completions that reached the deadline without a reward.
+        """
+        if self._read is None:
+            return dict(self._resumed)
+        left, unrewarded = sorted(self._left), sorted(self._unrewarded)
+        return {"store": self._store.id, "read": self._read.completion, "left": left, "unrewarded": unrewarded}
+
+    def poll(self, step: int, room: int) -> Arrival:
+        """Takes groups that have all their rewards, those with the oldest weights first.
 
         Args:
             step: number of the next training step.
+            room: number of groups, at most.
         Raises:
-            ValueError: the store is damaged, or it is not the store of `followed`.
+            ValueError: the store is damaged, or it is not the store that the run has followed.
         """
         try:
-            self._refresh(followed)
+            self._refresh()
         except ValueError as error:
             raise ValueError(f"experience.store = {self.name!r}: {error}") from error
-        self._left = {number: one for number, one in self._left.items() if not followed.has(number)}
-        self._unusable = {number: why for number, why in self._unusable.items() if not followed.has(number)}
-        self._late &= followed.unrewarded
-        groups: dict[str, list[int]] = {}
-        for number, one in self._left.items():
-            groups.setdefault(one.key, []).append(number)
-        candidates, unrewarded, without_reward, waiting = [], [], 0, [0, 0, 0]
-        for numbers in groups.values():
-            ready, given_up, still = self._divided({number: self._left[number] for number in numbers})
-            candidates += ready
-            unrewarded, without_reward = unrewarded + given_up, without_reward + (len(given_up) == len(numbers))
-            pending = sum(not self._left[number].has_reward for number in still)
-            waiting = [waiting[0] + bool(still), waiting[1] + len(still), waiting[2] + pending]
-        candidates.sort(key=lambda one: min(self._version(self._left[number], step) or 0 for number in one.numbers))
-        late = frozenset(self._late)
-        return Found(candidates, dict(self._unusable), tuple(unrewarded), without_reward, late, tuple(waiting))
+        candidates = self._candidates()
+        candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
+        self.rewarded, arrived = len(candidates), []
+        for chosen, over in candidates[:room]:
+            self._give_up(over)
+            for one in chosen:
+                del self._left[one.record.number]
+            # Completions that form a group may have other groups in the store, and other prompts.
+            success, versions = self._config.task.success, [self._version(one, step) for one in chosen]
+            rows = [one.record.completion for one in chosen]
+            completions = map(as_trained, rows, itertools.repeat(success), versions)
+            arrived.append(chosen[0].record.group._replace(completions=tuple(completions)))
+        left_out, self._left_out = self._left_out, Counter()
+        return Arrival(arrived, left_out=left_out)
 
-    @property
-    def store_id(self) -> str:
-        """Identity of the store; empty until the store exists."""
-        return self._store.id if self._store else ""
+    def _candidates(self) -> list[tuple[list[_Waiting], list[_Waiting]]]:
+        """The groups to train on: their completions, and completions that are given up if the group is taken.
 
-    def group(self, candidate: Candidate, step: int) -> Group:
-        """Makes the group of a candidate from the latest call of `found`.
-
-        Args:
-            step: number of the next training step.
+        Gives up the other completions without a reward at their deadline.
         """
-        chosen = [self._left[number] for number in candidate.numbers]
-        # Completions that form a group may have other groups in the store, and other prompts.
-        first, success = chosen[0].record.group, self._config.task.success
-        completions = (as_trained(one.record.completion, success, self._version(one, step)) for one in chosen)
-        return first._replace(completions=tuple(completions))
+        groups: dict[str, list[_Waiting]] = {}
+        for one in self._left.values():
+            groups.setdefault(one.key, []).append(one)
+        candidates, waits, size = [], [], self._config.rollout.group_size
+        for members in groups.values():
+            rewarded = [one for one in members if one.has_reward]
+            pending = [one for one in members if not one.has_reward]
+            over = list(filter(self._is_over, pending))
+            if rewarded and self._config.experience.group_by == "group":
+                # The completions without a reward wait with their group, and leave with it at the deadline.
+                ready, over = [(rewarded, over)] if len(over) == len(pending) else [], []
+            else:
+                parts = [rewarded[start : start + size] for start in range(0, len(rewarded), size)]
+                ready = [(part, []) for part in parts if len(part) == size or any(map(self._is_over, part))]
+            candidates += ready
+            self._give_up(over)
+            self._left_out["groups_without_reward"] += len(over) == len(members)
+            gone = {one.record.number for part in (over, *itertools.chain(*ready)) for one in part}
+            still = [one.has_reward for one in members if one.record.number not in gone]
+            waits += [still] if still else []
+        self.waiting = len(waits), sum(map(len, waits)), sum(has_reward.count(False) for has_reward in waits)
+        return candidates
 
-    # --- Groups.
-
-    def _divided(self, completions: dict[int, _Waiting]) -> tuple[list[Candidate], list[int], list[int]]:
-        """Divides completions with the same key into groups to train on, completions given up at their deadline
-        without a group, and waiting completions."""
-        rewarded = [name for name, one in completions.items() if one.has_reward]
-        pending = [name for name, one in completions.items() if not one.has_reward]
-        over = [name for name in pending if self._is_over(completions[name])]
-        if self._config.experience.group_by == "group":
-            if rewarded and len(over) == len(pending):
-                return [Candidate(tuple(rewarded), tuple(over))], [], []
-            if rewarded:
-                return [], [], [*rewarded, *pending]
-        size, ready = self._config.rollout.group_size, []
-        while len(rewarded) >= size:
-            ready.append(Candidate(tuple(rewarded[:size]), ()))
-            rewarded = rewarded[size:]
-        if any(self._is_over(completions[name]) for name in rewarded):
-            ready.append(Candidate(tuple(rewarded), ()))
-            rewarded = []
-        return ready, over, [*rewarded, *(name for name in pending if name not in over)]
+    def _give_up(self, completions: Iterable[_Waiting]) -> None:
+        """Removes completions that have no reward at their deadline."""
+        for one in completions:
+            del self._left[one.record.number]
+            self._unrewarded.add(one.record.number)
+            self._left_out["rows_without_reward"] += 1
 
     def _is_over(self, one: _Waiting) -> bool:
         return self._deadline is not None and datetime.now(UTC) - one.record.time >= self._deadline
@@ -184,54 +166,55 @@ class Follower:
 
     # --- The store.
 
-    def _refresh(self, followed: Followed) -> None:
-        """Reads the rows that were added since the last call, or that nobody has taken if this is the first call."""
+    def _refresh(self) -> None:
+        """Reads the rows that were added since the last call, or that were not taken if this is the first call."""
         if self._store is None:
             if not exists(self._config.experience.store):
                 return
             # A server of databases may not have the tables yet.
             self._store = Store(self._config.experience.store, create="://" in self._config.experience.store)
-        if followed.store not in ("", self._store.id):
+        if self._resumed.get("store", "") not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"
             )
         last, before = self._store.last(), self._read
         if last == before:
             return
-        is_first = before == Last()
-        for after, end in followed.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
+        ranges = [(before.completion if before else self._resumed.get("read", 0), last.completion)]
+        if before is None:
+            runs = itertools.groupby(enumerate(self._resumed.get("left", ())), key=lambda pair: pair[1] - pair[0])
+            runs = [[number for _, number in pairs] for _, pairs in runs]
+            ranges = [*((run[0] - 1, run[-1]) for run in runs), *ranges]
+        for after, end in ranges:
             for record in self._store.records(after, end, grader=None):
                 record, why, words = self._usable(record)
                 if why is None:
                     self._left[record.number] = self._waiting(record)
                     continue
-                self._unusable[record.number] = why
+                self._left_out[why] += 1
                 if why not in self._warned:
                     self._warned.add(why)
                     logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
-        for number, (grade, _) in self._new_rewards(followed, before, last).items():
-            if number in followed.unrewarded:
-                self._late.add(number)
+        if before:
+            rewards = self._store.new_rewards(before.reward, last)
+        else:
+            matter = self._left.keys() | self._unrewarded
+            graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
+            rewards = self._store.rewards(graded)
+            if len(rewards) != len(graded):
+                raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+        for number, (grade, _) in rewards.items():
+            if number in self._unrewarded:
+                self._unrewarded.remove(number)
+                self._left_out["rewards_too_late"] += 1
             elif one := self._left.get(number):
                 completions = (one.record.completion._replace(grade=grade),)
                 group = one.record.group._replace(completions=completions)
                 self._left[number] = one._replace(record=one.record._replace(group=group))
-        if last.completion - last.completions > before.completion - before.completions:  # some were deleted
+        if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
             here = self._store.numbers("number", list(self._left))
             self._left = {number: one for number, one in self._left.items() if number in here}
         self._read = last
-
-    def _new_rewards(self, followed: Followed, before: Last, last: Last) -> dict[int, tuple[Grade, str | None]]:
-        """Rewards that were added since the last call, or all of completions that matter if this is the first call."""
-        if before != Last():
-            return self._store.new_rewards(before.reward, last)
-        graded = [
-            one for one in self._store.scan_rewards()[0].tolist() if one in self._left or one in followed.unrewarded
-        ]
-        rewards = self._store.rewards(graded)
-        if len(rewards) != len(graded):
-            raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
-        return rewards
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""

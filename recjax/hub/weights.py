@@ -21,7 +21,7 @@ from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.placement import Axes, constrain, param_axes, put
+from recjax.models.placement import Axes, constrain, param_axes, put_array
 from recjax.models.trainable import flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -227,10 +227,10 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
                 return values.T if transposed else values
 
             if not layered:
-                return put(tensor(names[path][0]), *axes).astype(jnp.float32)
+                return put_array(tensor(names[path][0]), *axes).astype(jnp.float32)
             stacked = _zeros(leaf.shape, axes)
             for layer, name in enumerate(names[path]):
-                stacked = _with_layer(stacked, layer, put(tensor(name), *axes[1:]), axes)
+                stacked = _with_layer(stacked, layer, put_array(tensor(name), *axes[1:]), axes)
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in flatten(abstract_params(config)).items()})

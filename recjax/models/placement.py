@@ -102,7 +102,7 @@ def constrain_params(tree: Any) -> Any:
     return _by_path(lambda leaf, axes: constrain(leaf, *axes), tree)
 
 
-def put(x: np.ndarray, *axes: Axes) -> Array:
+def put_array(x: np.ndarray, *axes: Axes) -> Array:
     """Puts a host array, whole on every process, on the mesh's devices; each device receives only its own part.
 
     Args:
@@ -122,12 +122,12 @@ def put_rows(tree: Any) -> Any:
     """
     if jax.sharding.get_mesh().size == 1:
         return tree
-    return jax.tree.map(lambda x: put(np.asarray(x), ROWS), tree)
+    return jax.tree.map(lambda x: put_array(np.asarray(x), ROWS), tree)
 
 
 def put_params(tree: Any) -> Any:
     """Puts host parameters, or the optimizer's state, on the mesh's devices by the rules."""
-    return _by_path(lambda leaf, axes: put(np.asarray(leaf), *axes), tree)
+    return _by_path(lambda leaf, axes: put_array(np.asarray(leaf), *axes), tree)
 
 
 def moved_params(mesh: Mesh, tree: Any) -> Any:
@@ -155,8 +155,8 @@ def mover(there: NamedSharding) -> Callable[[Array], Array]:
 
 
 def on_host(tree: Any) -> Any:
-    """Device arrays as NumPy arrays, whole on every process."""
-    here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+    """Arrays as NumPy arrays, whole on every process."""
+    here = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
     return jax.device_get(tree if here else _whole(tree))
 
 

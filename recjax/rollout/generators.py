@@ -83,7 +83,7 @@ class Generators:
     Attributes:
         in_flight: batches that were issued and have not arrived: number to version, in order of issue.
         restarts: number of restarts of generators.
-        waited_seconds: time that `receive` has waited in this step.
+        waited_seconds: time that `receive` has waited; `GeneratorSource` sets it to 0 at the start of a step.
     """
 
     def __init__(self, regime: RegimeConfig):
@@ -174,10 +174,6 @@ class Generators:
             self._weights = self._ray.put(weights)
             for actor in self._actors if self._regime.swap_within else ():
                 actor.replace_weights.remote(version, self._weights)
-
-    def begin_step(self) -> None:
-        """Resets `waited_seconds` at the start of a step."""
-        self.waited_seconds = 0.0
 
     def issue(self, number: int) -> None:
         """Assigns a batch to the generator with the fewest batches."""

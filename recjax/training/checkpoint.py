@@ -23,7 +23,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 5  # format version
+LAYOUT = 6  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 BATCH = "batch"  # checkpoint item with the batch that further updates train on
 
@@ -53,7 +53,7 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         ValueError: the checkpoint cannot be written; earlier checkpoints stay.
     """
     groups, queue = to_plain(state.queue)
-    plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
+    plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
@@ -128,7 +128,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
         queue=from_plain(groups, plain["queue"]),
-        in_flight=tuple(plain["in_flight"]),
+        source=plain["source"],
         totals=plain["totals"],
         groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())) if batch else (),
         proximal_logprobs=put_rows(batch.get("proximal_logprobs")),

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
-from recjax.training import rounds
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.run import Run, State, initial_policy
 from recjax.training.update import Learned, TrainState, learning_rate_schedule, recipe_of, update
@@ -39,7 +38,7 @@ class Learner:
         steps = config.training.steps
         rates = learning_rate_schedule(config.optimizer, steps)(np.arange(steps))
         self._rates = np.broadcast_to(jax.device_get(rates), steps)
-        self._drop_key = rounds.drop_key(config.seed)
+        self._drop_key = drop_key(config.seed)
         reads_initial = self._recipe.algorithm.needs_reference or config.evaluation.initial_kl
         frozen = in_compute_dtype(decoder, frozen, copy=False)
         initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
@@ -108,6 +107,11 @@ class Learner:
         return evaluate_policy(
             run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents
         )
+
+
+def drop_key(seed: int | Array) -> Key[Array, ""]:
+    """The random key that, folded with a step, decides which completions the step's update drops."""
+    return jax.random.fold_in(jax.random.key(seed), 3)
 
 
 def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:

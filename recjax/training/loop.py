@@ -1,9 +1,12 @@
 """The loop: sync → sample → queue → pad → update → log → evaluate and checkpoint."""
 
 import contextlib
+import itertools
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +14,28 @@ import jax
 import numpy as np
 
 from recjax import hosts
-from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
 from recjax.console import under_way
-from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, padding_waste
+from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
+from recjax.experience.store import Store, records_of
+from recjax.experience.tokenize import tokenizer_name
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
-from recjax.models.placement import row_shards
 from recjax.plots.training import draw_experience, draw_training
-from recjax.training import checkpoint, following, kept_samples, rounds
+from recjax.rollout import agent_trials
+from recjax.tasks.grading.pool import FAILURES
+from recjax.training import checkpoint, kept_samples, schedule
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.learner import Learner
 from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
+from recjax.training.sources import stored_groups, with_missing_logprobs
 from recjax.training.start import open_run
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
@@ -54,8 +60,7 @@ def train(
 
     Args:
         overwrite: delete the run that the folder holds.
-        sources: function that samples a batch, with the first four arguments and the results of
-            `rounds.sample_batch`; None: the policy samples.
+        sources: function from the run to the `Source` of its groups; None: `source_of`, which reads the config.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
@@ -69,6 +74,9 @@ def train(
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
         algorithm, stop_requests = config.algorithm.build(), hosts.LateAnswers()
+        unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
+        turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+        padding = {"shape": run.padded_shape, "logprobs": not unneeded, "turns": turns}
         if run.manager.latest_step() is None:
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
                 evaluated = _evaluated(run, state, "before")
@@ -80,19 +88,21 @@ def train(
             run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            groups, begins = list(state.groups), not state.groups
+            before, groups, begins = state.queue, list(state.groups), not state.groups
             if begins:
-                with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
-                    state, groups = next_groups(run, state, step, run.stopping)
+                with under_way(_SAMPLED if run.samples else _FROM_STORE, step == first):
+                    state, groups = next_groups(run, state, step)
                 if groups is None:  # a signal arrived during the wait
                     break
 
             # --- Pad.
             if begins or step == first:
-                batch = _padded(run, state, algorithm, groups, step)
+                with run.phases.phase("sample"):
+                    batch = pad(groups, **padding)
                 learned = to_learn_from(batch, config.task)
+            check_staleness(run, state.queue, batch, step)
             if begins:
-                state = rounds.keep_behavior_params(run, state, step)
+                state = keep_behavior_params(run, state, step)
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
@@ -118,7 +128,7 @@ def train(
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **(rounds.queue_metrics(run, state.queue, groups, step) if begins else {}),
+                **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -152,30 +162,85 @@ def train(
     return json.loads((Path(config.output) / "summary.json").read_text(encoding="utf-8"))
 
 
-def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
-    """Runs rounds until there are enough groups for a step; returns the state and the groups.
+def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
+    """Runs rounds until there are enough groups for a step.
+
+    Returns:
+        The state and the groups; None instead of the groups if a signal arrived while an endless source waited.
+    Raises:
+        RuntimeError: too many rounds have gone by without enough groups to train on.
+    """
+    source, settings, count, seed = run.source, run.settings, run.own[0], run.config.seed
+    state, batches = sync_sampler(run, state, step), state.queue.batches
+    source.begin_step(run, state)
+    for idle in itertools.count(1):
+        state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
+        for wait in (False, True):  # the source waits only if there are too few groups
+            queue = state.queue
+            for arrival in source.poll(run, state, step, wait):
+                queue = put(queue, arrival, seed, settings)
+            queue = deliver(wait_for_due_grades(run, queue), step, settings)
+            later, groups = take(queue, count, step, seed, settings)
+            if groups is not None and not source.must_wait(run, later, step):
+                groups = with_missing_logprobs(run, state, groups + stored_groups(run, step))
+                return state._replace(queue=later), groups
+            state = state._replace(queue=queue)
+        if source.endless and run.stopping:
+            return state, None
+        if idle >= settings.idle_rounds and not source.endless:
+            raise RuntimeError(
+                f"step {step}: {queue.batches - batches} batches were sampled, but too few groups remain to train on:"
+                f" {counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"
+                " experience.late.deadline), or choose problems whose completions differ in reward"
+            )
+
+
+def sync_sampler(run: Run, state: State, step: int) -> State:
+    """Gives the sampler the trained parameters before a batch if that is due; returns the state."""
+    is_due = schedule.is_sync(run.batch_of(step), run.config.regime) and state.version != step - 1
+    return state._replace(behavior_params=None, version=step - 1) if is_due else state
+
+
+def keep_behavior_params(run: Run, state: State, step: int) -> State:
+    """Copies the weights before a batch's first update if the sampler keeps them; returns the state."""
+    keeps = run.samples and not schedule.is_sync(run.batch_of(step) + 1, run.config.regime)
+    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if keeps else None)
+
+
+def wait_for_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
+    """Waits for the grades that are due, or for all, and records their batches; returns the queue."""
+    with run.phases.phase("score"):
+        queue, batches = wait_for_grades(queue, all_of_them)
+    if run.record and batches and hosts.is_first():
+        with Store(run.record, create=True) as store:
+            for groups in batches:
+                records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+                # An agent that failed before its first turn has no tokens.
+                records = [record for record in records if record.completion.rows]
+                # A run that resumed from before this batch has recorded it already.
+                if records and not store.numbers("id", [records[0].completion.id]):
+                    store.append(records)
+    return queue
+
+
+def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], step: int) -> dict[str, Any]:
+    """Metrics of the step's groups, the queue and the source.
 
     Args:
-        stopping: received signals that stop the run.
-    Returns:
-        None instead of the groups if a signal arrived while the run waited for a store.
+        before: the queue before the step, to count the completions that could not be graded.
     """
-    if run.follower:
-        return following.wait_for_groups(run, rounds.sync_sampler(run, state, step), step, stopping)
-    state, groups = state._replace(queue=queues.begin_step(state.queue)), None
-    if run.generators:
-        run.generators.begin_step()
-    while groups is None:
-        state = rounds.sync_sampler(run, state, step)
-        state = state._replace(queue=queues.begin_round(state.queue))
-        # It waits for the generators only if there are too few groups.
-        for wait in (False, True) if run.generators else (True,):
-            state = rounds.sample_batches(run, state, step, wait)
-            state, groups = rounds.take_groups(run, state, step)
-            if groups is not None:
-                break
-        rounds.require_some(run, state.queue, step)
-    return state, groups
+    config, logged, failures = run.config, {}, {}
+    if run.samples:
+        failures["grading"] = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
+    if run.agents:
+        failures["agent"] = agent_trials.FAILURES
+    for of, reasons in failures.items():
+        names = {reason: f"ungraded/{reason}" for reason in reasons}
+        logged |= {f"{of}/{reason}": queue.counts[name] - before.counts[name] for reason, name in names.items()}
+    if config.experience or config.regime.mode == "async":
+        logged["source_rows"] = dict(Counter(one.source for group in groups for one in group.completions))
+        logged |= counts(queue) if config.follows or not (config.experience and config.experience.store) else {}
+    return logged | run.source.metrics(queue, groups, step)
 
 
 def _layout(run: Run, batch: Batch, groups: list[Group], step: int) -> Layout:
@@ -184,25 +249,19 @@ def _layout(run: Run, batch: Batch, groups: list[Group], step: int) -> Layout:
     return run.learner.layout(run, batch, rows)
 
 
-def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> Batch:
-    """The batch of a step, padded to equal shares for micro-batches and devices."""
-    config, shape = run.config, run.shape
-    minibatches, updates = config.training.minibatches, config.training.updates
-    multiple = config.micro_batches(shape.positions // minibatches, row_shards()) * row_shards() * minibatches
-    unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
-    shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
-    with run.phases.phase("sample"):
-        turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
-        batch = pad(groups, shape, logprobs=not unneeded, turns=turns)
-        batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
+def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
+    """Checks that a synchronous run trains on a batch of the staleness that its regime promises.
+
+    Raises:
+        AssertionError: the staleness differs.
+    """
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
-    all_there = state.queue.left["groups_without_reward"] == 0
-    if config.experience is None and config.regime.mode == "sync" and all_there:
+    all_there = queue.counts["groups_without_reward"] == 0
+    if run.config.experience is None and run.config.regime.mode == "sync" and all_there:
         measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        expected = expected_staleness(step, config.regime, updates)
+        expected = expected_staleness(step, run.config.regime, run.config.training.updates)
         if (measured != expected).any():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
-    return batch
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
@@ -219,7 +278,8 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
 def _saved(run: Run, state: State) -> State:
     """Waits for all grades, writes a checkpoint, and returns the state that it holds."""
     run.lock.check()
-    state = state._replace(queue=rounds.add_due_grades(run, state.queue, all_of_them=True))
+    queue = wait_for_due_grades(run, state.queue, all_of_them=True)
+    state = state._replace(queue=queue, source=run.source.state())
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
         state = state._replace(totals=state.totals | seconds | {"metrics": run.metrics.written})

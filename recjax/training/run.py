@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
-from recjax.experience.following import Follower
 from recjax.experience.group import Group
 from recjax.experience.packing import shape_for
 from recjax.experience.queue import Queue, Settings, settings_of
@@ -27,7 +26,6 @@ from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params, with_adapters
 from recjax.rollout.agents import Agents
-from recjax.rollout.generators import Generators
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
@@ -49,7 +47,6 @@ class Run(NamedTuple):
 
     train, held_out: prompts to train on, and to evaluate on.
     grading: workers that grade completions; open during the run.
-    generators: processes that sample, in an asynchronous run; open during the run.
     phases: the clock of the phases.
     stored: groups of the store that the run trains on.
     others: completions of a store that join the policy's groups, by prompt.
@@ -57,9 +54,8 @@ class Run(NamedTuple):
     initial: trained parameters before the first step, in the compute dtype; None if nothing reads them.
     teacher: the model that `model.teacher` names.
     agents: programs that talk to the policy; open during the run.
-    follower: the reader of the followed store.
     learner: the `Learner`.
-    sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
+    source: the `Source` of the run's groups.
     judge: how the run's updates read the rewards of a group.
     manager, lock, metrics, trackers: the checkpoints, the lock of the folder, and receivers of metrics; open during the
         run.
@@ -71,7 +67,6 @@ class Run(NamedTuple):
     train: Prompts
     held_out: Prompts
     grading: Grading
-    generators: Generators | None
     phases: PhaseSeconds
     stored: Stored | None = None
     others: ByPrompt | None = None
@@ -79,9 +74,8 @@ class Run(NamedTuple):
     initial: dict | None = None
     teacher: Teacher | None = None
     agents: Agents | None = None
-    follower: Follower | None = None
     learner: Any = None
-    sample: Callable | None = None
+    source: Any = None
     judge: Judge = Judge()
     manager: ocp.CheckpointManager | None = None
     lock: RunLock | None = None
@@ -101,6 +95,13 @@ class Run(NamedTuple):
         return batch_shape(self.config, self.train, self.stored)
 
     @property
+    def padded_shape(self) -> Shape:
+        """The shape of the batches with equal shares for micro-batches and devices."""
+        minibatches, shards = self.config.training.minibatches, row_shards()
+        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
+        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
+
+    @property
     def own(self) -> tuple[int, int]:
         """Number of prompts in a batch, and of completions of each prompt, that the policy samples itself."""
         rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix
@@ -114,7 +115,7 @@ class Run(NamedTuple):
     @property
     def samples(self) -> bool:
         """True if the policy samples any training data."""
-        return self.own[0] > 0 and not self.follower
+        return self.own[0] > 0 and not self.config.follows
 
     @property
     def settings(self) -> Settings:
@@ -137,7 +138,7 @@ class State(NamedTuple):
         parameters, or never samples.
     version: optimizer steps of the sampler's weights.
     queue: sampled groups that the run may still train on.
-    in_flight: numbers of the batches that generators sample.
+    source: JSON data of the run's source.
     groups: groups of a batch that the run makes further updates of.
     proximal_logprobs: log-probs of that batch before its first update; None if the algorithm reads none.
     totals: the run's seconds by phase, wall seconds and tokens; a digest of the store; size and checksum of
@@ -149,7 +150,7 @@ class State(NamedTuple):
     behavior_params: dict | None
     version: int
     queue: Queue
-    in_flight: tuple[int, ...]
+    source: dict[str, Any]
     totals: dict[str, Any]
     groups: tuple[Group, ...] = ()
     proximal_logprobs: Float[Array, "batch time"] | None = None
@@ -205,12 +206,10 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
         initial, sampling = in_compute_dtype(policy.decoder, params, copy=False), config.rollout.sampling()
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
-    generators = Generators(config.regime) if config.regime.mode == "async" else None
     phases.totals["prepare"] = phases.wall_seconds
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)
-    run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
-    run = run._replace(agents=agents)
+    run = Run(config, policy, train, held_out, grading, phases, stored, others, agents=agents)
     return run._replace(judge=judge_of(config, run.part_weights)), params
 
 

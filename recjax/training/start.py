@@ -12,15 +12,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from recjax.config import Config, to_yaml
-from recjax.experience.following import Follower
 from recjax.experience.queue import Queue
-from recjax.training import checkpoint, rounds, run_lock
+from recjax.training import checkpoint, run_lock
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
+from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,9 @@ def open_run(
         stack.callback(manager.close)
         resumed = manager.latest_step() is not None
         # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs the run's handler.
-        for workers in filter(None, (run.grading, run.generators, run.agents)):
+        for workers in filter(None, (run.grading, run.source.opened(run, state), run.agents)):
             stack.enter_context(workers)
         stopping = stack.enter_context(stop_requests())
-        if run.generators:
-            rounds.start_generators(run, state)
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
         bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
@@ -114,7 +112,7 @@ def begin(
     """
     learner = learner or Learner()
     run, params = prepare(config, learner.initial_policy)
-    run = run._replace(learner=learner, sample=sources or rounds.sample_batch)
+    run = run._replace(learner=learner, source=(sources or source_of)(run))
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(run) if regrades else {}
     output = open_run_folder(config, overwrite)
@@ -127,9 +125,9 @@ def begin(
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": config.model_dump(), "metrics": None}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
-    state = State(0, trained, None, 0, Queue(), (), totals)
+    state = State(0, trained, None, 0, Queue(), {}, totals)
     if manager.latest_step() is None:
-        return _with_follower(run, state), state, manager
+        return run, state, manager
     like = (state.trained, learner.sampler_params(run, state))
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     del trained, state  # the restored arrays need their memory
@@ -143,16 +141,4 @@ def begin(
     state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
     logger.info("resuming from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
-    return _with_follower(run, state), state, manager
-
-
-def _with_follower(run: Run, state: State) -> Run:
-    """The run with a reader of the store that it follows, if it follows one."""
-    if not run.config.follows:
-        return run
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"experience.follow = true: only one process can follow a store, and this run has {jax.process_count()};"
-            " start a single process"
-        )
-    return run._replace(follower=Follower(run.config, run.policy, state.totals["run"]))
+    return run, state, manager

@@ -1,6 +1,7 @@
 """Groups for tests."""
 
 from recjax.experience.group import Grade, Group
+from recjax.experience.queue import Queue
 from recjax.experience.store import groups_of
 from tests.experience.rows import make_row, same
 
@@ -32,3 +33,8 @@ def ids(group: Group) -> list[str]:
 def same_groups(ours: Group, theirs: Group) -> bool:
     """Whether two groups are equal to the bit."""
     return same(ours, theirs)
+
+
+def next_round(queue: Queue) -> Queue:
+    """The queue in the next round."""
+    return queue._replace(round=queue.round + 1)

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 
 from recjax.config import load_config
 from recjax.experience import store
-from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
+from tests.experience.groups import ids
 from tests.experience.rows import append, make_row
 from tests.experience.test_feedback import give_rewards
 from tests.training.tiny_run import TINY
@@ -29,9 +30,9 @@ def following(tmp_path):
     path.write_text(TINY)
     always = [f"experience.store={tmp_path / 'live'}", "experience.follow=true", "rollout.max_context_tokens=12"]
 
-    def reader(*overrides):
+    def reader(*overrides, state=None):
         options = [*always, "rollout.temperature=0.9", "rollout.group_size=2", *overrides]
-        return Follower(load_config(path, options), POLICY, "this run")
+        return Follower(load_config(path, options), POLICY, "this run", json.loads(json.dumps(state or {})))
 
     return reader
 
@@ -41,32 +42,44 @@ def row(number, group=0, **changes):
     return make_row(number, group, **plain | changes)
 
 
-def names(found):
-    """The completions of the groups by their places in the store, from 0 as in their ids."""
-    return [[number - 1 for number in one.numbers] for one in found.candidates]
+def taken(reader, room=9, step=1):
+    """The groups that the reader takes, by the numbers in the ids of their completions."""
+    groups = reader.poll(step, room).groups
+    return [[int(one.id.removeprefix("row ")) for one in group.completions] for group in groups]
 
 
 def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
-    reader, live, nothing = following(), tmp_path / "live", Followed()
-    assert reader.found(nothing, 1).candidates == []  # there is no folder yet
+    reader, live = following(), tmp_path / "live"
+    assert taken(reader) == [] and reader.state() == {}  # there is no folder yet
     append(live, [row(0), row(1), row(2, 1, reward=None), row(3, 1)])
-    found = reader.found(nothing, 1)
-    assert names(found) == [[0, 1]] and found.waiting == (1, 2, 1)
-    taken = nothing.with_taken([1, 2])
-    assert reader.found(taken, 1).candidates == []
+    assert taken(reader, room=0) == [] and reader.rewarded == 1 and reader.waiting == (1, 2, 1)
+    assert taken(reader) == [[0, 1]] and taken(reader) == [] and reader.state()["left"] == [3, 4]
     give_rewards(live, [{"id": "row 2", "reward": 1.0}])
-    assert names(reader.found(taken, 1)) == [[2, 3]]
     append(live, [row(4, 2)])
-    taken = taken.with_taken([3, 4])._replace(store=reader.store_id)
-    assert taken.ranges == ((1, 5),)
-    assert Followed.from_json(json.loads(json.dumps(taken.to_json()))) == taken
-    # The same process, and another one that goes on from there.
-    for again in (reader, following()):
-        assert names(again.found(taken, 1)) == [[4]]
+    assert taken(reader, room=1) == [[2, 3]]
+    state = reader.state()
+    assert state == {"store": reader._store.id, "read": 5, "left": [5], "unrewarded": []}
     append(live, [row(6, 3)])
-    assert names(again.found(taken.with_taken([5]), 1)) == [[5]]
+    # The same process, and others that go on from there, before and after they have read anything.
+    resumed = following(state=state)
+    assert resumed.state() == state
+    for again in (reader, resumed, following(state=resumed.state())):
+        assert taken(again) == [[4], [6]] and taken(again) == [] and again.state()["left"] == []
     with pytest.raises(ValueError, match="another store than the one that this run has followed"):
-        following().found(taken._replace(store="another"), 1)
+        taken(following(state=state | {"store": "another"}))
+
+
+def test_a_resumed_reader_takes_what_was_left_wherever_that_is(tmp_path, following):
+    live, left = tmp_path / "live", {1, 2, 5, 8, 9, 10}
+    append(live, [row(number, number, reward=None if number in left else 1.0) for number in range(12)])
+    reader = following()
+    assert taken(reader, room=20) == [[0], [3], [4], [6], [7], [11]] and reader.waiting == (6, 6, 6)
+    give_rewards(live, [{"id": f"row {number}", "reward": 0.0} for number in left - {9}])
+    with store.Store(live) as opened:
+        opened.delete([3])
+    for again in (following(state=reader.state()), reader):
+        assert taken(again, room=20) == [[1], [5], [8], [10]] and again.waiting == (1, 1, 1)
+        assert again.state()["left"] == [10] and again.state()["read"] == 12
 
 
 def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path, following):
@@ -80,10 +93,9 @@ def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path,
         for number in range(6)
     ]
     append(tmp_path / "live", rows)
-    by_prompt = following("experience.group_by=prompt").found(Followed(), 1)
-    assert names(by_prompt) == [[0, 3], [1, 4], [2, 5]]
-    by_task = following("experience.group_by=metadata.task").found(Followed(), 1)
-    assert names(by_task) == [[0, 2], [1, 3]]
+    assert taken(following("experience.group_by=prompt")) == [[0, 3], [1, 4], [2, 5]]
+    by_task = following("experience.group_by=metadata.task")
+    assert taken(by_task) == [[0, 2], [1, 3]]
     assert by_task.waiting == (2, 2, 0)  # those without the key are by themselves, and too few
 
 
@@ -91,9 +103,8 @@ def test_a_session_is_one_completion_of_all_its_rows(tmp_path, following):
     first = row(0).completion.rows[0]
     rows = first, first._replace(mask=np.array([True, False, True]))
     append(tmp_path / "live", [row(0, metadata={"run": "this run"}, policy_version=3, rows=rows)])
-    reader = following()
-    (candidate,) = reader.found(Followed(), 4).candidates
-    (completion,) = reader.group(candidate, 4).completions
+    (group,) = following().poll(4, 9).groups
+    (completion,) = group.completions
     assert len(completion.rows) == 2 and completion.sampled_tokens == 5 and completion.policy_version == 3
 
 
@@ -101,15 +112,19 @@ def test_at_its_deadline_a_group_goes_without_some_and_what_comes_later_is_count
     live, old = tmp_path / "live", datetime.now(UTC) - timedelta(seconds=100)
     rows = [row(0), row(1, reward=None), row(2, 1, reward=None), row(3, 2, reward=None)]
     append(live, [one._replace(time=old if number < 3 else one.time) for number, one in enumerate(rows)])
-    assert following().found(Followed(), 1).candidates == []
+    assert taken(following()) == []
     reader = following("experience.deadline_seconds=60")
-    found = reader.found(Followed(), 1)
-    assert names(found) == [[0]] and found.candidates[0].unrewarded == (2,)
-    assert found.unrewarded == (3,) and found.without_reward == 1 and found.waiting == (1, 1, 1)
-    taken = Followed().with_taken([1, 2, 3], [2, 3])
+    assert reader.poll(1, 0).left_out == Counter(rows_without_reward=1, groups_without_reward=1)
+    assert reader.rewarded == 1 and reader.waiting == (1, 1, 1)
+    arrival = reader.poll(1, 1)
+    assert [ids(group) for group in arrival.groups] == [["row 0"]]
+    assert arrival.left_out == Counter(rows_without_reward=1)
+    assert reader.state()["left"] == [4] and reader.state()["unrewarded"] == [2, 3]
     give_rewards(live, [{"id": "row 2", "reward": 1.0}])
-    later = reader.found(taken, 1)
-    assert later.late == {3} and later.candidates == []
+    for again in (following("experience.deadline_seconds=60", state=reader.state()), reader):
+        arrival = again.poll(1, 9)
+        assert arrival.groups == [] and arrival.left_out == Counter(rewards_too_late=1)
+        assert again.state()["unrewarded"] == [2] and again.poll(1, 9).left_out == Counter()
 
 
 def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
@@ -122,12 +137,12 @@ def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
         row(5, 5),
     ]
     append(tmp_path / "live", rows)
-    found = following().found(Followed(), 1)
-    why = ["no_tokens", "other_sampling", "no_logprobs", "too_long", "no_tokens"]
-    assert found.unusable == dict(enumerate(why, 1))
-    assert names(found) == [[5]]
+    reader = following()
+    assert reader.poll(1, 0).left_out == Counter(no_tokens=2, other_sampling=1, no_logprobs=1, too_long=1)
+    assert reader.state()["left"] == [6] and taken(reader) == [[5]]
     reader = following("experience.missing_logprobs=unneeded", "algorithm.preset=red_weight")
-    assert [*reader.found(Followed(), 1).unusable.values()] == ["no_tokens", "too_long", "no_tokens"]
+    assert reader.poll(1, 0).left_out == Counter(no_tokens=2, too_long=1)
+    assert reader.poll(1, 0).left_out == Counter() and taken(reader) == [[1], [2], [5]]
 
 
 def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):
@@ -135,8 +150,7 @@ def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):
     versions = [(4, ours), (2, ours), (9, ours), (2, theirs), (0, theirs)]
     rows = [row(n, n, policy_version=version, metadata=run) for n, (version, run) in enumerate(versions)]
     append(tmp_path / "live", rows)
-    reader = following()
-    groups = [reader.group(one, 6) for one in reader.found(Followed(), 6).candidates]
+    groups = following().poll(6, 9).groups
     found = [(one.completions[0].id, one.completions[0].policy_version) for one in groups]
     assert found == [("row 2", None), ("row 3", None), ("row 4", 0), ("row 1", 2), ("row 0", 4)]
 
@@ -144,26 +158,27 @@ def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):
 def test_completions_that_are_deleted_are_no_error_and_damaged_ones_are(tmp_path, following):
     reader, live = following(), tmp_path / "live"
     append(live, [row(0), row(1, 1)])
-    assert len(reader.found(Followed(), 1).candidates) == 2
+    assert taken(reader, room=0) == [] and reader.rewarded == 2
     with store.Store(live) as opened:
         opened.delete([1])
-    assert names(reader.found(Followed(), 1)) == [[1]]
+    assert taken(reader) == [[1]]
     append(live, [row(2, 2)])
     with sqlite3.connect(live) as database:
         database.execute("update completions set completion = 'y' where number = 3")
     with pytest.raises(ValueError, match=r"experience.store = .*completion 3 \('row 2'\) does not match its checksum"):
-        reader.found(Followed(), 1)
+        taken(reader)
 
 
 def test_a_poll_does_not_read_what_was_taken(tmp_path, following):
     """The rows that a poll reads are those that were added since the last one."""
     reader, live = following(), tmp_path / "live"
     append(live, [row(number, number) for number in range(300)])
-    reader.found(Followed(), 1)
-    taken, read = Followed().with_taken(range(1, 301)), []
+    assert len(taken(reader, room=300)) == 300
+    read = []
     records = reader._store.records
     reader._store.records = lambda *given, **how: (read.append(one.number) or one for one in records(*given, **how))
     append(live, [row(300, 300)])
-    assert names(reader.found(taken, 1)) == [[300]] and read == [301]
-    other = following()
-    assert names(other.found(taken, 1)) == [[300]] and len(other._left) == 1
+    state = reader.state()
+    assert taken(reader) == [[300]] and read == [301]
+    other = following(state=state)
+    assert taken(other, room=0) == [] and len(other._left) == 1

@@ -1,6 +1,7 @@
 """The queue: groups go when whole or at the deadline, rewards when they are due, and nothing is lost uncounted."""
 
 import json
+from collections import Counter
 from concurrent.futures import Future
 
 import numpy as np
@@ -12,25 +13,22 @@ from recjax.config import LateConfig, ReplayConfig, TaskConfig
 from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
     ONCE,
-    Coming,
+    Arrival,
     Queue,
     Settings,
     Waiting,
-    add,
-    add_beside,
-    begin_round,
     counts,
     deliver,
     from_plain,
+    put,
+    queued_versions,
     reward_delays,
     take,
     to_plain,
     wait_for_grades,
 )
 from recjax.experience.replay import Judge
-from tests.experience.groups import grades, ids, make_group, same_groups, ungraded
-
-NOTHING_LOST = Queue().left
+from tests.experience.groups import grades, ids, make_group, next_round, same_groups, ungraded
 
 
 def settings_with(shortest=0, longest=0, deadline=None, offset=0, oldest_first=False):
@@ -68,13 +66,13 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
     for step in range(1, 24):
         if step == reopen:
             queue = plain_and_back(queue)
-        queue = begin_round(queue)
+        queue = next_round(queue)
         groups = [
             make_group(10 * step + i, [1.0] * size) for i, size in enumerate(sizes[step - 1 : step] and sizes[step - 1])
         ]
         came |= {group.id: (step, group) for group in groups}
         given_ = [grade for group in groups for grade in grades(group)]
-        queue = add(queue, list(map(ungraded, groups)), given_, step, seed, how)
+        queue = put(queue, Arrival(list(map(ungraded, groups)), given_, step), seed, how)
         queue = a_round(queue, step, how)
         queue, released = take(queue, len(queue.ready), step, seed, how)
         for group in released:
@@ -84,23 +82,21 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
             assert deadline is None or waited <= deadline
             assert ids(group) == ids(whole) or waited == deadline
             gone[group.id] = group
-    assert not queue.waiting and not queue.coming
+    assert not queue.waiting and queue.batches == 23
     rows = sum(len(group.completions) for _, group in came.values())
-    left = queue.left
+    left = queue.counts
     assert rows == sum(len(group.completions) for group in gone.values()) + left["rows_without_reward"]
     assert len(came) == len(gone) + left["groups_without_reward"]
     # What did not go in time got its reward after all, and too late.
     assert left["rewards_too_late"] == left["rows_without_reward"]
     if deadline is None:
-        assert left == NOTHING_LOST | {"used_up": len(gone)}
+        assert left == Counter(used_up=len(gone))
 
 
 def test_a_group_goes_when_whole_in_the_order_it_came():
     how, groups = settings_with(), [make_group(0, (0.0, 5.0)), make_group(1, (2.0,)), make_group(2, (3.0,))]
-    queue = begin_round(Queue())._replace(waiting=tuple(Waiting(ungraded(group), 1) for group in groups))
-    late = {"row 0": 1, "row 1": 9, "row 10": 3, "row 20": 3}
-    rewards = [grade for group in groups for grade in grades(group)]
-    queue = queue._replace(coming=(Coming(tuple(late), tuple(late.values()), rewards),))
+    due = ((1, 9), (3,), (3,))
+    queue = Queue(1, waiting=tuple(Waiting(*one, 1) for one in zip(groups, due, strict=True)))
     for round_, expected in ((1, []), (3, ["group 1", "group 2"]), (9, ["group 0"])):
         queue, released = take(deliver(queue._replace(round=round_), 1, how), 0, 1, 0, how)
         assert [entry.group.id for entry in queue.ready] == expected and released == []
@@ -111,33 +107,36 @@ def test_a_group_goes_when_whole_in_the_order_it_came():
 
 def test_at_the_deadline_a_group_goes_without_the_completions_that_wait():
     how, groups = settings_with(deadline=3), [make_group(0, (1.0, 2.0, 3.0)), make_group(1)]
-    queue = Queue(round=6, waiting=tuple(Waiting(ungraded(group), 4) for group in groups))
-    queue = queue._replace(coming=(Coming(("row 1", "row 0"), (5, 8), (Grade(2.0), Grade(1.0))),))
+    due = ((8, 5, 99), (99, 99))
+    queue = Queue(6, waiting=tuple(Waiting(*one, 4) for one in zip(groups, due, strict=True)))
     waits = deliver(queue, 1, how)
-    assert not waits.ready and len(waits.waiting) == 2
-    goes = deliver(waits._replace(round=7), 1, how)
-    assert [ids(entry.group) for entry in goes.ready] == [["row 1"]] and not goes.waiting
-    assert goes.left == NOTHING_LOST | {"rows_without_reward": 4, "groups_without_reward": 1}
-    assert deliver(goes._replace(round=8), 1, how).left["rewards_too_late"] == 1
+    assert not waits.ready and counts(waits)["experience/waiting_groups"] == 2
+    goes = plain_and_back(deliver(waits._replace(round=7), 1, how))
+    assert [ids(entry.group) for entry in goes.ready] == [["row 1"]]
+    assert counts(goes)["experience/waiting_groups"] == 0 and queued_versions(goes, how) == [0]
+    assert goes.counts == Counter(rows_without_reward=4, groups_without_reward=1)
+    assert deliver(goes, 1, how).counts == goes.counts
+    later = deliver(goes._replace(round=8), 1, how)
+    assert later.counts["rewards_too_late"] == 1 and len(later.waiting) == 2
+    last = deliver(later._replace(round=99), 1, how)
+    assert last.counts["rewards_too_late"] == 4 and not last.waiting and last.ready == goes.ready
 
 
 def test_two_rewards_for_a_completion_are_refused():
     group = make_group(0, (0.0, 1.0))
-    half = group._replace(completions=(group.completions[0], group.completions[1]._replace(grade=None)))
-    queue = Queue(waiting=(Waiting(half, 0),))
-    again = deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(0.0),)),)), 1, settings_with())
-    assert again.left == NOTHING_LOST and len(again.waiting) == 1
+    queue = Queue(1, waiting=(Waiting(group, (2, 2), 1, [Grade(0.0), Grade(1.0)]),))
+    assert [grade.reward for grade in grades(wait_for_grades(queue, all_of_them=True)[1][0][0])] == [0.0, 1.0]
+    queue = Queue(1, waiting=(Waiting(group, (2, 2), 1, [Grade(1.0), Grade(1.0)]),))
     with pytest.raises(ValueError, match="row 'row 0' already has another reward, 0.0"):
-        deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(1.0),)),)), 1, settings_with())
+        wait_for_grades(queue, all_of_them=True)
 
 
 def test_grades_are_waited_for_only_where_one_is_due_and_in_order():
     how, groups = settings_with(shortest=2, longest=2), [make_group(0), make_group(1)]
     futures = [Future(), Future()]
-    queue = begin_round(Queue())
-    queue = add(queue, [ungraded(groups[0])], futures[0], 1, 0, how)
-    queue = begin_round(a_round(queue, 1, how))  # nothing is due, so nothing is waited for
-    queue = begin_round(a_round(add(queue, [ungraded(groups[1])], futures[1], 2, 0, how), 1, how))
+    queue = put(Queue(1), Arrival([ungraded(groups[0])], futures[0], 1), 0, how)
+    queue = next_round(a_round(queue, 1, how))  # nothing is due, so nothing is waited for
+    queue = next_round(a_round(put(queue, Arrival([ungraded(groups[1])], futures[1], 2), 0, how), 1, how))
     futures[0].set_result(grades(groups[0]))
     queue, found = wait_for_grades(queue)
     assert len(found) == 1 and same_groups(found[0][0], groups[0])
@@ -151,51 +150,55 @@ def test_grades_are_waited_for_only_where_one_is_due_and_in_order():
 
 def test_what_is_sampled_early_joins_in_its_round():
     how, group = settings_with(), make_group(0)
-    queue = add(begin_round(Queue()), [ungraded(group)], grades(group), 1, 0, how, early=True)
+    queue = put(Queue(1), Arrival([ungraded(group)], grades(group), 1, early=True), 0, how)
     queue = plain_and_back(deliver(wait_for_grades(queue)[0], 1, how))
-    assert (len(queue.early), len(queue.waiting), len(queue.ready), queue.added) == (1, 0, 0, 0)
-    queue = a_round(begin_round(queue), 1, how)
-    assert (len(queue.early), len(queue.waiting), len(queue.ready), queue.added) == (0, 0, 1, 1)
+    assert [*counts(queue).values()][:3] == [0, 0, 0] and len(queue.waiting) == queue.batches == 1
+    queue = a_round(next_round(queue), 1, how)
+    assert [*counts(queue).values()][:3] == [1, 0, 1] and not queue.waiting and queue.batches == 1
 
 
-def test_others_completions_keep_their_rewards_and_groups_of_a_store_go_beside():
+def test_groups_of_graded_completions_wait_for_their_round_too():
+    how, group = settings_with(), make_group(0)
+    queue = a_round(put(Queue(1), Arrival([group], [], 1, early=True), 0, how), 1, how)
+    assert not queue.ready and len(a_round(next_round(queue), 1, how).ready) == 1
+
+
+def test_others_completions_keep_their_rewards():
     how, group, other = settings_with(offset=1), make_group(0), make_group(7, (9.0,))
     joined = ungraded(group)._replace(completions=(*ungraded(group).completions, *other.completions))
-    queue = add(begin_round(Queue()), [joined], grades(group), 1, 0, how)
-    assert queue.coming[0].ids == ("row 0", "row 1") and queue.coming[0].rounds == (2, 2)
+    queue = put(Queue(1), Arrival([joined], grades(group), 1), 0, how)
+    assert queue.waiting[0].due == (2, 2, 0)
     queue = a_round(queue, 1, how)
     assert take(queue, 1, 1, 0, how) == (queue, None)
-    queue, groups = take(add_beside(a_round(begin_round(queue), 1, how), [other]), 1, 1, 0, how)
-    assert [[grade.reward for grade in grades(one)] for one in groups] == [[0.0, 1.0, 9.0], [9.0]]
-    assert queue.beside == () and queue.idle == 0
+    queue, recorded = wait_for_grades(next_round(queue))
+    assert [ids(one) for one in recorded[0]] == [ids(group)]  # without those of others
+    queue, groups = take(deliver(queue, 1, how), 1, 1, 0, how)
+    assert [[grade.reward for grade in grades(one)] for one in groups] == [[0.0, 1.0, 9.0]]
 
 
 def test_completions_that_could_not_be_graded_are_counted_when_delivered():
     how, group = settings_with(), make_group(0, (0.0, 0.0, 0.0))
     failed = [Grade(0.0, None, False, failure) for failure in ("none", "timeout", "timeout")]
-    queue = a_round(add(begin_round(Queue()), [ungraded(group)], failed, 1, 0, how), 1, how)
-    assert queue.ungraded == {"none": 1, "timeout": 2}
+    queue = a_round(put(Queue(1), Arrival([ungraded(group)], failed, 1), 0, how), 1, how)
+    assert queue.counts == {"ungraded/none": 1, "ungraded/timeout": 2}
 
 
 def test_completions_whose_reward_is_none_leave_and_are_counted():
     how, whole, empty = settings_with(), make_group(0, (1.0, 0.0, 2.0)), make_group(5, (1.0, 1.0))
     given = [Grade(1.0), Grade(None, None, False, "no_reward"), Grade(2.0), Grade(None), Grade(None)]
-    queue = add(begin_round(Queue()), [ungraded(whole), ungraded(empty)], given, 1, 0, how)
+    queue = put(Queue(1), Arrival([ungraded(whole), ungraded(empty)], given, 1), 0, how)
     queue = plain_and_back(wait_for_grades(queue)[0])
     queue = deliver(queue, 1, how)
     assert [[grade.reward for grade in grades(entry.group)] for entry in queue.ready] == [[1.0, 2.0]]
-    assert not queue.waiting and queue.ungraded == {"no_reward": 1}
-    assert {name: number for name, number in queue.left.items() if number} == {
-        "rows_without_reward": 3,
-        "groups_without_reward": 1,
-    }
+    assert not queue.waiting
+    assert queue.counts == {"ungraded/no_reward": 1, "rows_without_reward": 3, "groups_without_reward": 1}
 
 
 def test_the_oldest_weights_go_first_where_batches_come_in_any_order():
     groups = [make_group(number, version=version) for number, version in enumerate((3, 1, None, 1))]
     for oldest_first, expected in ((False, [0, 1, 2]), (True, [2, 1, 3])):
         how = settings_with(oldest_first=oldest_first)
-        queue = a_round(add(begin_round(Queue()), groups, [], 1, 0, how), 1, how)
+        queue = a_round(put(Queue(1), Arrival(groups, [], 1), 0, how), 1, how)
         queue, chosen = take(queue, 3, 1, 0, how)
         assert [group.id for group in chosen] == [f"group {number}" for number in expected]
         assert counts(queue)["experience/ready_groups"] == 1
@@ -235,9 +238,9 @@ def test_the_signal_of_a_group_is_of_the_rewards_that_an_update_sees(rewards, tr
     group = cut(make_group(0, rewards), truncated)
     limits = ReplayConfig(capacity=9, max_reuse=1, keep_no_signal=False)
     how = settings_with()._replace(limits=limits, replay=replays, judge=Judge(task))
-    queue = add(begin_round(Queue()), [ungraded(group)], grades(group), 1, 0, how)
+    queue = put(Queue(1), Arrival([ungraded(group)], grades(group), 1), 0, how)
     queue = a_round(queue, 1, how)
-    assert (len(queue.ready), queue.left["no_signal"]) == ((1, 0) if signal else (0, 1))
+    assert (len(queue.ready), queue.counts["no_signal"]) == ((1, 0) if signal else (0, 1))
     if signal:  # what is trained on, kept in a record and graded again is the group as it was sampled
         assert same_groups(queue.ready[0].group, group)
 
@@ -247,8 +250,8 @@ def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
     limits = ReplayConfig(capacity=9, max_reuse=9, keep_no_signal=True, priority="reward_spread")
     for task, first in ((TaskConfig(), [0, 1]), (MASKED, [1])):
         how = settings_with()._replace(limits=limits, replay=True, judge=Judge(task))
-        queue = add(begin_round(Queue()), list(map(ungraded, groups)), grades(groups[0]) + grades(groups[1]), 1, 0, how)
-        queue = a_round(queue, 1, how)
+        arrival = Arrival(list(map(ungraded, groups)), grades(groups[0]) + grades(groups[1]), 1)
+        queue = a_round(put(Queue(1), arrival, 0, how), 1, how)
         taken = {int(take(queue, 1, 1, seed, how)[1][0].id[-1]) for seed in range(40)}
         assert taken == set(first)
 

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from recjax.config import LateConfig, ReplayConfig
 from recjax.experience.group import group_staleness, reward_spread
 from recjax.experience.queue import (
+    Arrival,
     Queue,
     Settings,
-    add,
-    begin_round,
     deliver,
     from_plain,
+    put,
     take,
     to_plain,
     wait_for_grades,
 )
 from recjax.experience.store import groups_of
-from tests.experience.groups import make_group, same_groups
+from tests.experience.groups import make_group, next_round, same_groups
 from tests.experience.rows import make_row, text_row
 
 LIMITS = st.builds(
@@ -45,7 +45,7 @@ def replaying(limits):
 
 def arrived(queue, groups, step, limits):
     """The queue after a round in which groups came whole."""
-    queue = add(begin_round(queue), groups, [], step, 0, replaying(limits))
+    queue = put(next_round(queue), Arrival(groups, [], step), 0, replaying(limits))
     return deliver(wait_for_grades(queue)[0], step, replaying(limits))
 
 
@@ -86,7 +86,7 @@ def test_limits_hold_and_every_group_is_accounted_for(steps, limits, seed):
             assert limits.keep_no_signal or reward_spread(group) > 0
         for entry in queue.ready:
             assert entry.used == uses[entry.group.id] < limits.max_reuse
-        groups_left = [queue.left[reason] for reason in ("capacity", "stale", "used_up", "no_signal")]
+        groups_left = [queue.counts[reason] for reason in ("capacity", "stale", "used_up", "no_signal")]
         assert came == len(queue.ready) + sum(groups_left)
 
 
@@ -95,7 +95,7 @@ def test_limits_hold_and_every_group_is_accounted_for(steps, limits, seed):
 def test_stored_and_opened_anywhere_it_goes_on_as_it_would_have(steps, limits, seed, reopen):
     straight, resumed = (list(played(steps, limits, seed, where)) for where in ((), reopen))
     for (_, _, one, chosen), (_, _, other, chosen_again) in zip(straight, resumed, strict=True):
-        assert one.left == other.left
+        assert one.counts == other.counts
         assert [entry[1:] for entry in one.ready] == [entry[1:] for entry in other.ready]
         assert [group.id for group in chosen] == [group.id for group in chosen_again]
         assert all(map(same_groups, chosen, chosen_again))
@@ -134,12 +134,12 @@ def test_groups_of_priority_zero_come_when_there_is_no_other():
 def test_what_leaves_is_counted_by_reason():
     limits = ReplayConfig(capacity=2, max_staleness=3, max_reuse=1)
     queue = arrived(Queue(), [make_group(0, (1, 1)), make_group(1, version=0), make_group(2, version=4)], 5, limits)
-    left = {reason: count for reason, count in queue.left.items() if count}
+    left = {reason: count for reason, count in queue.counts.items() if count}
     assert left == {"stale": 1, "stale_tokens": 6, "no_signal": 1, "no_signal_completions": 2, "no_signal_tokens": 6}
     queue = arrived(queue, [make_group(3, version=4), make_group(4, version=None)], 5, limits)
-    assert queue.left["capacity"] == 1 and [x.group.id for x in queue.ready] == ["group 3", "group 4"]
+    assert queue.counts["capacity"] == 1 and [x.group.id for x in queue.ready] == ["group 3", "group 4"]
     queue, chosen = taken(queue, 1, 5, 0, limits)
-    assert queue.left["used_up"] == len(chosen) == len(queue.ready) == 1
+    assert queue.counts["used_up"] == len(chosen) == len(queue.ready) == 1
     aged = arrived(Queue(), [make_group(5, version=4)], 5, limits)
     assert [len(taken(aged, 1, step, 0, limits)[1]) for step in (5, 8, 9)] == [1, 1, 0]
     # Another model's rows do not grow old.

@@ -18,7 +18,6 @@ from absl import flags
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
@@ -245,14 +244,14 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     config = load_config(both.output / "config.yaml", [])
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
-    follower = Follower(config, policy, said["totals"]["run"])
-    followed = Followed.from_json(said["queue"]["followed"])
-    found, taken = follower.found(followed, step + 1), set()
+    state = said["source"]
+    follower = Follower(config, policy, said["totals"]["run"], state)
     with Store(both.store) as store:
         names = {number: name for name, (number,) in store.numbers("id").items()}
-    taken |= {name for number, name in names.items() if followed.has(number)}
-    left = {names[number] for candidate in found.candidates for number in candidate.numbers}
-    return left, taken, len(said["queue"]["groups"])
+    not_taken = {*state["left"]}
+    taken = {name for number, name in names.items() if number <= state["read"] and number not in not_taken}
+    left = {one.id for group in follower.poll(step + 1, len(names)).groups for one in group.completions}
+    return left, taken, len(said["queue"]["waiting"]) + len(said["queue"]["ready"])
 
 
 def _said_to(log: str, folder: str) -> None:

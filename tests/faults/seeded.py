@@ -74,28 +74,28 @@ FAULTS = {
     # --- Rounds.
     "rounds-version-off-by-one": Fault(
         "the sampler's weights are labeled one optimizer step newer than they are",
-        "recjax/training/rounds.py",
+        "recjax/training/loop.py",
         "_replace(behavior_params=None, version=step - 1)",
         "_replace(behavior_params=None, version=step)",
         (f"{_LOOP}::test_at_staleness_zero_the_ratio_is_one",),
     ),
     "rounds-sampler-not-frozen": Fault(
         "between two syncs the sampler uses the trained weights instead of its copy",
-        "recjax/training/rounds.py",
+        "recjax/training/loop.py",
         "schedule.is_sync(run.batch_of(step) + 1, run.config.regime)",
         "schedule.is_sync(run.batch_of(step), run.config.regime)",
         (f"{_LOOP}::test_the_sampler_uses_the_weights_of_its_version",),
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
-        "recjax/training/rounds.py",
+        "recjax/training/sources.py",
         "[number % _TOGETHER]",
         "[0]",
         (_KEYS,),
     ),
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
-        "recjax/training/rounds.py",
+        "recjax/training/loop.py",
         'if records and not store.numbers("id", [records[0].completion.id]):',
         "if records:",
         (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),
@@ -104,15 +104,15 @@ FAULTS = {
     "queue-deadline-off-by-one": Fault(
         "a group waits one round longer than its deadline",
         "recjax/experience/queue.py",
-        "queue.round - one.since < settings.late.deadline",
-        "queue.round - one.since <= settings.late.deadline",
+        "waited >= settings.late.deadline",
+        "waited > settings.late.deadline",
         (_QUEUE,),
     ),
     "queue-reward-to-wrong-completion": Fault(
-        "rewards that arrive in one round are given to the completions in reverse order",
+        "the rewards of a batch are given to its completions in reverse order",
         "recjax/experience/queue.py",
-        "zip(one.ids, one.rounds, one.grades, strict=True)",
-        "zip(one.ids[::-1], one.rounds, one.grades, strict=True)",
+        "zip(completion_ids(own), grades, strict=True)",
+        "zip(completion_ids(own)[::-1], grades, strict=True)",
         (_QUEUE,),
     ),
     "queue-newest-first": Fault(
@@ -125,8 +125,8 @@ FAULTS = {
     "queue-late-rewards-not-counted": Fault(
         "rewards that arrive after their group has left are not counted",
         "recjax/experience/queue.py",
-        'left["rewards_too_late"] += len(now.keys() - here)',
-        'left["rewards_too_late"] += 0',
+        '"rewards_too_late" if one.round is None else "rows_without_reward"',
+        '"rows_without_reward"',
         (_QUEUE,),
     ),
     # --- Replay.
@@ -169,8 +169,8 @@ FAULTS = {
     "checkpoint-repeats-batch": Fault(
         "a resumed run samples the last batch before the checkpoint again",
         "recjax/experience/queue.py",
-        '        plain["added"],\n',
-        '        max(plain["added"] - 1, 0),\n',
+        'plain["batches"], waiting',
+        'max(plain["batches"] - 1, 0), waiting',
         (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
@@ -197,10 +197,10 @@ FAULTS = {
     ),
     # --- Following.
     "following-takes-again": Fault(
-        "a completion of a followed store is trained on again after the list of taken ones is shortened",
-        "recjax/experience/followed.py",
-        "number < self.ranges[place - 1][1]",
-        "number == self.ranges[place - 1][0]",
+        "a resumed run trains again on a completion of a followed store",
+        "recjax/experience/following.py",
+        '(self._resumed.get("read", 0), last',
+        "(0, last",
         ("tests/experience/test_following.py",),
     ),
     # --- Engine.

@@ -215,7 +215,7 @@ def test_activations_grow_with_what_they_are_of(tiny):
 def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
     options = [f"regime.sync_interval={regime.sync_interval}", f"regime.sync_offset={regime.sync_offset}"]
     staleness = dry_run(tiny("training.steps=60", *options)).staleness
-    for step, groups, *_ in simulated(tiny("training.steps=60", *options), monkeypatch):
+    for step, groups, *_ in simulated(tiny("training.steps=60", *options)):
         assert staleness[step - 1] == step - 1 - groups[0].completions[0].policy_version
     assert len(staleness) == 60
     assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)

@@ -1,5 +1,6 @@
 """A learner and a source without compiled programs, for tests of the loop: order, lateness, replay, resume, damage."""
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
+from recjax.training.sources import source_of
 from recjax.training.update import Learned, TrainState
 from tests.training.tiny_run import train
 
@@ -147,6 +149,11 @@ class Altered(CountingLearner):
         return trained, metrics | (self._metrics if len(self.batches) == self._at else {}), learned
 
 
-def count(config, learner=None, sources=prepared_batch) -> list[dict]:
+def sampled_by(sample):
+    """The source of a run whose batches a function samples instead of the policy."""
+    return functools.partial(source_of, sample=sample)
+
+
+def count(config, learner=None, sample=prepared_batch) -> list[dict]:
     """The rows of metrics.jsonl after a whole run with a `CountingLearner`."""
-    return train(config, learner=learner or CountingLearner(), sources=sources)
+    return train(config, learner=learner or CountingLearner(), sources=sampled_by(sample))

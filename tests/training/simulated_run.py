@@ -8,9 +8,11 @@ import numpy as np
 from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group
 from recjax.experience.queue import Queue
-from recjax.training import loop, rounds, schedule
+from recjax.training import loop
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
+from recjax.training.sources import GeneratorSource, PolicySource
+from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 
 
@@ -39,7 +41,7 @@ def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Gro
     return groups, [Grade(float(chance.random() < 0.5)) for _ in range(8)]
 
 
-def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[int, list[Group], dict, list[int]]]:
+def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group], dict, list[int]]]:
     """Each step, the groups that it trains on, what it logs, and the numbers of the batches sampled in it."""
     chance, numbers = random.Random(0), []
 
@@ -47,18 +49,12 @@ def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[in
         numbers.append(number)
         return batch_of(number, version, chance)
 
-    def sync_sampler(run, state, step):
-        if not schedule.is_sync(step, config.regime):
-            return state
-        if generators:
-            generators.publish(step - 1, {})
-        return state._replace(version=step - 1)
-
-    monkeypatch.setattr(rounds, "sync_sampler", sync_sampler)
-    run = Run(config, None, None, None, Grading, generators, PhaseSeconds())
-    run = run._replace(learner=CountingLearner(), sample=sample_batch)
-    state = State(0, None, {}, 0, Queue(), (), {})
-    for step in range(1, config.training.steps + 1):
+    run = Run(config, None, None, None, Grading, PhaseSeconds())
+    source = GeneratorSource(generators) if generators else PolicySource(sample_batch)
+    run = run._replace(learner=CountingLearner(), source=source)
+    state = State(0, TrainState({}, ()), None, 0, Queue(), {}, {})
+    for step in range(1, config.training.steps + 1, config.training.updates):
+        before = state.queue
         state, groups = loop.next_groups(run, state, step)
-        yield step, groups, rounds.queue_metrics(run, state.queue, groups, step), numbers[:]
+        yield step, groups, loop.queue_metrics(run, before, state.queue, groups, step), numbers[:]
         numbers.clear()

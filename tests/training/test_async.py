@@ -195,11 +195,11 @@ from tests.training.tiny_run import train
 
 next_groups, pad, steps = loop.next_groups, loop.pad, []
 
-def numbered(run, state, step, *stopping):
+def numbered(run, state, step):
     steps.append(step)
     if len(steps) == 3:
-        ray.kill(run.generators._actors[0], no_restart=True)
-    return next_groups(run, state, step, *stopping)
+        ray.kill(run.source.generators._actors[0], no_restart=True)
+    return next_groups(run, state, step)
 
 def watched(groups, *arguments, **named):
     with open(sys.argv[1] + "/trained.txt", "a") as file:

@@ -15,8 +15,8 @@ from recjax.experience.queue import Queue, settings_of, take
 from recjax.experience.replay import Entry
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
-from recjax.training import rounds
 from recjax.training.run import prepare
+from recjax.training.sources import sampler
 from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import slow_except
@@ -26,19 +26,12 @@ from tests.training.simulated_run import batch_of, simulated
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
 
-class InAnyOrder:
-    """Stands for `Generators`: batches of groups without tokens, which arrive in an order of its own."""
+class InAnyOrder(Generators):
+    """Without processes: batches of groups without tokens, which arrive in an order of its own."""
 
     def __init__(self, regime, seed):
-        self.in_flight, self._regime, self._random = {}, regime, random.Random(seed)
-        self.restarts, self.waited_seconds, self.version, self.issued = 0, 0.0, 0, []
-
-    @property
-    def are_busy(self):
-        return len(self.in_flight) >= generators.AT_A_TIME * self._regime.generators
-
-    def begin_step(self):
-        pass
+        super().__init__(regime)
+        self._random, self.version, self.issued = random.Random(seed), 0, []
 
     def publish(self, version, weights):
         self.version = version
@@ -55,10 +48,10 @@ class InAnyOrder:
         return [(number, batch_of(number, self.in_flight.pop(number), self._random)) for number in chosen]
 
 
-def trained(config, seed, monkeypatch):
+def trained(config, seed):
     """Staleness of the groups of each step, how often each group was trained on, and what the last step logged."""
     apart, stale, uses, log = InAnyOrder(config.regime, seed), [], Counter(), []
-    for step, groups, logged, _ in simulated(config, monkeypatch, apart):
+    for step, groups, logged, _ in simulated(config, apart):
         log.append(logged)
         assert len(groups) == config.rollout.prompts_per_step
         stale.append([step - 1 - group.completions[0].policy_version for group in groups])
@@ -68,16 +61,21 @@ def trained(config, seed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(itertools.product([0, 1, 6], [1, 4], [1, 3]), (0, 4, 3), (1, 4, 1), (6, 1, 3)), ids=str
+    "case",
+    slow_except(
+        itertools.product([0, 1, 6], [1, 4], [1, 3], [1, 4]), (0, 4, 3, 1), (1, 4, 1, 1), (6, 1, 3, 1), (6, 4, 1, 4)
+    ),
+    ids=str,
 )
-def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, monkeypatch, case):
-    bound, count, interval = case
-    bound = bound + interval - 1
+def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
+    bound, count, interval, updates = case
+    bound = bound + interval * updates - 1
     regime = [f"regime.max_staleness={bound}", f"regime.generators={count}", f"regime.sync_interval={interval}"]
-    config = tiny("run", "regime.mode=async", *regime, "training.steps=25")
+    steps = [f"training.updates_per_batch={updates}", f"training.steps={25 * updates}"]
+    config = tiny("run", "regime.mode=async", *regime, *steps)
     for seed in range(3):
-        stale, uses, logged = trained(config, seed, monkeypatch)
-        assert max(map(max, stale)) <= bound and min(map(min, stale)) >= 0
+        stale, uses, logged = trained(config, seed)
+        assert max(map(max, stale)) + updates - 1 <= bound and min(map(min, stale)) >= 0
         assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
         assert logged["experience/left_out/stale"] == 0 and logged["generators/in_flight"] == 0
 
@@ -92,20 +90,20 @@ def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, monkeypatch, 
     ],
 )
 @pytest.mark.parametrize("bound", slow_except([1, 4], 1))
-def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, monkeypatch, options, bound):
+def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, options, bound):
     regime = [f"regime.max_staleness={bound}", "regime.generators=2"]
     config = tiny("run", "regime.mode=async", *regime, options, "training.steps=25")
     limits = settings_of(config).limits
     for seed in range(3):
-        stale, uses, _ = trained(config, seed, monkeypatch)
+        stale, uses, _ = trained(config, seed)
         assert max(map(max, stale)) <= limits.max_staleness <= bound
         assert max(uses.values()) <= limits.max_reuse
 
 
-def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
+def test_replay_draws_as_seldom_as_it_says(tiny):
     replay = "experience.replay={draw_every: 3, max_reuse: 20, keep_no_signal: true}"
     config = tiny("run", "regime.mode=async", "regime.max_staleness=6", replay, "training.steps=25")
-    drawn = trained(config, 0, monkeypatch)[2]["experience/drawn_batches"]
+    drawn = trained(config, 0)[2]["experience/drawn_batches"]
     # One every third step, and those that may be drawn six steps ahead.
     assert 25 // 3 <= drawn <= 25 // 3 + 1 + 6 // 3
 
@@ -118,7 +116,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
-    with rounds.sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8
@@ -144,7 +142,7 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
-    with rounds.sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
@@ -169,8 +167,8 @@ def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
     old, new = make_group(1, version=0), make_group(2, version=4)
     queue = Queue(ready=(Entry(old, 1, 0), Entry(new, 1, 0)))
     queue, groups = take(queue, 1, 5, 0, settings_of(config))
-    assert groups == [new] and queue.left["stale"] == 1
-    assert queue.left["stale_tokens"] == sum(len(one.rows[0].tokens) for one in old.completions) > 0
+    assert groups == [new] and queue.counts["stale"] == 1
+    assert queue.counts["stale_tokens"] == sum(len(one.rows[0].tokens) for one in old.completions) > 0
 
 
 def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):

@@ -51,13 +51,13 @@ def test_all_processes_issue_and_train_on_the_same(tiny, monkeypatch):
 
     monkeypatch.setattr(hosts, "from_first", first)
     shared = InTheFirstProcess(config.regime)
-    ours = list(simulated(config, monkeypatch, shared))
+    ours = list(simulated(config, shared))
     assert shared.drawn.issued == list(range(1, 26)) and shared.in_flight == {}
 
     words = iter(told)
     monkeypatch.setattr(hosts, "from_first", lambda act: pickle.loads(next(words)))
     monkeypatch.setattr(hosts, "is_first", lambda: False)
-    theirs = list(simulated(config, monkeypatch, Generators(config.regime)))
+    theirs = list(simulated(config, Generators(config.regime)))
     assert not list(words)
     for (step, groups, logged, _), (_, others, also, _) in zip(ours, theirs, strict=True):
         assert [group.id for group in groups] == [group.id for group in others] and logged == also, step
@@ -77,12 +77,12 @@ hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
 next_groups, save, steps = loop.next_groups, loop.checkpoint.save, []
 
-def watched(run, state, step, *stopping):
+def watched(run, state, step):
     steps.append(step)
     if len(steps) == 3 and hosts.is_first():
         import ray
-        ray.kill(run.generators._actors[0], no_restart=True)
-    state, groups = next_groups(run, state, step, *stopping)
+        ray.kill(run.source.generators._actors[0], no_restart=True)
+    state, groups = next_groups(run, state, step)
     with open(f"{folder}/trained{number}.txt", "a") as file:
         print(step, *(group.id for group in groups), file=file)
     return state, groups

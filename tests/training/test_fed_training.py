@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.experience import queue
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show_dry_run
-from recjax.training import loop, rounds
+from recjax.training import loop
 from recjax.training.run import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
@@ -158,10 +159,10 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch)
 
 
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
-    monkeypatch.setattr(rounds, "IDLE_ROUNDS", 3)
+    monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
-    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were sampled, .*left_out/no_signal': 16"):
-        count(config, sources=functools.partial(prepared_batch, reward=0.0))
+    with pytest.raises(RuntimeError, match=r"step 1: 4 batches were sampled, .*left_out/no_signal': 16"):
+        count(config, sample=functools.partial(prepared_batch, reward=0.0))
 
 
 def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny, expert):

@@ -41,13 +41,14 @@ def batch(rows, number, **changes):
 @pytest.fixture
 def trained_on(monkeypatch):
     """Counts the ids of what every step trained on."""
-    seen, padded = [], loop._padded
+    seen, next_groups = [], loop.next_groups
 
-    def watched(run, state, algorithm, groups, step):
+    def watched(run, state, step):
+        state, groups = next_groups(run, state, step)
         seen.append((step, [one.id for group in groups for one in group.completions]))
-        return padded(run, state, algorithm, groups, step)
+        return state, groups
 
-    monkeypatch.setattr(loop, "_padded", watched)
+    monkeypatch.setattr(loop, "next_groups", watched)
     return seen
 
 

@@ -14,7 +14,7 @@ import pytest
 from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import learner, loop, rounds, start
+from recjax.training import learner, loop, sources, start
 from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
@@ -22,7 +22,7 @@ from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
 from tests.commands import Command
 from tests.marks import slow
-from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch
+from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
 from tests.training.tiny_run import one_device, train, train_until_killed, without_times
 
 REGIMES = {
@@ -48,12 +48,12 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
 
 
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
-    sample_groups = rounds.sample_groups
+    sample_groups = sources.sample_groups
 
     def of_another(*args, **named):
         return sample_groups(*args[:-1], args[-1]._replace(temperature=0.8), **named)
 
-    monkeypatch.setattr(rounds, "sample_groups", of_another)
+    monkeypatch.setattr(sources, "sample_groups", of_another)
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
@@ -84,10 +84,12 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_the_staleness_of_each_regime_is_the_papers(tiny, regime):
-    config = tiny("run", *REGIMES[regime])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
+    config = tiny("run", *REGIMES[regime], f"training.updates_per_batch={updates}", "training.steps=13")
     rows = count(config)
-    assert [row["staleness"] for row in rows[1:]] == [expected_staleness(step, config.regime) for step in range(1, 8)]
+    expected = [expected_staleness(step, config.regime, updates) for step in range(1, 14)]
+    assert [row["staleness"] for row in rows[1:]] == expected
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -98,7 +100,7 @@ def test_the_sampler_uses_the_weights_of_its_version(tiny, regime):
         used.append((version, float(weights["checksum"][0])))
         return prepared_batch(run, weights, version, number)
 
-    rows = count(tiny("run", *REGIMES[regime]), sources=sampled)
+    rows = count(tiny("run", *REGIMES[regime]), sample=sampled)
     after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
     assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
 
@@ -121,8 +123,10 @@ def at_a_terminal():
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number):
+@pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
+    options += [f"training.updates_per_batch={updates}"]
     raises = Interrupted(5, lambda: signal.raise_signal(number))
     with pytest.raises(loop.Preempted, match="stopped after step 5; the same command resumes") as stopped:
         count(tiny("stopped", *options), raises)
@@ -209,7 +213,7 @@ def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
             return super().begin(run, params)
 
     meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
-    options = {"learner": Watching(), "sources": prepared_batch}
+    options = {"learner": Watching(), "sources": sampled_by(prepared_batch)}
     loop.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert jax.sharding.get_mesh().empty
     with one_device():
@@ -315,7 +319,7 @@ def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_onc
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
-    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, learner.update
+    sampled, dropped, sample_groups, update = [], [], sources.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
         sampled.extend(map(tuple, keys.tolist()))
@@ -325,7 +329,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         dropped.append(tuple(jax.random.key_data(args[4]).tolist()))
         return update(*args, **named)
 
-    monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
+    monkeypatch.setattr(sources, "sample_groups", watched_sampling)
     monkeypatch.setattr(learner, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)

@@ -128,7 +128,7 @@ def test_a_run_normalizes_the_parts_of_its_reward(tiny):
 @pytest.mark.parametrize("options", [["regime.sync_interval=3"], ["regime.sync_offset=2"]])
 def test_a_run_goes_on_behind_groups_without_any_reward(tiny, options):
     rows = count(
-        tiny("run", *options, "task.reward=tests.training.test_objectives:none_for_a_group"), sources=graded_batch
+        tiny("run", *options, "task.reward=tests.training.test_objectives:none_for_a_group"), sample=graded_batch
     )[1:]
     assert len(rows) == 7 and sum(row["grading/no_reward"] for row in rows) >= 7 * 4
 
@@ -160,7 +160,7 @@ def alike(prompts, completions, answers) -> list[float]:
 
 def test_groups_without_signal_are_replaced_and_counted(tiny):
     parity = "task.reward=tests.training.test_objectives:by_parity"
-    rows = count(tiny("run", parity, "experience.refill={batches: 20}", "training.steps=4"), sources=graded_batch)[1:]
+    rows = count(tiny("run", parity, "experience.refill={batches: 20}", "training.steps=4"), sample=graded_batch)[1:]
     assert len(rows) == 4
     last, shared = rows[-1], {name: [row[f"experience/left_out/{name}"] for row in rows] for name in ("no_signal",)}
     assert last["experience/drawn_batches"] > 4 and shared["no_signal"] == sorted(shared["no_signal"])
@@ -174,12 +174,12 @@ def test_groups_without_signal_are_replaced_and_counted(tiny):
 def test_refill_has_a_limit(tiny):
     never = "task.reward=tests.training.test_objectives:alike"
     with pytest.raises(RuntimeError, match="step 1: 3 batches were sampled, .*'experience/left_out/no_signal': 12"):
-        count(tiny("run", never, "experience.refill={batches: 3}"), sources=graded_batch)
+        count(tiny("run", never, "experience.refill={batches: 3}"), sample=graded_batch)
 
 
 def test_long_completions_are_penalized_softly(tiny):
     np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
     options = ["training.steps=2", "task.overlong_tokens=2", "task.reward_weights={overlong: 0.5}"]
-    for row in count(tiny("run", *options), sources=graded_batch)[1:]:
+    for row in count(tiny("run", *options), sample=graded_batch)[1:]:
         assert -1 <= row["reward/overlong"] < 0
         np.testing.assert_allclose(row["reward"], row["reward/score"] + 0.5 * row["reward/overlong"], rtol=1e-5)

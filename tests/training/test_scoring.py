@@ -53,16 +53,16 @@ def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, reg
     # A checkpoint would wait for the grades of all that is drawn.
     options = [*regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]
     waits = tiny("overlapped", *options, f"task.reward={__name__}:waits_for_the_next_draw")
-    overlapped = count(waits, sources=counted)
+    overlapped = count(waits, sample=counted)
     assert counts["drawn"] == 6
     monkeypatch.setattr(schedule, "samples_ahead", lambda step, steps, regime: False)
-    in_turn = count(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"), sources=counted)
+    in_turn = count(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"), sample=counted)
     assert without_times(overlapped) == without_times(in_turn)
 
 
 def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny):
     options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4"]
-    straight = count(tiny("straight", *options), sources=graded_batch)
+    straight = count(tiny("straight", *options), sample=graded_batch)
     for row in straight[1:]:
         assert row["reward/accuracy"] == 0 and row["reward/format"] == -1
         np.testing.assert_allclose(row["reward"], row["reward/length"] - 0.1, rtol=1e-5)
@@ -71,7 +71,7 @@ def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny
     config = tiny("stopped", *options)
     with pytest.raises(KeyboardInterrupt):
         count(config, killed(at=5), graded_batch)
-    assert without_times(count(config, sources=graded_batch)) == without_times(straight)
+    assert without_times(count(config, sample=graded_batch)) == without_times(straight)
 
 
 def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):

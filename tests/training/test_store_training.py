@@ -25,7 +25,7 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training import loop, regrading, rounds
+from recjax.training import loop, regrading, sources
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.run import Run, State, prepare
 from tests.experience.rows import append, append_columns, columns_of, make_row, read_columns, text_row
@@ -71,7 +71,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     config = tiny("offline", "regime.offline=true", "experience.record=true")
     offline = count(config)
     monkeypatch.setattr(
-        rounds, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
+        sources, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
     from_store = count(tiny("store", f"experience.store={config.output}/experience.db"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -125,7 +125,7 @@ def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_pat
     letters = character_tokenizer("".join(map(chr, range(32, 127))))
     policy = Policy(Decoder(DecoderConfig(len(letters), 16, 32, 1, 2, 1, 8)), letters, (0,))
     prompts, grading = encode_problems([Problem("1+1=", "2")], letters, None), Grading(config, load_reward("math"))
-    held = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), load_stored(config, policy))
+    held = Run(config, policy, prompts, prompts, grading, PhaseSeconds(), load_stored(config, policy))
     regrading._grade(held, {}, "another")
     with Store(tmp_path / "store") as store:
         assert store.scan_rewards("another")[1].tolist() == [0, 1, 0, 1, 1, 0]
@@ -173,7 +173,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     # Groups are ragged; means are of the rows that are there.
     found = prepare(config)[0].stored
     assert len({len(group.completions) for group in found.groups}) > 1
-    groups = rounds.groups_at(found.groups, 4, 1, config.seed)
+    groups = sources.groups_at(found.groups, 4, 1, config.seed)
     rewards = [row.grade.reward for group in groups for row in group.completions]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))

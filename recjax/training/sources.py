@@ -1,0 +1,399 @@
+"""Sources of groups: the policy itself, generators in other processes, a store that grows, a store at rest.
+
+A source gives groups to the queue, round by round. Groups of a store at rest join a step's batch directly.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, UInt32
+
+from recjax import hosts
+from recjax.config import Config
+from recjax.experience.following import UNUSABLE, Follower
+from recjax.experience.group import Grade, Group, token_staleness
+from recjax.experience.queue import Arrival, Queue, queued_versions
+from recjax.experience.sources import groups_at, mixed, with_logprobs
+from recjax.experience.store import Store
+from recjax.experience.stored import stored_per_batch
+from recjax.hub.policy import Policy
+from recjax.models.placement import params_on_host
+from recjax.models.trainable import combine
+from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agents import Agents
+from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
+from recjax.rollout.generators import Generators
+from recjax.rollout.requests import Weights
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import Reward
+from recjax.tasks.prompts import Prompts, batch_indices
+from recjax.training import schedule
+from recjax.training.metrics import PhaseSeconds
+from recjax.training.run import Run, State
+
+_TOGETHER = 32  # batches whose keys are made at once
+POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
+LINE_SECONDS = 10.0  # interval between log lines while a step waits
+
+logger = logging.getLogger(__name__)
+
+
+class Source:
+    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest.
+
+    Attributes:
+        endless: True if a step may wait for groups without a limit, until a signal stops the run.
+    """
+
+    endless = False
+
+    def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
+        """A context for the time of the run. It begins with `state.source`, or anew if that is empty."""
+        return contextlib.nullcontext()
+
+    def begin_step(self, run: Run, state: State) -> None:
+        """Called before the first round of each step, with the sampler's weights of the step."""
+
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+        """The groups that arrive in a round.
+
+        Args:
+            step: number of the next training step.
+            wait: False in the first poll of a round, True in the second, which comes if there are too few groups.
+        """
+        return []
+
+    def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
+        """True if training on `queue` at `step` would be too late for groups that the source has not given yet."""
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """JSON data for the checkpoint, which says what the source has given to the queue."""
+        return {}
+
+    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+        """Metrics of a step that trains on `groups`."""
+        return {}
+
+
+def source_of(run: Run, sample: Callable | None = None) -> Source:
+    """The source of a run.
+
+    Args:
+        sample: function with the first four arguments and the results of `sample_batch`; None: `sample_batch`.
+    Raises:
+        ValueError: several processes cannot follow a store.
+    """
+    if run.config.follows:
+        if jax.process_count() > 1:
+            raise ValueError(
+                "experience.follow = true: only one process can follow a store, and this run has"
+                f" {jax.process_count()}; start a single process"
+            )
+        return FollowedSource()
+    if run.config.regime.mode == "async":
+        return GeneratorSource(Generators(run.config.regime))
+    return PolicySource(sample or sample_batch) if run.own[0] else Source()
+
+
+# --- The policy samples.
+
+
+class PolicySource(Source):
+    """The policy samples a batch when it is due, in this process."""
+
+    def __init__(self, sample: Callable):
+        """Takes a function with the first four arguments and the results of `sample_batch`."""
+        self._sample = sample
+
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+        """Samples the batches due in this round.
+
+        It samples the next round's batch early, during the grading of this one, if both use the same weights.
+        """
+        config, queue, interval, arrivals = run.config, state.queue, run.settings.sampling_interval, []
+        # Log-probs of the policy as it is now are those of the round.
+        of_now = config.experience is not None and config.experience.missing_logprobs == "current"
+        batches = run.batch_of(config.training.steps)
+        last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
+        for number in range(queue.batches + 1, (last - 1) // interval + 2):
+            groups, grades = self._sample(run, run.learner.sampler_params(run, state), state.version, number)
+            groups = _joined(run, state, groups, number)
+            arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
+        return arrivals
+
+
+def sample_batch(
+    run: Run,
+    weights: dict,
+    version: int,
+    number: int,
+    prefix: str = "",
+    source: str = "policy",
+    newer: Callable[[], Weights | None] | None = None,
+) -> tuple[list[Group], Grades | AgentGrades]:
+    """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
+
+    Args:
+        weights: parameters with the structure of the trained parameters.
+        version: the weights' policy version.
+        prefix: prefix of the completions' ids, before the batch's number.
+        source: the completions' source.
+        newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
+    """
+    config = run.config
+    count, group_size = run.own
+    prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
+    names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
+    with run.phases.phase("sample"):
+        params = combine(weights, run.frozen)
+        if run.agents:
+            key = batch_key(config.seed, number)
+            return run.agents.sample_groups(
+                run.policy,
+                params,
+                prompts,
+                key,
+                group_size,
+                config.rollout.sampling(),
+                run.grading,
+                **names,
+                newer=newer,
+            )
+        keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
+        longest = config.rollout.max_completion_tokens
+        groups = sample_groups(
+            run.policy, params, prompts, keys, group_size, longest, config.rollout.sampling(), **names, newer=newer
+        )
+        return groups, submit(groups, prompts, run.grading)
+
+
+def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+    """The random key for the completions of a batch; batches count from 1."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
+
+
+@functools.lru_cache(maxsize=2)
+def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches batch words"]:
+    """Key data for the completions of several consecutive batches.
+
+    They are computed together, as the host would otherwise wait for them behind the running update in each step.
+    """
+    numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
+    return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
+
+
+# --- Generators sample numbered batches, which arrive in any order.
+
+Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
+
+
+class GeneratorSource(Source):
+    """Other processes sample, at the same time as the updates.
+
+    Attributes:
+        generators: the processes.
+    """
+
+    def __init__(self, generators: Generators):
+        """Starts nothing."""
+        self.generators, self._published = generators, None
+
+    @contextlib.contextmanager
+    def opened(self, run: Run, state: State) -> Iterator[None]:
+        """Starts the generators on the batches that were in flight at the checkpoint.
+
+        Batches sampled after the checkpoint leave the record and are sampled again, as their weights no longer exist.
+        """
+        in_flight = state.source.get("in_flight", [])
+        with self.generators as generators:
+            generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
+            self.begin_step(run, state)
+            issued = state.queue.batches + len(in_flight)
+            if run.record and hosts.is_first():
+                with Store(run.record, create=True) as store:
+                    batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
+                    store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
+            for number in in_flight:
+                generators.issue(number)
+            del state  # a reference would keep its weights in memory
+            yield
+
+    def begin_step(self, run: Run, state: State) -> None:
+        """Gives new weights to the generators."""
+        self.generators.waited_seconds = 0.0
+        if state.version != self._published:
+            self._published = state.version
+            self.generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
+
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+        """Issues batches that the run could train on in time, up to the last step; returns finished batches."""
+        config, queue, generators, every = run.config, state.queue, self.generators, run.settings.sampling_interval
+        updates = config.training.updates
+        while not wait and not generators.are_busy:
+            number, ahead = queue.batches + len(generators.in_flight) + 1, self._versions_ahead(run, queue)
+            has_turn = step + len(ahead) // run.own[0] * every * updates <= config.training.steps
+            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime, updates)
+            due = number, queue.round, every, state.version, step
+            if not (has_turn and schedule.is_wanted(*due, config.regime, updates)):
+                break
+            generators.issue(number)
+        with run.phases.phase("sample"):
+            done = generators.receive(wait)
+        return [Arrival(_joined(run, state, groups, number), grades, number) for number, (groups, grades) in done]
+
+    def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
+        """True if a batch that generators sample would exceed `regime.max_staleness` at its turn after `step`."""
+        ahead, updates = self._versions_ahead(run, queue), run.config.training.updates
+        in_flight = self.generators.in_flight
+        return bool(in_flight) and not schedule.in_time(ahead, step + updates, run.own[0], run.config.regime, updates)
+
+    def _versions_ahead(self, run: Run, queue: Queue) -> list[int]:
+        """Policy versions of the groups in the queue and of the groups that generators sample."""
+        coming = [version for version in self.generators.in_flight.values() for _ in range(run.own[0])]
+        return [*queued_versions(queue, run.settings), *coming]
+
+    def state(self) -> dict[str, Any]:
+        """The numbers of the batches that the generators sample."""
+        return {"in_flight": [*self.generators.in_flight]}
+
+    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+        """The generators' work, and the staleness of the step's tokens."""
+        of_tokens = token_staleness(groups, step)
+        return {
+            "generators/waited_seconds": self.generators.waited_seconds,
+            "generators/in_flight": len(self.generators.in_flight),
+            "generators/restarts": self.generators.restarts,
+            **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
+        }
+
+
+@contextlib.contextmanager
+def sampler(
+    config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
+) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
+    """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
+
+    It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
+    tokens.
+    """
+    agents = Agents(config, policy) if config.task.agent else None
+    with Grading(config, reward) as grading, agents or contextlib.nullcontext():
+        frozen = jax.tree.map(jnp.asarray, frozen)
+        run = Run(config, policy, prompts, prompts, grading, PhaseSeconds(), frozen=frozen, agents=agents)
+        one_at_a_time = threading.Lock()
+
+        def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
+            with one_at_a_time:
+                newer = _newer(version, newest, frozen)
+                groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
+            return groups, grades.result()
+
+        yield sample
+
+
+def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights | None]:
+    """A function that returns weights newer than `version` and than its earlier results, or None."""
+    taken = version
+
+    def newer() -> Weights | None:
+        nonlocal taken
+        found = newest()
+        if found is None or found[0] <= taken:
+            return None
+        taken = found[0]
+        return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), taken)
+
+    return newer
+
+
+# --- A store that grows.
+
+
+class FollowedSource(Source):
+    """A store that another process writes; a step waits until it has enough groups, and takes each group once."""
+
+    endless = True
+
+    def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
+        """Continues after the completions that were taken before the checkpoint."""
+        self._follower = Follower(run.config, run.policy, state.totals["run"], state.source)
+        return contextlib.nullcontext()
+
+    def begin_step(self, run: Run, state: State) -> None:
+        """Begins to count the groups and seconds of a step."""
+        self._admitted, self._began, self._said = 0, time.monotonic(), time.monotonic() - LINE_SECONDS + 1
+
+    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+        """Takes groups, at most as many as the step lacks, with the oldest weights first."""
+        follower, count, ready = self._follower, run.own[0], len(state.queue.ready)
+        # A step adds one batch to a replay buffer, and more only if it has too few groups. Without replay, groups stay
+        # in the store until their turn.
+        room = count - (min(ready, self._admitted) if run.settings.replay else ready)
+        if wait and time.monotonic() - self._said >= LINE_SECONDS:
+            self._said, (waiting, completions, pending) = time.monotonic(), follower.waiting
+            rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
+            logger.info(
+                "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
+            )
+        with run.phases.phase("sample"):
+            time.sleep(POLL_SECONDS if wait else 0)
+            arrival = follower.poll(step, room)
+        self._admitted += len(arrival.groups)
+        return [arrival]
+
+    def state(self) -> dict[str, Any]:
+        """The completions that were taken."""
+        return self._follower.state()
+
+    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+        """The store's completions that were not taken, and the staleness of the step's tokens."""
+        of_tokens, (waiting, completions, pending) = token_staleness(groups, step), self._follower.waiting
+        return {
+            **{f"experience/left_out/{reason}": queue.counts[reason] for reason in UNUSABLE},
+            **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
+            "follow/waited_seconds": time.monotonic() - self._began,
+            "follow/rewarded_groups": self._follower.rewarded,
+            "follow/waiting_groups": waiting,
+            "follow/waiting_completions": completions,
+            "follow/pending_completions": pending,
+        }
+
+
+# --- A store at rest.
+
+
+def stored_groups(run: Run, step: int) -> list[Group]:
+    """The groups of a store that join the batch of a step, after those from the queue; they depend only on the step."""
+    if not (count := stored_per_batch(run.config)):
+        return []
+    with run.phases.phase("sample"):
+        return groups_at(run.stored.groups, count, run.batch_of(step), run.config.seed)
+
+
+def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
+    """The groups of a batch, with completions of the store mixed in if the config says so."""
+    if not run.others:
+        return groups
+    count = run.config.rollout.group_size - run.own[1]
+    with run.phases.phase("sample"):
+        groups = mixed(groups, run.others, count, number, run.config.seed)
+    return with_missing_logprobs(run, state, groups)
+
+
+def with_missing_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
+    """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
+    config, sampling = run.config, run.config.rollout.sampling()
+    if config.experience is None or config.experience.missing_logprobs != "current":
+        return groups
+    with run.phases.phase("sample"):
+        everything = combine(state.trained.params, run.frozen)
+        return with_logprobs(groups, run.shape, run.policy, everything, sampling, config.model.logprob_chunk)
