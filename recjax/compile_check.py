@@ -87,7 +87,8 @@ def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
         costs = {"dots": "recomputes all but projections", "full": "recomputes every layer"}
         later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
         changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
-        prompts, budget = config.rollout.prompts_per_step, config.training.tokens_per_micro_batch
+        prompts = config.rollout.prompts_per_step // config.training.minibatches
+        budget = config.training.tokens_per_micro_batch
         fewer = range(prompts // micro_batches_of(planned) - 1, 0, -1)
         shards = mesh["data"] * mesh["fsdp"]
         even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]

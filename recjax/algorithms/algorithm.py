@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.algorithms.ratios import behavior_anchor, token_ratio
-from recjax.algorithms.reading import SCORED, names_read
+from recjax.algorithms.reading import RESCORED, SCORED, names_read
 from recjax.algorithms.reduce import token_mean
 
 RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
@@ -63,8 +63,18 @@ class Algorithm:
 
     @property
     def needs_scoring(self) -> bool:
-        """True if the whole batch must be scored (log-probs and entropies) before the split into micro-batches."""
+        """True if a batch's first update must score its rows (log-probs, entropies) before it splits them."""
         return self.reads(*SCORED)
+
+    @property
+    def needs_rescoring(self) -> bool:
+        """True if every update of a batch must score its rows with the policy before that update."""
+        return self.reads(*RESCORED)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """True if the loss depends on log-probs under the policy before the batch's first update."""
+        return self.reads("proximal_logprobs")
 
     @property
     def compares_completions(self) -> bool:

@@ -22,12 +22,12 @@ from recjax.algorithms.ratios import (
     per_token,
     sequence_sum,
 )
-from recjax.algorithms.reading import call, is_of_whole_batch, names_read
+from recjax.algorithms.reading import RESCORED, call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
 
 
 class Scored(NamedTuple):
-    """Results of the scoring pass over a whole batch before the update; see `Algorithm.needs_scoring`."""
+    """Results of the scoring pass over the rows of an update, before the update; see `Algorithm.needs_scoring`."""
 
     logprobs: Float[Array, "batch time"]
     entropy: Float[Array, "batch time"]
@@ -37,12 +37,13 @@ class Scored(NamedTuple):
 class RowTerms(NamedTuple):
     """Constants of each row in a loss; `batch` is the number of rows.
 
-    Padding and dropped rows have kept False, and advantages, weights and rewards of 0. Advantages and weights have a
-    time axis if the algorithm distinguishes the tokens of a completion.
+    Padding rows, dropped rows and rows outside the minibatch have kept False. Padding and dropped rows have advantages,
+    weights and rewards of 0. Advantages and weights have a time axis if the algorithm distinguishes the tokens of a
+    completion.
 
     foreign: True where another model wrote the completion; None if unknown.
     mask: joint mask of the axes `clip` and `mask`, as far as their functions read the whole batch.
-    proximal_logprobs: log π before the update, if the algorithm reads it.
+    proximal_logprobs: log π before the batch's first update, if the algorithm reads it.
     teacher_logprobs: log-probs of a teacher, if the algorithm reads them.
     trajectories: id of each row's completion, which stays in one micro-batch; None if each row is a completion.
     """
@@ -198,10 +199,12 @@ def row_terms(
     reward_parts: Mapping[str, Float[Array, " batch"]] | None = None,
     part_weights: Mapping[str, Float[Array, " batch"]] | None = None,
     scored: Scored | None = None,
+    proximal_logprobs: Float[Array, "batch time"] | None = None,
     teacher_logprobs: Float[Array, "batch time"] | None = None,
     trajectories: Int[Array, " batch"] | None = None,
     turn_rewards: Float[Array, "batch turns"] | None = None,
     token_turns: Int[Array, "batch time"] | None = None,
+    minibatch: Bool[Array, " batch"] | None = None,
 ) -> RowTerms:
     """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
 
@@ -217,10 +220,14 @@ def row_terms(
         reward_parts: unweighted values of each reward part, by name; NaN in rows without the part.
         part_weights: weight of each reward part, by name.
         scored: results of the scoring pass; ignored where masked.
+        proximal_logprobs: log π before the batch's first update; ignored where masked. None: the log-probs of `scored`.
         teacher_logprobs: log-probs of a teacher at each token; ignored where masked.
         trajectories: id of each row's completion, whose rows have equal rewards; None if each row is a completion.
         turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
         token_turns: index of the turn that sampled each token; ignored where masked.
+        minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
+            Selection, advantages and weights are those of the whole batch. Functions that read `scored` read only the
+            rows of the minibatch.
     Raises:
         ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
             not read `trajectories` returns an advantage for each token.
@@ -266,20 +273,32 @@ def row_terms(
         if scored.behavior_logprobs is not None:
             log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
             batch = batch._replace(scored_log_ratio=log_ratio)
+
+    def call_on(function):
+        if minibatch is None or RESCORED.isdisjoint(names_read(function)):
+            return call(function, batch)
+        mask = batch.completion_mask & minibatch[:, None]
+        return call(function, batch._replace(kept=batch.kept & minibatch, completion_mask=mask))
+
     advantages = call(algorithm.advantage, batch)
     batch = batch._replace(advantages=advantages)
     if first and advantages.ndim == 2:
         remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
         batch = batch._replace(kept=kept)
-    weights = call(algorithm.row_weight, batch) if algorithm.row_weight else batch.kept.astype(advantages.dtype)
+    weights = call_on(algorithm.row_weight) if algorithm.row_weight else batch.kept.astype(advantages.dtype)
     if first:
         advantages, weights = (
             x if x.ndim == 2 else jnp.where(kept, first.shared(x), 0.0) for x in (advantages, weights)
         )
         batch = batch._replace(advantages=advantages, kept=kept)
-    masks = [call(function, batch) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
-    proximal = None if scored is None else jnp.where(completion_mask & kept[:, None], scored.logprobs, 0.0)
+    masks = [call_on(function) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
+    if scored is not None and proximal_logprobs is None:
+        proximal_logprobs = scored.logprobs
+    if proximal_logprobs is not None:
+        proximal_logprobs = jnp.where(completion_mask & kept[:, None], proximal_logprobs, 0.0)
+    if minibatch is not None:
+        kept &= minibatch
     rows = RowTerms(
         advantages,
         weights,
@@ -288,7 +307,7 @@ def row_terms(
         group_ids,
         foreign,
         mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-        proximal_logprobs=proximal,
+        proximal_logprobs=proximal_logprobs,
         teacher_logprobs=teacher_logprobs,
         trajectories=trajectories,
     )

@@ -25,7 +25,7 @@ MICRO_BATCH = {
     "logprobs": "log π of each token, [batch, time]",
     "behavior_logprobs": "log μ of each token, [batch, time]; μ sampled it",
     "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]; log μ by default",
-    "proximal_logprobs": "log π of each token before the update, [batch, time]; needs the scoring pass",
+    "proximal_logprobs": "log π of each token before the batch's first update, [batch, time]; needs the scoring pass",
 }
 WHOLE_BATCH = {
     "rewards": "[batch], ignored where not kept",
@@ -40,7 +40,8 @@ WHOLE_BATCH = {
     "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; needs the scoring pass",
     "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; needs the scoring pass",
 }
-SCORED = frozenset({"proximal_logprobs", "scored_logprobs", "scored_log_ratio", "scored_entropy"})
+RESCORED = frozenset({"scored_logprobs", "scored_log_ratio", "scored_entropy"})  # before each update of a batch
+SCORED = RESCORED | {"proximal_logprobs"}
 
 
 def base(function: Callable) -> Callable:

@@ -73,8 +73,8 @@ class MixConfig(ConfigBlock):
         yield abs(rows - round(rows)) >= 1e-6, "experience.mix.share", problem
 
 
-# A round samples a batch if one is due, and trains one step if enough groups have all their rewards. After the first
-# rounds of a run, a round is an optimizer step.
+# A round samples a batch if one is due, and trains on a batch if enough groups have all their rewards. After the first
+# rounds of a run, each round trains on a batch.
 
 
 class LateConfig(ConfigBlock):
@@ -109,6 +109,9 @@ class ReplayConfig(ConfigBlock):
         sampled -= round(mix.share * sampled) if mix and mix.of == "batch" else 0
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
+        least, limit = config.training.updates - 1, self.max_staleness
+        problem = f"must be at least {least}, the staleness of fresh groups in the last update of their batch"
+        yield limit is not None and limit < least, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
 
@@ -124,7 +127,7 @@ class RegimeConfig(ConfigBlock):
 
     sync_interval: Int = key(
         1,
-        "Optimizer steps between two copies of the weights to the sampler",
+        "Batches between two copies of the weights to the sampler",
         excludes="regime.offline or experience.store",
         ge=1,
     )
@@ -162,9 +165,12 @@ class RegimeConfig(ConfigBlock):
         """A limit of staleness that no batch could keep."""
         if self.mode == "sync":
             return
-        least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
+        batches, why = self.sync_interval, f"regime.sync_interval = {self.sync_interval}"
         if replay := config.experience and config.experience.replay:
-            least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
+            batches += replay.draw_every - 1
+            why += f" and experience.replay.draw_every = {replay.draw_every}"
+        updates = config.training.updates
+        least, why = batches * updates - 1, why + f" and {updates} updates of each batch" * (updates > 1)
         problem = f"must be at least {least}, the staleness due to {why}"
         yield self.max_staleness < least, "regime.max_staleness", problem
 
@@ -224,9 +230,10 @@ class ExperienceConfig(ConfigBlock):
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
         yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
-        least = config.training.checkpoint_every - 1
-        problem = f"must be at least training.checkpoint_every - 1 = {least}, as a server that follows the run samples"
-        problem += " with its checkpoints; raise it, or write checkpoints more often"
+        least = config.training.checkpoint_every - 1 + config.training.updates - 1
+        more = " plus the other updates of its batch" * (config.training.updates > 1)
+        problem = f"must be at least training.checkpoint_every - 1{more} = {least}, as a server that follows the run"
+        problem += " samples with its checkpoints; raise it, or write checkpoints more often"
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
             yield limit is not None and limit < least, name, problem

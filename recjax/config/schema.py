@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from recjax.algorithms.options import require
-from recjax.algorithms.reading import names_read
+from recjax.algorithms.reading import RESCORED, names_read
 from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
@@ -129,6 +129,15 @@ class TrainingConfig(ConfigBlock):
     """Length of the run, micro-batches and checkpoints."""
 
     steps: Int = key(100, "Optimizer steps", ge=1)
+    updates_per_batch: Int = key(
+        1,
+        "Passes over each batch; each pass makes one optimizer step on each of its minibatches, and importance ratios"
+        " to the proximal policy refer to the policy before the first of them",
+        ge=1,
+    )
+    minibatches: Int = key(
+        1, "Minibatches of a batch, with equally many prompts", must="divide rollout.prompts_per_step", ge=1
+    )
     micro_batch_prompts: Int | None = key(
         None,
         "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device",
@@ -153,8 +162,20 @@ class TrainingConfig(ConfigBlock):
         None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
     )
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on each batch."""
+        return self.updates_per_batch * self.minibatches
+
     def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """Steps to trace that the run does not have."""
+        """Steps to trace that the run does not have, and prompts that minibatches cannot share equally."""
+        prompts, chosen = config.rollout.prompts_per_step // self.minibatches, self.micro_batch_prompts
+        problem = f"must divide the {prompts} prompts of a minibatch (rollout.prompts_per_step / training.minibatches)"
+        yield self.minibatches > 1 and chosen and prompts % chosen, "training.micro_batch_prompts", problem
+        reads = not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage))
+        problem = "does not work with an advantage that reads scored log-probs or entropies, which each update computes"
+        problem += " for its minibatch only; set 1, or use another advantage"
+        yield self.minibatches > 1 and reads, "training.minibatches", problem
         traced = self.profile_steps
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
         problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
@@ -261,10 +282,11 @@ class Config(ConfigBlock):
         """Number of micro-batches of a step whose completions are not packed.
 
         Args:
-            positions: token positions of the batch, with padding.
+            positions: token positions of the minibatch, with padding.
             shards: devices that share the rows.
         """
-        prompts, chosen = self.rollout.prompts_per_step, self.training.micro_batch_prompts
+        prompts = self.rollout.prompts_per_step // self.training.minibatches
+        chosen = self.training.micro_batch_prompts
         if chosen:
             return prompts // chosen
         most = min(prompts // shards, positions // (MICRO_BATCH_TOKENS * shards))

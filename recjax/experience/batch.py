@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.config import Config, RolloutConfig, TaskConfig
+from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.experience.group import Completion, Grade, Group, turn_rewards
 
 FOREIGN = -1  # policy version of rows that another model sampled
@@ -202,6 +202,27 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         rewards[place, : len(completion.turns)] = turn_rewards(completion)
         of_tokens[place, : len(row.tokens)] = token_turns(completion, own)
     return batch._replace(turn_rewards=rewards, token_turns=of_tokens)
+
+
+def minibatch_rows(
+    batch: Batch, groups: int, index: int, training: TrainingConfig, seed: int
+) -> Bool[np.ndarray, " batch"] | None:
+    """The rows that an update of a batch trains on: in every pass, each minibatch has its share of the groups.
+
+    The groups of a pass are shuffled in an order that depends only on the seed, the batch and the pass.
+
+    Args:
+        groups: number of groups in the batch; the other prompts are padding.
+        index: number of the update within the run, from 0.
+    Returns:
+        Mask of the rows; None if the minibatch is the whole batch.
+    """
+    if training.minibatches == 1:
+        return None
+    pass_, minibatch = divmod(index, training.minibatches)
+    order = np.random.default_rng([seed, 7, pass_]).permutation(groups)
+    order = [*order.tolist(), *range(groups, batch.shape.prompts)]
+    return np.isin(batch.group_ids, order[minibatch :: training.minibatches])
 
 
 def _check_groups(groups: Sequence[Group], shape: Shape) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
-from recjax.experience.batch import Batch
+from recjax.experience.batch import Batch, Shape
 from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_shape, shape_for
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
@@ -28,17 +28,23 @@ LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
 LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"]]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed"], meta_fields=["parts"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["packed", "rows"], meta_fields=["parts", "minibatches"]
+)
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The micro-batches of a batch and the sequences that the decoder runs for them.
 
-    parts: number of equal parts of the batch's rows, each of whole prompts; 1 if packed. Static under jit.
+    parts: number of equal parts of the rows, each of whole prompts; 1 if packed. Static under jit.
     packed: micro-batches of packed rows. None: each part is a micro-batch, in which each prompt runs once for its rows.
+    rows: rows of the update's minibatch, with whole groups; None: all rows.
+    minibatches: number of minibatches of the batch. Static under jit.
     """
 
     parts: int = 1
     packed: Packed | None = None
+    rows: Bool[np.ndarray | Array, " batch"] | None = None
+    minibatches: int = 1
 
     @property
     def count(self) -> int | Int[np.ndarray | Array, ""]:
@@ -84,12 +90,24 @@ def over_micro_batches(
             and the log-probs and entropies of the part. With packed rows, a part is the whole batch with a completion
             mask that keeps only the micro-batch's tokens; log-probs and entropies of all other tokens are 0.
     Returns:
-        The total of the sums, and the log-probs and entropies of the whole batch.
+        The total of the sums, and the log-probs and entropies of the whole batch, 0 for rows outside the minibatch.
     """
+    shape, chosen = (len(batch.prompts), -1), None
+    if layout.rows is not None and layout.packed is None:
+        count = len(batch.prompts) // layout.minibatches
+        chosen = jnp.nonzero(layout.rows.reshape(shape)[:, 0], size=count)[0]
 
     def in_parts(x: Array) -> Array:
+        if chosen is not None:
+            x = x.reshape(*shape, *x.shape[1:])[chosen].reshape(-1, *x.shape[1:])
         # Each part is spread over all devices.
         return constrain(x.reshape(layout.parts, x.shape[0] // layout.parts, *x.shape[1:]), None, ROWS)
+
+    def of_batch(x: Array) -> Array:
+        if chosen is not None:
+            x = x.reshape(len(chosen), -1)
+            x = jnp.zeros((len(batch.prompts), x.shape[1]), x.dtype).at[chosen].set(x)
+        return x.reshape(batch.completions.shape)
 
     parts = jax.tree.map(in_parts, (batch, rows))
     nothing = constrain(jnp.zeros(parts[0].completions.shape), None, ROWS)
@@ -111,7 +129,7 @@ def over_micro_batches(
 
     # A count that is not static serves any number of packed micro-batches with one program.
     sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing, nothing)))
-    return sums, tuple(x.reshape(batch.completions.shape) for x in seen)
+    return sums, tuple(map(of_batch, seen))
 
 
 def batch_logprobs(
@@ -125,7 +143,7 @@ def batch_logprobs(
     return over_micro_batches(layout, batch, None, (), of_micro_batch)[1]
 
 
-_batch_logprobs = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+score_batch = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
 def score(
@@ -142,38 +160,47 @@ def score(
     if shape.group is None:
         rows = row_shape(max(LEAST_TOKENS, shape.longest) * shards, shape.longest, 1, shards, shape.rows)
         layout = Layout(1, pack(batch, rows, share=policy.decoder.attention != "splash"))
-    return on_host(_batch_logprobs(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
+    return on_host(score_batch(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
 
 
-def choose_layout(config: Config, algorithm: Algorithm, decoder: Decoder, batch: Batch) -> Layout:
+def choose_layout(
+    config: Config, algorithm: Algorithm, decoder: Decoder, batch: Batch, rows: Bool[np.ndarray, " batch"] | None = None
+) -> Layout:
     """The layout of an update.
 
     recjax packs a batch if `training.tokens_per_micro_batch` is set, if packing is much less work, or if rows have
     prompts of their own.
 
+    Args:
+        rows: rows of the update's minibatch; see `minibatch_rows`.
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
-    shards, padded, budget = row_shards(), batch.shape, config.training.tokens_per_micro_batch
+    shards, budget, minibatches = row_shards(), config.training.tokens_per_micro_batch, config.training.minibatches
+    padded = batch.shape._replace(prompts=batch.shape.prompts // minibatches)
+    if rows is not None:
+        batch = batch._replace(completion_mask=batch.completion_mask & rows[:, None])
     parts = config.micro_batches(padded.positions, shards)
+    in_parts = Layout(parts, None, rows, minibatches)
     compares, optional = algorithm.compares_completions, budget is None and padded.group is not None
     least = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards
-    if optional and (compares or too_small or not _saves(decoder.config, batch, least, least, least)):
-        return Layout(parts)
+    if optional and (compares or too_small or not _saves(decoder.config, padded, least, least, least)):
+        return in_parts
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
     share = decoder.attention != "splash"  # the splash kernel supports only segments
     most = padded.prompts if compares and padded.group is not None else None
     shape = shape_for(config, padded, shards)
 
     def packed_into(shape: RowShape) -> tuple[Packed, tuple[int, int, int]]:
-        packed = pack(batch, shape, together, share, most=most, grow=budget is None)
+        count = most or -(-padded.rows // shape.rows)
+        packed = pack(batch, shape, together, share, most=count, grow=budget is None)
         positions = packed.count.item() * packed.tokens[0].size
         return packed, (positions, positions * shape.tokens, positions)
 
     packed, work = packed_into(shape)
     if optional:
-        return Layout(1, packed) if _saves(decoder.config, batch, *work) else Layout(parts)
+        return Layout(1, packed, rows, minibatches) if _saves(decoder.config, padded, *work) else in_parts
     # Longer rows have room for several sequences with a common beginning, at the price of more attention.
     while padded.group is None and shape.rows >= 2 * shards and 2 * shape.tokens <= LEAST_TOKENS:
         shape = row_shape(shape.rows * shape.tokens, 2 * shape.tokens, multiple=shards)
@@ -181,18 +208,18 @@ def choose_layout(config: Config, algorithm: Algorithm, decoder: Decoder, batch:
         if _flops(decoder.config, *less) > 0.9 * _flops(decoder.config, *work):
             break
         packed, work = other, less
-    return Layout(1, packed)
+    return Layout(1, packed, rows, minibatches)
 
 
-def _saves(config: DecoderConfig, batch: Batch, positions: int, pairs: int, scores: int) -> bool:
+def _saves(config: DecoderConfig, shape: Shape, positions: int, pairs: int, scores: int) -> bool:
     """True if this work is so much less than without packing that a second compiled program pays off.
 
     Args:
+        shape: shape of the rows without packing.
         positions: token positions that the decoder computes.
         pairs: attention pairs.
         scores: positions with vocabulary scores.
     """
-    shape = batch.shape
     rest, rows = shape.time - 1, shape.rows
     pairs_padded = shape.prompts * shape.prompt_time**2 + rows * rest * (shape.prompt_time + rest)
     padded = _flops(config, shape.positions, pairs_padded, rows * shape.time)
@@ -215,6 +242,9 @@ def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:
     if layout.packed is not None:
         computed = layout.packed.segments[: layout.packed.count]
         return 1 - (computed > 0).mean().item() if computed.size else 0.0
-    completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0).sum()
+    completions, prompts = np.maximum(batch.completion_mask.sum(-1) - 1, 0), batch.prompt_mask.sum(-1)
+    if layout.rows is not None:
+        completions, prompts = completions[layout.rows], prompts[layout.rows.reshape(len(prompts), -1)[:, 0]]
     computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
-    return 1 - (batch.prompt_mask.sum() - filled + completions).item() / computed
+    filled_tokens = prompts.sum() + completions.sum() - filled / layout.minibatches
+    return 1 - filled_tokens.item() * layout.minibatches / computed

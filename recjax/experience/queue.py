@@ -62,7 +62,8 @@ def settings_of(config: Config) -> Settings:
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
     if bounds := [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]:
-        limits = limits.model_copy(update={"max_staleness": min(bounds)})
+        # A batch is taken at its first update, and its last one must be within the limit.
+        limits = limits.model_copy(update={"max_staleness": min(bounds) - (config.training.updates - 1)})
     return Settings(
         offset=regime.sync_offset,
         sampling_interval=interval,

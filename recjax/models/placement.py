@@ -155,8 +155,8 @@ def mover(there: NamedSharding) -> Callable[[Array], Array]:
 
 
 def on_host(tree: Any) -> Any:
-    """Device arrays as NumPy arrays, whole on every process."""
-    here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+    """Arrays as NumPy arrays, whole on every process."""
+    here = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
     return jax.device_get(tree if here else _whole(tree))
 
 

@@ -79,7 +79,9 @@ def dry_run(config: Config) -> DryRun:
     if regime.mode == "sync" and experience and (experience.store or experience.late or experience.replay):
         notes.append("staleness, which depends on reward delays, the replay buffer and the store: the run measures it")
     elif regime.mode == "sync":
-        staleness = [expected_staleness(step, regime) for step in range(1, config.training.steps + 1)]
+        staleness = [
+            expected_staleness(step, regime, config.training.updates) for step in range(1, config.training.steps + 1)
+        ]
     return result._replace(notes=notes, staleness=staleness)
 
 
@@ -112,13 +114,13 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
 
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for every value of model.remat."""
-    shape = sampled_shape(config, prompt_tokens)
+    shape = programs.minibatch_shape(config, prompt_tokens)
     if programs.is_packed(config):
         rows, time = shape_for(config, shape)
         tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
         inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 5
     else:
-        shape = shape._replace(prompts=config.rollout.prompts_per_step // config.micro_batches(shape.positions))
+        shape = shape._replace(prompts=shape.prompts // config.micro_batches(shape.positions))
         batch, rows = batch_arrays(shape), shape.prompts * shape.group
         tokens = rows * shape.time
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
@@ -183,9 +185,13 @@ def compact(staleness: list[int]) -> str:
     return ", ".join(words)
 
 
-def first_steps(regime: RegimeConfig, steps: int) -> int:
-    """Number of steps that show the whole pattern of a regime."""
-    return min(2 * max(regime.sync_interval, regime.sync_offset) + 2, steps)
+def first_steps(regime: RegimeConfig, steps: int, updates: int = 1) -> int:
+    """Number of steps that show the whole pattern of a regime.
+
+    Args:
+        updates: steps on each batch.
+    """
+    return min((2 * max(regime.sync_interval, regime.sync_offset) + 2) * updates, steps)
 
 
 def print_dry_run(path: str, overrides: list[str], device: str | None = None) -> int:
@@ -265,7 +271,7 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     completions = f"{rows * rollout.max_completion_tokens:,} of {rows} completions"
     print_line(f"tokens a step, at most: {prompts} of prompts, {completions}")
     if result.staleness:
-        shown = result.staleness[: first_steps(config.regime, steps)]
+        shown = result.staleness[: first_steps(config.regime, steps, config.training.updates)]
         mean, highest = np.mean(result.staleness), max(result.staleness)
         print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")

@@ -286,15 +286,19 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     config, decoder, arguments = plan.config, plan.model.decoder, given(plan, "update")
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
-    layout = Layout(micro_batches_of(plan))
-    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, layout.parts))
+    minibatches, parts = config.training.minibatches, micro_batches_of(plan)
+    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
+    rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
+    layout = Layout(parts, None, rows, minibatches)
     if is_packed(config):
         most = _turns(plan)
         shapes = [(most, *_packed_shape(plan))] * 5 + [(most, shape.rows), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
-        layout = Layout(1, packed._replace(prefixes=None) if decoder.attention == "splash" else packed)
+        packed = packed._replace(prefixes=None) if decoder.attention == "splash" else packed
+        layout = Layout(1, packed, rows, minibatches)
+    reads_proximal = config.training.updates > 1 and config.algorithm.build().needs_proximal
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
@@ -303,30 +307,41 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
         jax.eval_shape(lambda: jax.random.key(0)),
         layout,
         teacher,
+        laid_out(plan.mesh, arrays.completions.shape, jnp.float32, ROWS) if reads_proximal else None,
         recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
     )
 
 
 def padded_prompts(plan: Plan, parts: int = 1) -> int:
-    """Number of prompts of a batch, padded so that each micro-batch has equally many on every device."""
+    """Number of prompts of a minibatch, padded so that each micro-batch has equally many on every device."""
     multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
-    return -(-sampled_shape(plan.config, plan.prompt_tokens).prompts // multiple) * multiple
+    return -(-minibatch_shape(plan.config, plan.prompt_tokens).prompts // multiple) * multiple
+
+
+def minibatch_shape(config: Config, prompt_tokens: int) -> Shape:
+    """The shape of the sampled rows that one update trains on.
+
+    Args:
+        prompt_tokens: number of tokens in the longest prompt.
+    """
+    shape = sampled_shape(config, prompt_tokens)
+    return shape._replace(prompts=shape.prompts // config.training.minibatches)
 
 
 def micro_batches_of(plan: Plan) -> int:
     """Number of micro-batches of an update without packing."""
-    positions = sampled_shape(plan.config, plan.prompt_tokens).positions
+    positions = minibatch_shape(plan.config, plan.prompt_tokens).positions
     return plan.config.micro_batches(positions, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 
 def _packed_shape(plan: Plan) -> RowShape:
-    shape = sampled_shape(plan.config, plan.prompt_tokens)
+    shape = minibatch_shape(plan.config, plan.prompt_tokens)
     return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 
 def _turns(plan: Plan) -> int:
     """Largest number of iterations of the update's loop over packed rows."""
-    shape = sampled_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
+    shape = minibatch_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
     if not is_packed(plan.config):
         return 1
     if plan.config.algorithm.build().compares_completions and shape.group is not None:

@@ -18,11 +18,14 @@ from etils import epath
 
 from recjax import files, hosts
 from recjax.experience.queue import from_plain, to_plain
+from recjax.experience.store import groups_from_bytes, groups_to_bytes
+from recjax.models.placement import on_host, put_rows
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
 LAYOUT = 6  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
+BATCH = "batch"  # checkpoint item with the batch that further updates train on
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,11 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
     }
     if state.behavior_params is not None:
         items[COPY] = ocp.args.StandardSave(state.behavior_params)
+    if state.groups:
+        batch = {"groups": np.frombuffer(groups_to_bytes(state.groups), np.uint8)}
+        if state.proximal_logprobs is not None:
+            batch["proximal_logprobs"] = on_host(state.proximal_logprobs)
+        items[BATCH] = ocp.args.StandardSave(batch)
     if groups:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(groups, np.uint8)})
     folder, logs = Path(manager.directory), logging.getLogger("absl")
@@ -98,10 +106,11 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
             f"{place} has the layout of another version of recjax; resume the run with the recjax that wrote it, or"
             " give another output=…"
         )
-    copied = (Path(manager.directory) / str(step) / COPY).exists()
+    copied, in_batch = ((Path(manager.directory) / str(step) / name).exists() for name in (COPY, BATCH))
     items = {
         "state": ocp.args.StandardRestore(trained),
         **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
+        **({BATCH: ocp.args.StandardRestore()} if in_batch else {}),
         **({"groups": ocp.args.StandardRestore()} if plain["groups"] else {}),
     }
     try:
@@ -112,6 +121,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
             f"{place} cannot be read ({_short(error)}); if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
+    batch = restored[BATCH] if in_batch else {}
     return State(
         step=step,
         trained=restored["state"],
@@ -120,6 +130,8 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         queue=from_plain(groups, plain["queue"]),
         source=plain["source"],
         totals=plain["totals"],
+        groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())) if batch else (),
+        proximal_logprobs=put_rows(batch.get("proximal_logprobs")),
     )
 
 

@@ -26,14 +26,15 @@ def folder_of(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned) -> None:
-    """Saves the first groups of a batch if `samples.every` says so, up to the size limit of the config.
+def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: np.ndarray | None = None) -> None:
+    """Saves the first groups of an update if `samples.every` says so, up to the size limit of the config.
 
     Every process must call it.
 
     Args:
         groups: groups of the batch.
         learned: per-token results of the update.
+        rows: mask of the update's rows in the batch; None: all rows.
     """
     config, tokenizer = run.config.samples, run.policy.tokenizer
     if not config.every or (step > 1 and step % config.every):
@@ -49,7 +50,7 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned) -> None
             "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
         )
         return
-    rows, terms = [], learned.terms
+    saved, terms = [], learned.terms
     columns = {
         "probability_now": np.exp(learned.logprobs),
         "advantage": np.broadcast_to(terms.advantages, terms.ratio.shape),
@@ -57,17 +58,20 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned) -> None
         "coefficient": terms.coefficients,
     }
     places = iter(row_places(groups, run.shape))
-    for group in groups[: config.groups]:
-        for completion in group.completions:
+    placed = [(group, [[next(places) for _ in one.rows] for one in group.completions]) for group in groups]
+    if rows is not None:
+        placed = [(group, of_group) for group, of_group in placed if all(rows[place].all() for place in of_group)]
+    for group, of_group in placed[: config.groups]:
+        for completion, of_completion in zip(group.completions, of_group, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [(next(places), len(each.tokens)) for each in completion.rows]
+            lengths = [(place, len(each.tokens)) for place, each in zip(of_completion, completion.rows, strict=True)]
             for name, values in columns.items():
                 values = _joined(values[place, :length] for place, length in lengths)
                 row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
-            rows.append(row)
+            saved.append(row)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json_text(row, ensure_ascii=False) + "\n" for row in rows))
+    write_whole(path, "".join(json_text(row, ensure_ascii=False) + "\n" for row in saved))
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """The computations of a run on its devices: initial parameters, the sampler's parameters, updates and evaluation."""
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from recjax.experience.batch import Batch
-from recjax.experience.layout import Layout, choose_layout
+from recjax.experience.layout import Layout, choose_layout, score_batch
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
@@ -56,12 +57,34 @@ class Learner:
             return run.initial
         return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
 
-    def layout(self, run: Run, batch: Batch) -> Layout:
+    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
-        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch)
+        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows)
+
+    def proximal_logprobs(
+        self, run: Run, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
+    ) -> Float[Array, "batch time"] | None:
+        """Log-probs of a batch before its first update; None if the algorithm reads none.
+
+        Args:
+            layouts: layouts of a pass over the batch, which score it one minibatch after the other.
+        """
+        if not self._recipe.algorithm.needs_proximal:
+            return None
+        decoder, params, batch = self._recipe.decoder, combine(trained.params, run.frozen), put_rows(batch)
+        sampling, chunk = self._recipe.sampling, self._recipe.chunk
+        # Log-probs are 0 outside a layout's minibatch.
+        scored = [score_batch(each, decoder, params, batch, sampling, chunk)[0] for each in layouts]
+        return functools.reduce(jnp.add, scored)
 
     def update(
-        self, run: Run, trained: TrainState, batch: Batch, layout: Layout, step: int
+        self,
+        run: Run,
+        trained: TrainState,
+        batch: Batch,
+        layout: Layout,
+        step: int,
+        proximal_logprobs: Float[Array, "batch time"] | None = None,
     ) -> tuple[TrainState, dict, Learned]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
         trained, metrics, learned = update(
@@ -69,9 +92,10 @@ class Learner:
             run.frozen,
             run.initial if self._recipe.algorithm.needs_reference else None,
             put_rows(batch),
-            jax.random.fold_in(self._drop_key, step),
+            jax.random.fold_in(self._drop_key, run.batch_of(step)),
             layout,
             run.teacher and run.teacher.params,
+            proximal_logprobs,
             recipe=self._recipe,
         )
         return trained, metrics | {"learning_rate": _rate_of(self._rates, trained.optimizer_state)}, learned

@@ -15,11 +15,11 @@ import numpy as np
 
 from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
-from recjax.config import Config, RegimeConfig
+from recjax.config import Config
 from recjax.console import under_way
-from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
+from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
-from recjax.experience.layout import padding_waste
+from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
 from recjax.experience.store import Store, records_of
 from recjax.experience.tokenize import tokenizer_name
@@ -88,37 +88,47 @@ def train(
             run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            before = state.queue
-            with under_way(_SAMPLED if run.samples else _FROM_STORE, step == first):
-                state, groups = next_groups(run, state, step)
-            if groups is None:  # a signal arrived during the wait
-                break
+            before, groups, begins = state.queue, list(state.groups), not state.groups
+            if begins:
+                with under_way(_SAMPLED if run.samples else _FROM_STORE, step == first):
+                    state, groups = next_groups(run, state, step)
+                if groups is None:  # a signal arrived during the wait
+                    break
 
             # --- Pad.
-            with run.phases.phase("sample"):
-                batch = with_missing_logprobs(run, state, pad(groups, **padding))
+            if begins or step == first:
+                with run.phases.phase("sample"):
+                    batch = pad(groups, **padding)
+                learned = to_learn_from(batch, config.task)
             check_staleness(run, state.queue, batch, step)
-            learned = to_learn_from(batch, config.task)
-
-            state = keep_behavior_params(run, state, step)
+            if begins:
+                state = keep_behavior_params(run, state, step)
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
             weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                layout = run.learner.layout(run, learned)
                 weighted = with_part_weights(learned, weights)
-                trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step)
-            tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
+                layout = _layout(run, learned, groups, step)
+                if begins and config.training.updates > 1:
+                    steps_of_pass = range(step, step + config.training.minibatches)
+                    layouts = (_layout(run, learned, groups, each) for each in steps_of_pass)
+                    proximal = run.learner.proximal_logprobs(run, state.trained, weighted, layouts)
+                    state = state._replace(groups=tuple(groups), proximal_logprobs=proximal)
+                arguments = run, state.trained, weighted, layout, step, state.proximal_logprobs
+                trained, measured, of_tokens = run.learner.update(*arguments)
+            tokens = state.totals["tokens"] + begins * int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
+            if step % config.training.updates == 0:
+                state = state._replace(groups=(), proximal_logprobs=None)
             run.metrics.settle()  # the previous step's
-            kept_samples.keep(run, step, groups, of_tokens)
+            kept_samples.keep(run, step, groups, of_tokens, layout.rows)
 
             # --- Log and evaluate.
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **queue_metrics(run, before, state.queue, groups, step),
+                **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -161,7 +171,7 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
         RuntimeError: too many rounds have gone by without enough groups to train on.
     """
     source, settings, count, seed = run.source, run.settings, run.own[0], run.config.seed
-    state, batches = sync_sampler(state, step, run.config.regime), state.queue.batches
+    state, batches = sync_sampler(run, state, step), state.queue.batches
     source.begin_step(run, state)
     for idle in itertools.count(1):
         state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
@@ -172,7 +182,8 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
             queue = deliver(wait_for_due_grades(run, queue), step, settings)
             later, groups = take(queue, count, step, seed, settings)
             if groups is not None and not source.must_wait(run, later, step):
-                return state._replace(queue=later), groups + stored_groups(run, state, step)
+                groups = with_missing_logprobs(run, state, groups + stored_groups(run, step))
+                return state._replace(queue=later), groups
             state = state._replace(queue=queue)
         if source.endless and run.stopping:
             return state, None
@@ -184,15 +195,15 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
             )
 
 
-def sync_sampler(state: State, step: int, regime: RegimeConfig) -> State:
-    """Gives the sampler the trained parameters in a sync step; returns the state."""
-    is_due = schedule.is_sync(step, regime) and state.version != step - 1
+def sync_sampler(run: Run, state: State, step: int) -> State:
+    """Gives the sampler the trained parameters before a batch if that is due; returns the state."""
+    is_due = schedule.is_sync(run.batch_of(step), run.config.regime) and state.version != step - 1
     return state._replace(behavior_params=None, version=step - 1) if is_due else state
 
 
 def keep_behavior_params(run: Run, state: State, step: int) -> State:
-    """Copies the weights before the step's update if the sampler keeps them; returns the state."""
-    keeps = run.samples and not schedule.is_sync(step + 1, run.config.regime)
+    """Copies the weights before a batch's first update if the sampler keeps them; returns the state."""
+    keeps = run.samples and not schedule.is_sync(run.batch_of(step) + 1, run.config.regime)
     return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if keeps else None)
 
 
@@ -232,6 +243,12 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     return logged | run.source.metrics(queue, groups, step)
 
 
+def _layout(run: Run, batch: Batch, groups: list[Group], step: int) -> Layout:
+    """The micro-batches of a step, which trains on the whole batch or on one of its minibatches."""
+    rows = minibatch_rows(batch, len(groups), step - 1, run.config.training, run.config.seed)
+    return run.learner.layout(run, batch, rows)
+
+
 def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
     """Checks that a synchronous run trains on a batch of the staleness that its regime promises.
 
@@ -242,7 +259,7 @@ def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
     all_there = queue.counts["groups_without_reward"] == 0
     if run.config.experience is None and run.config.regime.mode == "sync" and all_there:
         measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        expected = expected_staleness(step, run.config.regime)
+        expected = expected_staleness(step, run.config.regime, run.config.training.updates)
         if (measured != expected).any():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
+from recjax.experience.group import Group
 from recjax.experience.packing import shape_for
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.replay import Judge, judge_of
@@ -29,6 +31,7 @@ from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
+from recjax.training import schedule
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.run_lock import RunLock
@@ -94,7 +97,8 @@ class Run(NamedTuple):
     @property
     def padded_shape(self) -> Shape:
         """The shape of the batches with equal shares for micro-batches and devices."""
-        multiple = self.config.micro_batches(self.shape.positions, row_shards()) * row_shards()
+        minibatches, shards = self.config.training.minibatches, row_shards()
+        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
         return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
 
     @property
@@ -103,6 +107,10 @@ class Run(NamedTuple):
         rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix
         in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
         return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that a step trains on, from 1."""
+        return schedule.batch_of(step, self.config.training.updates)
 
     @property
     def samples(self) -> bool:
@@ -131,6 +139,8 @@ class State(NamedTuple):
     version: optimizer steps of the sampler's weights.
     queue: sampled groups that the run may still train on.
     source: JSON data of the run's source.
+    groups: groups of a batch that the run makes further updates of.
+    proximal_logprobs: log-probs of that batch before its first update; None if the algorithm reads none.
     totals: the run's seconds by phase, wall seconds and tokens; a digest of the store; size and checksum of
         metrics.jsonl; the config; if the run follows a store, the run's unique id.
     """
@@ -142,6 +152,8 @@ class State(NamedTuple):
     queue: Queue
     source: dict[str, Any]
     totals: dict[str, Any]
+    groups: tuple[Group, ...] = ()
+    proximal_logprobs: Float[Array, "batch time"] | None = None
 
 
 def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:

@@ -18,10 +18,8 @@ from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.config import Config
-from recjax.experience.batch import Batch
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
-from recjax.experience.layout import score
 from recjax.experience.queue import Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Store
@@ -124,7 +122,8 @@ class PolicySource(Source):
         config, queue, interval, arrivals = run.config, state.queue, run.settings.sampling_interval, []
         # Log-probs of the policy as it is now are those of the round.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
-        last = queue.round + (not of_now and schedule.samples_ahead(step, config.training.steps, config.regime))
+        batches = run.batch_of(config.training.steps)
+        last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
         for number in range(queue.batches + 1, (last - 1) // interval + 2):
             weights = run.learner.sampler_params(run, state)
             groups, grades = self.sample_batch(run, weights, state.version, number)
@@ -239,11 +238,13 @@ class GeneratorSource(Source):
     def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Issues batches that the run could train on in time, up to the last step; returns finished batches."""
         config, queue, generators, every = run.config, state.queue, self.generators, run.settings.sampling_interval
+        updates = config.training.updates
         while not wait and not generators.are_busy:
             number, ahead = queue.batches + len(generators.in_flight) + 1, self._versions_ahead(run, queue)
-            has_turn = step + len(ahead) // run.own[0] * every <= config.training.steps
-            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime)
-            if not (has_turn and schedule.is_wanted(number, queue.round, every, state.version, step, config.regime)):
+            has_turn = step + len(ahead) // run.own[0] * every * updates <= config.training.steps
+            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime, updates)
+            due = number, queue.round, every, state.version, step
+            if not (has_turn and schedule.is_wanted(*due, config.regime, updates)):
                 break
             generators.issue(number)
         with run.phases.phase("sample"):
@@ -252,9 +253,9 @@ class GeneratorSource(Source):
 
     def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
         """True if a batch that generators sample would exceed `regime.max_staleness` at its turn after `step`."""
-        ahead = self._versions_ahead(run, queue)
+        ahead, updates = self._versions_ahead(run, queue), run.config.training.updates
         in_flight = self.generators.in_flight
-        return bool(in_flight) and not schedule.in_time(ahead, step + 1, run.own[0], run.config.regime)
+        return bool(in_flight) and not schedule.in_time(ahead, step + updates, run.own[0], run.config.regime, updates)
 
     def _versions_ahead(self, run: Run, queue: Queue) -> list[int]:
         """Policy versions of the groups in the queue and of the groups that generators sample."""
@@ -371,12 +372,12 @@ class FollowedSource(Source):
 # --- A store at rest.
 
 
-def stored_groups(run: Run, state: State, step: int) -> list[Group]:
+def stored_groups(run: Run, step: int) -> list[Group]:
     """The groups of a store that join the batch of a step, after those from the queue; they depend only on the step."""
     if not (count := stored_per_batch(run.config)):
         return []
     with run.phases.phase("sample"):
-        return _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
+        return groups_at(run.stored.groups, count, run.batch_of(step), run.config.seed)
 
 
 def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
@@ -385,26 +386,15 @@ def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Gr
         return groups
     count = run.config.rollout.group_size - run.own[1]
     with run.phases.phase("sample"):
-        return _with_logprobs(run, state, mixed(groups, run.others, count, number, run.config.seed))
+        groups = mixed(groups, run.others, count, number, run.config.seed)
+    return with_missing_logprobs(run, state, groups)
 
 
-def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
+def with_missing_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
     """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
     config, sampling = run.config, run.config.rollout.sampling()
-    if config.experience.missing_logprobs != "current":
+    if config.experience is None or config.experience.missing_logprobs != "current":
         return groups
-    everything = combine(state.trained.params, run.frozen)
-    return with_logprobs(groups, run.shape, run.policy, everything, sampling, config.model.logprob_chunk)
-
-
-def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
-    """The batch with missing log-probs handled according to `experience.missing_logprobs`; no NaN is left."""
-    if run.config.experience is None or run.config.experience.missing_logprobs != "current":
-        return batch
-    lacking = np.isnan(batch.behavior_logprobs)
-    if not lacking.any():
-        return batch
-    params = combine(state.trained.params, run.frozen)
-    now = score(run.policy, params, batch, run.config.rollout.sampling(), run.config.model.logprob_chunk)
-    # Rounding can make the log-prob of a token with probability 1 slightly positive.
-    return batch._replace(behavior_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behavior_logprobs))
+    with run.phases.phase("sample"):
+        everything = combine(state.trained.params, run.frozen)
+        return with_logprobs(groups, run.shape, run.policy, everything, sampling, config.model.logprob_chunk)

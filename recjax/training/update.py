@@ -100,7 +100,7 @@ def clipped_adamw(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule
 
 
 class Learned(NamedTuple):
-    """Per-token results of an update for the whole batch; undefined where masked.
+    """Per-token results of an update for the whole batch; undefined where masked and outside the minibatch.
 
     logprobs: log-probs before the update.
     terms: terms of the policy gradient.
@@ -131,27 +131,31 @@ def update(
     key: PRNGKeyArray,
     layout: Layout,
     teacher_params: dict | None = None,
+    proximal_logprobs: Float[Array, "batch time"] | None = None,
     *,
     recipe: Recipe,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict, Learned]:
-    """Makes one optimizer step on a batch.
+    """Makes one optimizer step on a batch, or on a minibatch of it.
 
     Advantages, weights and drops are computed over the whole batch. Gradients are summed over micro-batches as
-    (sum, count) and divided once, so the division into micro-batches changes only memory and time.
+    (sum, count) and divided once, so the division into micro-batches changes only memory and time. The layout's rows
+    are the minibatch: loss, gradient and metrics are of these rows.
 
     Args:
         state: train state, which is donated; use the returned state.
         frozen: constant parameters that the state lacks; they get no gradient.
         reference_params: trained part of the reference-KL anchor, combined with `frozen`; None without an anchor.
         batch: rows grouped by prompt, equally many per prompt.
-        key: random key for drops.
-        layout: micro-batches of the batch; sequences that the algorithm relates are in one micro-batch.
+        key: random key for drops, equal for all updates of a batch.
+        layout: micro-batches of the minibatch; sequences that the algorithm relates are in one micro-batch.
         teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
+        proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
+            update of a batch.
         axis_name: axis of the surrounding jax.pmap. `batch` and `layout` then are one device's share, with equally many
             prompts on each device; all other arguments and the results are equal on all devices. None: no pmap.
     Returns:
-        The new state, scalar metrics of the batch before the update, and per-token results.
+        The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
     decoder, algorithm, optimizer, *distribution, teacher = recipe
 
@@ -175,9 +179,11 @@ def update(
         "trajectories": batch.trajectories,
         "turn_rewards": batch.turn_rewards,
         "token_turns": batch.token_turns,
+        "proximal_logprobs": proximal_logprobs,
+        "minibatch": layout.rows,
     }
     extras = jax.tree.map(of_all, extras)
-    if algorithm.needs_scoring:
+    if algorithm.needs_scoring if proximal_logprobs is None else algorithm.needs_rescoring:
         behavior = jax.tree.map(of_all, batch.behavior_logprobs)
         extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
     if algorithm.needs_teacher:
@@ -219,7 +225,8 @@ def update(
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
     )
-    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, batch.completion_mask))
+    mask = batch.completion_mask if layout.rows is None else batch.completion_mask & layout.rows[:, None]
+    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),

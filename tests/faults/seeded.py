@@ -67,7 +67,7 @@ FAULTS = {
     "loop-same-drops-every-step": Fault(
         "an algorithm that drops completions at random makes the same choice in every step",
         "recjax/training/learner.py",
-        "jax.random.fold_in(self._drop_key, step)",
+        "jax.random.fold_in(self._drop_key, run.batch_of(step))",
         "jax.random.fold_in(self._drop_key, 1)",
         (_KEYS,),
     ),
@@ -82,8 +82,8 @@ FAULTS = {
     "rounds-sampler-not-frozen": Fault(
         "between two syncs the sampler uses the trained weights instead of its copy",
         "recjax/training/loop.py",
-        "schedule.is_sync(step + 1, run.config.regime)",
-        "schedule.is_sync(step, run.config.regime)",
+        "schedule.is_sync(run.batch_of(step) + 1, run.config.regime)",
+        "schedule.is_sync(run.batch_of(step), run.config.regime)",
         (f"{_LOOP}::test_the_sampler_uses_the_weights_of_its_version",),
     ),
     "rounds-batches-share-keys": Fault(

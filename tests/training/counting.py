@@ -35,14 +35,20 @@ class CountingLearner(Learner):
     def sampler_params(self, run, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def layout(self, run, batch):
-        return Layout()
+    def layout(self, run, batch, rows):
+        return Layout(rows=rows)
 
-    def update(self, run, trained, batch, layout, step):
+    def proximal_logprobs(self, run, trained, batch, layouts):
+        return np.full(batch.completions.shape, trained.params["checksum"][0], np.float32)
+
+    def update(self, run, trained, batch, layout, step, proximal_logprobs=None):
         self.batches.append(batch)
-        mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
+        chosen = True if layout.rows is None else layout.rows[:, None]
+        mask = np.asarray(batch.completion_mask) & chosen
+        rows = mask.any(-1)
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
         seen = (*(np.asarray(column)[rows] for column in columns), np.asarray(batch.completions)[mask])  # no padding
+        seen = (*seen, *([] if proximal_logprobs is None else [np.asarray(proximal_logprobs)[mask]]))
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}

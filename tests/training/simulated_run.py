@@ -58,7 +58,7 @@ def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group
         return batch_of(number, version, chance)
 
     run, state = started(config, GeneratorSource(generators) if generators else PolicySource(sample_batch))
-    for step in range(1, config.training.steps + 1):
+    for step in range(1, config.training.steps + 1, config.training.updates):
         before = state.queue
         state, groups = loop.next_groups(run, state, step)
         yield step, groups, loop.queue_metrics(run, before, state.queue, groups, step), numbers[:]

@@ -72,16 +72,21 @@ def trained(config, seed):
 
 
 @pytest.mark.parametrize(
-    "case", slow_except(itertools.product([0, 1, 6], [1, 4], [1, 3]), (0, 4, 3), (1, 4, 1), (6, 1, 3)), ids=str
+    "case",
+    slow_except(
+        itertools.product([0, 1, 6], [1, 4], [1, 3], [1, 4]), (0, 4, 3, 1), (1, 4, 1, 1), (6, 1, 3, 1), (6, 4, 1, 4)
+    ),
+    ids=str,
 )
 def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
-    bound, count, interval = case
-    bound = bound + interval - 1
+    bound, count, interval, updates = case
+    bound = bound + interval * updates - 1
     regime = [f"regime.max_staleness={bound}", f"regime.generators={count}", f"regime.sync_interval={interval}"]
-    config = tiny("run", "regime.mode=async", *regime, "training.steps=25")
+    steps = [f"training.updates_per_batch={updates}", f"training.steps={25 * updates}"]
+    config = tiny("run", "regime.mode=async", *regime, *steps)
     for seed in range(3):
         stale, uses, logged = trained(config, seed)
-        assert max(map(max, stale)) <= bound and min(map(min, stale)) >= 0
+        assert max(map(max, stale)) + updates - 1 <= bound and min(map(min, stale)) >= 0
         assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
         assert logged["experience/left_out/stale"] == 0 and logged["generators/in_flight"] == 0
 

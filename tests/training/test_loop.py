@@ -84,10 +84,12 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_the_staleness_of_each_regime_is_the_papers(tiny, regime):
-    config = tiny("run", *REGIMES[regime])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
+    config = tiny("run", *REGIMES[regime], f"training.updates_per_batch={updates}", "training.steps=13")
     rows = count(config)
-    assert [row["staleness"] for row in rows[1:]] == [expected_staleness(step, config.regime) for step in range(1, 8)]
+    expected = [expected_staleness(step, config.regime, updates) for step in range(1, 14)]
+    assert [row["staleness"] for row in rows[1:]] == expected
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -121,8 +123,10 @@ def at_a_terminal():
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number):
+@pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
+    options += [f"training.updates_per_batch={updates}"]
     raises = Interrupted(5, lambda: signal.raise_signal(number))
     with pytest.raises(loop.Preempted, match="stopped after step 5; the same command resumes") as stopped:
         count(tiny("stopped", *options), raises)

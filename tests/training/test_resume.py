@@ -13,6 +13,8 @@ from tests.training.tiny_run import without_times
 LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
 REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}"
 MIX = ["experience.mix.store={store}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
+# Checkpoints of steps 3 and 6 are in the middle of a batch.
+UPDATES = ["training.updates_per_batch=2", "training.minibatches=2"]
 FEEDS = {
     "on policy": [],
     "interval": ["regime.sync_interval=6"],  # after the checkpoint of step 3 the sampler still needs its copy
@@ -27,10 +29,15 @@ FEEDS = {
     "store": ["experience.store={store}"],
     "mix of rows": [*MIX],
     "mix of groups": [*MIX, "experience.mix.of=batch"],
+    "updates": [*UPDATES],
+    "updates, offset, interval": [*UPDATES, "regime.sync_offset=1", "regime.sync_interval=2"],
+    "updates, store": [*UPDATES, "experience.store={store}"],
+    "updates, late, replay, mix": [*UPDATES, "experience.late={longest: 1}", REPLAY, *MIX],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
 
 QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
+QUICK += ("updates", "updates, late, replay, mix")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
     config, save = tiny("stopped", *options), loop.checkpoint.save
     with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
         count(config, killed(at=2))
-    if feed != "store":
+    if "store" not in feed and "updates" not in feed:  # with updates, the second batch comes after that checkpoint
         with pytest.raises(KeyboardInterrupt):
             count(config, sample=killed_in_batch(at=2))
 

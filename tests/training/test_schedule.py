@@ -37,5 +37,27 @@ def test_ranges_of_the_paper(interval, offset, low, high):
     assert staleness[:3] == [offset + (i % interval) for i in range(3)]
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_several_updates_age_their_batch_one_by_one(tiny, interval, offset):
+    """The sampler's version by a loop over steps: it takes the weights before a batch, every `interval` batches."""
+    names = [f"regime.sync_interval={interval}", f"regime.sync_offset={offset}", "training.updates_per_batch=4"]
+    config = tiny("run", "training.steps=47", *names)
+    versions, version, batches = [0] * offset, 0, []
+    for step in range(1, 48):
+        if (step - 1) % 4 == 0:
+            batches.append(step)
+            version = step - 1 if (len(batches) - 1) % interval == 0 else version
+            versions.append(version)
+        expected = step - 1 - versions[len(batches) - 1]
+        assert expected_staleness(step, config.regime, 4) == expected
+    sampled = []
+    for number, (_, groups, _, numbers) in enumerate(simulated(config)):
+        sampled += numbers
+        assert {one.policy_version for group in groups for one in group.completions} == {versions[number]}
+        assert groups[0].id == f"{number + 1:06d}/00000"
+    assert sampled == list(range(1, 13 + offset))
+
+
 def test_offline_batches_age_with_every_step():
     assert [expected_staleness(step, RegimeConfig(offline=True)) for step in (1, 2, 50)] == [0, 1, 49]

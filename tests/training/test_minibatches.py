@@ -1,0 +1,263 @@
+"""Several updates of one batch: passes over it, minibatches of whole groups, and the proximal policy."""
+
+import functools
+import itertools
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from recjax.algorithms.losses import row_terms
+from recjax.algorithms.presets import build_algorithm
+from recjax.config import TrainingConfig
+from recjax.experience.batch import minibatch_rows
+from recjax.experience.layout import Layout, padding_waste, score_batch
+from recjax.experience.packing import RowShape, pack
+from recjax.models.decoder import Decoder
+from recjax.models.sampling import Sampling
+from recjax.training import learner
+from recjax.training.update import Recipe, TrainState, update
+from tests.marks import slow_except
+from tests.training.test_update import CONFIG, initial, make_batch
+from tests.training.tiny_run import train
+
+GROUPS, SIZE = 4, 3
+PASSES = TrainingConfig(updates_per_batch=2, minibatches=2)
+
+
+@functools.cache
+def optimizer(rate):
+    return optax.sgd(rate)
+
+
+def recipe(preset, rate):
+    return Recipe(Decoder(CONFIG), build_algorithm(preset, {}), optimizer(rate), Sampling(1.0), 1024)
+
+
+def logprobs_of(params, batch):
+    return score_batch(Layout(), Decoder(CONFIG), params, batch, Sampling(1.0), 1024)[0]
+
+
+def off_policy_batch():
+    """A batch whose behavior policy is near the initial policy, so that the clip drops some tokens and keeps others."""
+    batch = make_batch(prompts=GROUPS, group=SIZE)
+    noise = np.random.default_rng(1).normal(0, 0.15, batch.completions.shape)
+    behavior = np.asarray(logprobs_of(initial(), batch)) + noise
+    return batch._replace(behavior_logprobs=behavior.astype(np.float32))
+
+
+def layout_of(batch, index, training=PASSES, packs=False):
+    rows = minibatch_rows(batch, GROUPS, index, training, seed=0)
+    if not packs:
+        return Layout(1, None, rows, training.minibatches)
+    mask = batch.completion_mask if rows is None else batch.completion_mask & rows[:, None]
+    return Layout(
+        1, pack(batch._replace(completion_mask=mask), RowShape(rows=4, tokens=16)), rows, training.minibatches
+    )
+
+
+def updated(preset, params, batch, layout, *, rate=1.0, proximal=None):
+    made = recipe(preset, rate)
+    state = TrainState(jax.tree.map(jnp.copy, params), made.optimizer.init(params))
+    state, metrics, _ = update(state, {}, None, batch, jax.random.key(0), layout, None, proximal, recipe=made)
+    return state.params, metrics
+
+
+# --- The reference: loops over passes, minibatches and tokens, with every formula as its paper has it.
+
+
+def is_clipped(ratio, advantage):
+    return (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+
+
+def coefficient(preset, now, proximal, behavior, advantage):
+    """The factor of ∇log π of a token, from log-probs of the three policies."""
+    if preset == "grpo":
+        ratio, correction = np.exp(now - behavior), 1.0
+    elif preset == "tis":
+        ratio, correction = np.exp(now - proximal), min(np.exp(proximal - behavior), 2.0)
+    elif preset == "decoupled_ppo":
+        ratio, correction = np.exp(now - proximal), np.exp(proximal - behavior)
+    elif preset == "a3po":
+        between = 0.5 * behavior + 0.5 * now
+        ratio, correction = np.exp(now - between), np.exp(between - behavior)
+    return 0.0 if is_clipped(ratio, advantage) else correction * ratio * advantage
+
+
+@jax.jit
+def weighted_gradient(params, batch, factors):
+    return jax.grad(lambda at: jnp.sum(factors * logprobs_of(at, batch)))(params)
+
+
+def reference(preset, params, batch, rate, training):
+    """The parameters after each update of a batch."""
+    proximal, advantages, after = np.asarray(logprobs_of(params, batch)), np.zeros(len(batch.rewards)), []
+    for group in range(GROUPS):
+        own = batch.rewards[group * SIZE : (group + 1) * SIZE]
+        for row in range(SIZE):
+            advantages[group * SIZE + row] = (own[row] - own.mean()) / (own.std() + 1e-6)
+    for index in range(training.updates):
+        rows = minibatch_rows(batch, GROUPS, index, training, seed=0)
+        now, factors, count = np.asarray(logprobs_of(params, batch)), np.zeros(batch.completions.shape, np.float32), 0
+        for row in range(GROUPS * SIZE):
+            for time in range(batch.completions.shape[1]):
+                if batch.completion_mask[row, time] and (rows is None or rows[row]):
+                    policies = now[row, time], proximal[row, time], batch.behavior_logprobs[row, time]
+                    factors[row, time] = coefficient(preset, *policies, advantages[row])
+                    count += 1
+        gradient = weighted_gradient(params, batch, -factors / count)
+        params = jax.tree.map(lambda x, g: x - rate * g, params, gradient)
+        after.append(params)
+    return after
+
+
+@pytest.mark.parametrize(
+    "preset", slow_except(["grpo", "tis", "decoupled_ppo", "a3po"], "grpo", "tis", "decoupled_ppo")
+)
+@pytest.mark.parametrize("packs", slow_except([False, True], False))
+def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
+    rate, batch = 2.0, off_policy_batch()
+    expected = reference(preset, initial(), batch, rate, PASSES)
+    params, proximal, clipped = initial(), logprobs_of(initial(), batch), []
+    for index in range(PASSES.updates):
+        layout = layout_of(batch, index, packs=packs)
+        given = proximal if build_algorithm(preset, {}).needs_proximal else None
+        params, metrics = updated(preset, params, batch, layout, rate=rate, proximal=given)
+        chex.assert_trees_all_close(params, expected[index], rtol=1e-4, atol=1e-5)
+        clipped.append(float(metrics["clip_fraction/all"]))
+    assert 0 < max(clipped[2:]) < 1, "the second pass is far enough for some clips"
+    drift = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params, initial())
+    assert max(jax.tree.leaves(drift)) > 0.05
+
+
+# --- Relations.
+
+
+def test_the_first_of_several_passes_is_the_only_update_of_one():
+    batch = off_policy_batch()
+    once = updated("decoupled_ppo", initial(), batch, Layout())
+    first = updated("decoupled_ppo", initial(), batch, Layout(), proximal=logprobs_of(initial(), batch))
+    chex.assert_trees_all_close(first, once, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", slow_except(["grpo", "reinforce_pp", "red_drop"], "reinforce_pp", "red_drop"))
+def test_minibatch_gradients_add_up_to_that_of_the_batch(preset):
+    """With advantages and drops of the whole batch; token means weigh each minibatch by its number of tokens."""
+    batch = off_policy_batch()
+
+    def gradient_and_tokens(layout):
+        params, metrics = updated(preset, initial(), batch, layout)
+        return jax.tree.map(lambda before, after: before - after, initial(), params), metrics
+
+    whole, of_whole = gradient_and_tokens(Layout())
+    total, tokens, rows = jax.tree.map(jnp.zeros_like, whole), 0, np.zeros(len(batch.rewards), int)
+    for index in range(PASSES.minibatches):
+        layout = layout_of(batch, index)
+        rows += layout.rows
+        part, measured = gradient_and_tokens(layout)
+        kept = kept_tokens(preset, batch, layout.rows)
+        total = jax.tree.map(lambda x, y, n=kept: x + n * y, total, part)
+        tokens += kept
+        assert 0 < measured["kept_fraction"] <= 1
+    assert (rows == 1).all() and tokens == kept_tokens(preset, batch, np.ones(len(rows), bool))
+    chex.assert_trees_all_close(total, jax.tree.map(lambda x: x * tokens, whole), rtol=1e-4, atol=1e-4)
+
+
+def kept_tokens(preset, batch, rows):
+    rewards, groups, mask = map(jnp.asarray, (batch.rewards, batch.group_ids, batch.completion_mask))
+    algorithm = build_algorithm(preset, {})
+    terms = row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), completion_mask=mask)
+    return int((batch.completion_mask & np.asarray(terms.kept & rows)[:, None]).sum())
+
+
+SCORED = ["m2po", "bapo", "clip_cov", "high_entropy", "p3o"]
+
+
+@pytest.mark.parametrize("preset", slow_except(["dapo", "pairwise_consistency", *SCORED], "dapo", "m2po"))
+@pytest.mark.parametrize("packs", slow_except([False, True], False))
+def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_groups(preset, packs):
+    batch = off_policy_batch()
+    layout = layout_of(batch, 1, packs=packs)
+    alone = batch._replace(completion_mask=batch.completion_mask & layout.rows[:, None])
+    found, expected = (updated(preset, initial(), *each) for each in ((batch, layout), (alone, Layout())))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert padding_waste(batch, layout) < 1
+
+
+@pytest.mark.slow
+def test_minibatches_under_pmap_have_their_share_of_every_device():
+    batch = make_batch(prompts=8, group=SIZE)
+    rows = np.tile(np.repeat([True, False], SIZE), 4)  # the first of two prompts on each of four devices
+    expected = updated("reinforce_pp", initial(), batch, Layout(1, None, rows, 2))
+    state = TrainState(initial(), optimizer(1.0).init(initial()))
+
+    def on_device(state, share, rows):
+        layout = Layout(1, None, rows, 2)
+        options = {"recipe": recipe("reinforce_pp", 1.0), "axis_name": "devices"}
+        state, metrics, _ = update(state, {}, None, share, jax.random.key(0), layout, **options)
+        return state.params, metrics
+
+    shares, rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batch, rows))
+    found = jax.pmap(on_device, axis_name="devices", in_axes=(None, 0, 0), out_axes=None)(state, shares, rows)
+    chex.assert_trees_all_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+# --- The division of a batch.
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
+    training = TrainingConfig(updates_per_batch=3, minibatches=2)
+    batch, groups = make_batch(prompts=6 + padding), 6
+    orders = []
+    for number, pass_ in itertools.product(range(2), range(3)):
+        first = (number * 3 + pass_) * 2
+        masks = [minibatch_rows(batch, groups, first + index, training, seed=5) for index in range(2)]
+        assert (masks[0] ^ masks[1]).all() and masks[0].sum() == masks[1].sum()
+        for mask in masks:
+            by_group = Counter(batch.group_ids[mask].tolist())
+            assert {*by_group.values()} == {3} and sum(group < 6 for group in by_group) == 3
+        np.testing.assert_array_equal(masks[0], minibatch_rows(batch, groups, first, training, seed=5))
+        orders.append(masks[0].tobytes())
+    assert len({*orders}) > 2
+    assert minibatch_rows(batch, groups, 0, TrainingConfig(updates_per_batch=3), seed=5) is None
+
+
+# --- The loop.
+
+
+@pytest.mark.parametrize("preset", slow_except(["decoupled_ppo", "grpo"], "decoupled_ppo"))
+def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
+    seen, recipes, original = [], [], learner.update
+
+    def watched(state, frozen, reference, batch, key, layout, teacher, proximal, *, recipe):
+        params = jax.tree.map(np.array, state.params)
+        seen.append((params, batch, jax.random.key_data(key).tolist(), layout.rows, proximal))
+        recipes.append(recipe)
+        return original(state, frozen, reference, batch, key, layout, teacher, proximal, recipe=recipe)
+
+    monkeypatch.setattr(learner, "update", watched)
+    options = ["training.updates_per_batch=2", "training.minibatches=2", f"algorithm.preset={preset}"]
+    config = tiny("run", *options, "evaluation.every=0", "training.steps=6", "regime.sync_offset=1")
+    rows = train(config)[1:]
+    assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    of_queue = [any(name.startswith("grading/") for name in row) for row in rows]
+    assert of_queue == [True, False, False, False, True, False], "once for each batch"
+    for first, count in ((0, 4), (4, 2)):
+        own = seen[first : first + count]
+        params, batch, key, *_ = own[0]
+        for _, other, other_key, chosen, proximal in own:
+            np.testing.assert_array_equal(other.completions, batch.completions)
+            assert other_key == key and chosen.sum() == 8
+            assert (proximal is not None) == (preset == "decoupled_ppo")
+            if proximal is not None:
+                made = recipes[first]
+                expected = score_batch(Layout(), made.decoder, params, batch, made.sampling, made.chunk)[0]
+                np.testing.assert_allclose(np.asarray(proximal), expected, atol=1e-5)
+        for a, b in zip(own[::2], own[1::2], strict=True):
+            assert (a[3] ^ b[3]).all()
+    assert seen[0][2] != seen[4][2]
