@@ -363,7 +363,7 @@ def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
     for group, (place, *numbers) in zip(groups_from_bytes(groups), plain["groups"], strict=True):
         held[place].append(Entry(group, *numbers) if place == "ready" else Waiting(group, *numbers))
     coming = [
-        Coming(tuple(ids), tuple(rounds), tuple(Grade(*grade) for grade in grades))
+        Coming(tuple(ids), tuple(rounds), tuple(map(Grade.from_json, grades)))
         for ids, rounds, grades in plain["coming"]
     ]
     places = {place: tuple(entries) for place, entries in held.items()}

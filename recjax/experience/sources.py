@@ -12,7 +12,7 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
-from recjax.experience.batch import Shape, pad
+from recjax.experience.batch import Shape, pad, row_places
 from recjax.experience.group import Completion, Group
 from recjax.experience.layout import score
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
@@ -85,17 +85,18 @@ def with_logprobs(
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
     lacking = [group for group in groups if any(_lacks_logprobs(one) for one in group.completions)]
-    filled = {}
-    for start in range(0, len(lacking), shape.prompts):
-        part = lacking[start : start + shape.prompts]
-        logprobs = score(policy, params, pad(part, shape), sampling, chunk)
-        for place, group in enumerate(part):
-            rows = []
-            for number, one in enumerate(group.completions, start=place * shape.group):
+    most = max([len(group.completions) for group in lacking], default=1) if shape.group is None else 1
+    together, filled = max(shape.prompts // most, 1), {}
+    for start in range(0, len(lacking), together):
+        part = lacking[start : start + together]
+        scored = iter(score(policy, params, pad(part, shape), sampling, chunk)[row_places(part, shape)])
+        for group in part:
+            completions = []
+            for one in group.completions:
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
-                now = np.minimum(logprobs[number, : one.sampled_tokens], 0.0)
-                rows.append(_with_logprobs(one, now) if _lacks_logprobs(one) else one)
-            filled[group.id] = group._replace(completions=tuple(rows))
+                now = [np.minimum(next(scored)[: len(row.tokens)], 0.0) for row in one.rows]
+                completions.append(_with_logprobs(one, np.concatenate(now)) if _lacks_logprobs(one) else one)
+            filled[group.id] = group._replace(completions=tuple(completions))
     return [filled.get(group.id, group) for group in groups]
 
 
@@ -104,8 +105,13 @@ def _lacks_logprobs(completion: Completion) -> bool:
 
 
 def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
-    (row,) = completion.rows
-    return completion._replace(rows=(row._replace(behavior_logprobs=logprobs),))
+    """The completion with log-probs for the tokens of all its rows, end to end."""
+    parts = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
+    rows = (
+        row._replace(behavior_logprobs=np.where(row.mask, part, np.float32(0)))
+        for row, part in zip(completion.rows, parts, strict=True)
+    )
+    return completion._replace(rows=tuple(rows))
 
 
 def with_initial_logprobs(
@@ -137,8 +143,9 @@ def with_initial_logprobs(
                 for was, one, number in zip(old.completions, new.completions, numbers, strict=False):
                     if _lacks_logprobs(was):
                         with writing(folder):
-                            file.write(one.rows[0].behavior_logprobs.astype(np.float32).tobytes())
-                        places[number], end = end, end + 4 * one.sampled_tokens
+                            for row in one.rows:
+                                file.write(row.behavior_logprobs.astype(np.float32).tobytes())
+                        places[number], end = end, end + 4 * sum(len(row.tokens) for row in one.rows)
             bar.update(len(part))
     with writing(folder):
         file.flush()
@@ -148,7 +155,8 @@ def with_initial_logprobs(
         for one, place in zip(group.completions, places[numbers].tolist(), strict=True):
             if place >= 0:
                 file.seek(place)
-                one = _with_logprobs(one, np.frombuffer(file.read(4 * one.sampled_tokens), np.float32))
+                size = 4 * sum(len(row.tokens) for row in one.rows)
+                one = _with_logprobs(one, np.frombuffer(file.read(size), np.float32))
             completions.append(one)
         return group._replace(completions=tuple(completions))
 
@@ -179,7 +187,7 @@ def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, see
     """
     made = []
     for place, group in enumerate(groups):
-        known = others.get(group.prompt_tokens.tobytes())
+        known = others.get(group)
         generator = np.random.default_rng([seed, 4, batch, place])
         chosen = sorted(generator.permutation(len(known))[:count].tolist())
         made.append(group._replace(completions=(*group.completions, *(known[index] for index in chosen))))

@@ -82,15 +82,16 @@ class AgentGrades:
         return self._with_counts(tried, reward, parts, None)
 
     def _with_counts(self, tried: Tried, reward: float | None, parts: dict[str, float], accurate: bool | None) -> Grade:
-        """Builds the grade, adding the parts that count turns and rows."""
-        trajectory = tried.policy.trajectory
+        """Builds the grade, adding the rewards of the turns, and the parts that count turns and rows."""
+        trajectory, given, weight = tried.policy.trajectory, tried.policy.rewards, self._weights.get(SCORE, 1.0)
+        turns = tuple(weight * given.get(turn, 0.0) for turn in range(len(trajectory.turns))) if given else ()
         counts = {TURNS: float(len(trajectory.turns)), ROWS: float(len(trajectory.rows))}
         if reward is not None:
             reward = float(np.float32(reward + sum(self._weights[part] * value for part, value in counts.items())))
         if accurate is None:
             success = self._config.task.success
             accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward is not None and reward >= success
-        return Grade(reward, parts | counts, accurate, FAILURES[0])
+        return Grade(reward, parts | counts, accurate, FAILURES[0], turns)
 
 
 def _tokens(tried: Tried) -> int:

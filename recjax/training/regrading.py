@@ -56,7 +56,7 @@ def regraded(run: Run, known: Known) -> Run:
     _grade(run, known, grader)
     hosts.wait_for_all("the grades of a store")
     stored = with_rewards(run.stored, grader, run.config)
-    return run._replace(stored=stored, others=ByPrompt(stored.groups) if run.others else None)
+    return run._replace(stored=stored, others=ByPrompt(stored.groups, run.agents is not None) if run.others else None)
 
 
 def _grade(run: Run, known: Known, grader: str) -> None:

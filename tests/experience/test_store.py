@@ -38,7 +38,7 @@ ROWS = [
     make_row(2, reward=None, reward_parts=None, accurate=None),
     make_row(3, behavior_logprobs=None, length=1),
     make_row(4, completion_mask=np.array([True, False, True])),
-    make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2, 0.5), Turn(1, 1, -1.0))),
+    make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2), Turn(1, 1)), turn_rewards=(0.5, -1.0)),
     make_row(
         6,
         metadata={"user": "me \u00e9\n", "n": [1, None, {"a": 0.1}], "turns": 3},
@@ -338,8 +338,8 @@ def test_what_is_no_store_is_refused(tmp_path, db):
         Store(tmp_path)
     append(db, ROWS)
     with sqlite3.connect(db) as database:
-        database.execute("update store set version = 6")
-    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 5; export it with"):
+        database.execute("update store set version = 5")
+    with pytest.raises(ValueError, match="has store version 5, and this recjax reads version 6; export it with"):
         Store(db)
 
 

@@ -232,7 +232,7 @@ def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening)
         text += ids(prompt)
         made.add(np.array(text, np.int32), turn(*ids(reply)))
         text += ids(reply)
-    ends = tuple(Turn(*end, 0.0) for end in made.ends)
+    ends = tuple(Turn(*end) for end in made.ends)
     one = Completion("a", "p", "", made.rows, Sampling(), 0, False, turns=ends)
     assert thoughts_opening(one, letters) == opening
     recorded = one._replace(turns=())  # turns that others recorded without their ends

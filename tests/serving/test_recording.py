@@ -94,16 +94,15 @@ def test_turns_of_a_session_are_one_trajectory(db):
             messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": more}]
         other = post(client, "/sessions/game-1" + TEXT, prompt="something else", max_tokens=3)
         assert not read(db), "an open session is no completion"
-        assert post(client, FEEDBACK, status=409, id=other["id"], reward=1)["error"]["message"].count(
-            "/sessions/game-1"
-        )
+        assert post(client, FEEDBACK, id=other["id"], reward=-0.5)["turn"] == 3
         post(client, "/sessions/game-1/reward", reward=2.0, comment="well played")
         assert not post(client, "/sessions/game-1/reward", reward=2.0, comment="well played")["new"]
         error = post(client, url, status=409, messages=messages)["error"]
         assert error["code"] == "session_over"
     (record,) = read(db)
     one = record.completion
-    assert one.id == "session/game-1" and one.grade.reward == 2.0
+    assert one.id == "session/game-1" and one.grade.reward == 2.0 and one.grade.turns == (0, 0, 0, -0.5)
+    assert [turn.row for turn in one.turns] == [0, 0, 0, 1] and one.turns[2].end == len(one.rows[0].tokens)
     first = one.rows[0]
     sampled = [token for reply in replies for token in reply["choices"][0]["token_ids"]]
     ended = [reply["choices"][0]["finish_reason"] == "stop" for reply in replies]
@@ -260,8 +259,8 @@ def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
             await asyncio.sleep(0.25)
             await recorder.end_sessions(0.2)
             assert rewards(again) == {"session/s": None} and not recorder.sessions
-            assert await recorder.reward("session/s", Feedback(0.0, None, None, "late"))
-            assert not await recorder.reward("session/s", Feedback(0.0, None, None, "late"))
+            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, True)
+            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, False)
             assert rewards(again) == {"session/s": 0.0}
 
     asyncio.run(later())
