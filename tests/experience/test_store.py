@@ -319,6 +319,25 @@ def test_ids_are_unique_in_a_store_and_groups_go_on(place):
 # --- What is no store, or is damaged.
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"turns": (Turn(2, 1), Turn(1, 1))}, r"column turns: \(2, 1\): takes the index of a row, and the end of"),
+        ({"turns": (Turn(0, 3), Turn(1, 1))}, "column turns: .*: takes the index of a row"),
+        ({"turns": (Turn(0, 1), Turn(1, 1))}, "column turns: .*: takes the index of a row"),  # ends at another's token
+        (
+            {"turn_rewards": (1.0,)},
+            r"column turn_rewards: \(1.0,\): takes 2 finite numbers, one for each turn, or none",
+        ),
+        ({"turn_rewards": (1.0, float("nan"))}, "column turn_rewards: .*: takes 2 finite numbers"),
+    ],
+)
+def test_turns_that_do_not_fit_their_rows_are_refused(db, change, message):
+    turns = dict(rows=TWO_ROWS, turns=(Turn(0, 2), Turn(1, 1)), turn_rewards=(0.5, -1.0))
+    with pytest.raises(ValueError, match=message):
+        append(db, [make_row(0, **turns | change)])
+
+
 def test_what_is_no_store_is_refused(tmp_path, db):
     with pytest.raises(ValueError, match="is not an experience store .no such file.; create one with"):
         Store(tmp_path / "none")
