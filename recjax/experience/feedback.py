@@ -46,7 +46,7 @@ def give_rewards(
         for key in ("id", "group_id")
     }
     numbers = sorted({number for found in known.values() for numbers in found.values() for number in numbers})
-    before, of_turns = store.rewards(numbers), store.rewards(numbers, TURNS)
+    before, of_turns = store.rewards(numbers), known_turns(store, numbers)
     has_turns = any(entry.get("turn_rewards") is not None for entry in entries)
     records = store.read(numbers, None) if has_turns else []
     turns = {record.number: len(record.completion.turns) or 1 for record in records}
@@ -56,7 +56,7 @@ def give_rewards(
         comment = entry.get("comment")
         for name, *values in _resolved(entry, known, place(number)):
             try:
-                own = whole_grade(*values, turns.get(name, 1), of_turns[name][0].turns if name in of_turns else ())
+                own = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
             except ValueError as error:
                 raise ValueError(f"{place(number)}: {error}") from error
             earlier = before.get(name) or new.get(name)
@@ -74,6 +74,12 @@ def give_rewards(
     if new:
         store.add_rewards(new)
     return Given(len(new), len(had_it))
+
+
+def known_turns(store: Store, numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """The rewards that the turns of completions already have, by number of the completion."""
+    rewards = store.rewards(numbers, TURNS) | store.rewards(numbers)
+    return {number: grade.turns for number, (grade, _) in rewards.items()}
 
 
 def whole_grade(

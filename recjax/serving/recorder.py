@@ -17,8 +17,8 @@ import sqlalchemy
 from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.feedback import whole_grade
-from recjax.experience.store import TURNS, Change, Store
+from recjax.experience.feedback import known_turns, whole_grade
+from recjax.experience.store import Change, Store
 from recjax.experience.tokenize import tokenizer_name
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
@@ -241,14 +241,12 @@ class Recorder:
         number = self._number(row)
         if number is None:
             raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
-        with self._reading():
-            (record,), known = self._store.read([number], None), self._store.rewards([number], TURNS)
-        with _invalid_rewards():
-            known = known[number][0].turns if known else ()
-            grade = whole_grade(*given[:4], len(record.completion.turns) or 1, known)
         for _ in range(2):  # another client may give the reward meanwhile
             with self._reading():
-                before = self._store.rewards([number]).get(number)
+                before, known = self._store.rewards([number]).get(number), known_turns(self._store, [number])
+                (record,) = self._store.read([number], None)
+            with _invalid_rewards():
+                grade = whole_grade(*given[:4], len(record.completion.turns) or 1, known.get(number, ()))
             if before == (grade, given.comment):
                 return grade.reward, False
             if before is not None:

@@ -266,7 +266,7 @@ def test_other_rows_join_the_group_of_their_prompt(tmp_path):
     assert [len(group.completions) for group in made] == [5, 2, 2]
     assert made[0].completions[:2] == ours[0].completions and made[0].id == ours[0].id
     added = [row.id for row in made[0].completions[2:]]
-    assert len({*added}) == 3 and "pending" not in added
+    assert len({*added}) == 3 and "store/pending" not in added
     chosen = {tuple(row.id for row in mixed(ours, others, 3, batch, 0)[0].completions) for batch in range(1, 20)}
     assert len(chosen) == 4
     assert [row.id for row in mixed(ours, others, 3, 1, 0)[0].completions] == [row.id for row in made[0].completions]

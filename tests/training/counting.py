@@ -78,7 +78,7 @@ def trajectory(one: Completion, random: np.random.Generator) -> Completion:
     tokens = np.concatenate([first.tokens, between, more])
     mask = np.arange(len(tokens)) != len(first.tokens)
     logprobs = np.where(mask, random.normal(-1, 0.1, len(tokens)), 0).astype(np.float32)
-    other = Row(more, between, np.ones(1, bool), np.float32([-0.5]))
+    other = Row(more, between, np.ones(1, bool), np.float32([random.normal(-1, 0.1)]))
     turns = (Turn(0, len(first.tokens)), Turn(0, len(tokens)), Turn(1, 1))
     runs = ((one.policy_version, len(first.tokens)), (one.policy_version + 1, len(more) + 1))
     rows = (first._replace(tokens=tokens, mask=mask, behavior_logprobs=logprobs), other)

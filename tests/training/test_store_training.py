@@ -142,20 +142,19 @@ def test_turns_of_a_store_reach_the_batch_with_their_rewards(tiny, trajectories,
     for record in read(trajectories):
         one = record.completion
         assert len(one.rows) == 2 and len(one.turns) == len(one.grade.turns) == 3
-        for row in one.rows:
-            stored[row.tokens.tobytes(), row.behavior_logprobs.tobytes()] = one, row
+        for own, row in enumerate(one.rows):
+            stored[row.tokens.tobytes(), row.behavior_logprobs.tobytes()] = one, own, row
     seen = 0
     for batch in learner.batches:
         for place, (tokens, real) in enumerate(zip(batch.completions, batch.token_mask, strict=True)):
             known = stored.get((tokens[real].tobytes(), batch.behavior_logprobs[place, real].tobytes()))
             if known is None:  # padding, or the policy's own
                 continue
-            one, row = known
+            one, own, row = known
             assert (batch.completion_mask[place, real] == row.mask).all()
             rewards = np.float32(one.grade.turns)
             np.testing.assert_allclose(batch.turn_rewards[place, :2], rewards[:2])
             np.testing.assert_allclose(np.nansum(batch.turn_rewards[place]), one.grade.reward, atol=1e-5)
-            own = one.rows.index(row) if len({row.tokens.tobytes() for row in one.rows}) == 2 else 0
             lengths = [one.turns[0].end, one.turns[1].end - one.turns[0].end - 1]
             expected = [2] if own else [0] * lengths[0] + [-1] + [1] * lengths[1]
             assert batch.token_turns[place, real].tolist() == expected
@@ -322,8 +321,6 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
-    forced = [row._replace(completion_mask=np.arange(len(row.completion_tokens)) < 1) for row in rows]
-    refused("tokens that its policy did not choose", of=forced)
 
 
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
