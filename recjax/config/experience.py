@@ -220,6 +220,8 @@ class ExperienceConfig(ConfigBlock):
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
+        problem = "does not work with task.agent = environment, which gives the rewards itself; remove one of them"
+        yield self.regrade and config.task.agent == "environment", "experience.regrade", problem
         if not self.follow:
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"

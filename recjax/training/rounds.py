@@ -18,7 +18,7 @@ from recjax.experience import queue as queues
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import Queue
 from recjax.experience.sources import groups_at, mixed, with_logprobs
-from recjax.experience.store import Store, records_of
+from recjax.experience.store import Record, Store, records_of
 from recjax.experience.stored import stored_per_batch
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
@@ -203,13 +203,20 @@ def add_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     if run.record and batches and hosts.is_first():
         with Store(run.record, create=True) as store:
             for groups in batches:
-                records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
-                # An agent that failed before its first turn has no tokens.
-                records = [record for record in records if record.completion.rows]
+                records = kept_records(run, groups)
                 # A run that resumed from before this batch has recorded it already.
                 if records and not store.numbers("id", [records[0].completion.id]):
                     store.append(records)
     return queue
+
+
+def kept_records(run: Run, groups: list[Group]) -> list[Record]:
+    """The completions of graded groups for a store, without those of agents that failed and got no reward."""
+    records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+    if run.agents:
+        graded = [(record, record.completion) for record in records]
+        records = [record for record, one in graded if one.rows and one.grade and one.grade.reward is not None]
+    return records
 
 
 def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:

@@ -30,7 +30,7 @@ from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.run import Run, State, prepare
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import TINY, digit_share, train, without_times
 
 STEPS = 7
 LEFT_OUT = [f"experience/left_out/{name}" for name in ("pending_groups", "pending_rows", "rows_beside_pending")]
@@ -160,6 +160,24 @@ def test_turns_of_a_store_reach_the_batch_with_their_rewards(tiny, trajectories,
             assert batch.token_turns[place, real].tolist() == expected
             seen += 1
     assert seen > 40
+
+
+def test_the_last_message_of_a_trajectory_is_graded_again(tiny, trajectories):
+    options = [f"experience.store={trajectories}", "experience.regrade=true", *AGENT]
+    learner = CountingLearner()
+    count(tiny("run", *options, "task.reward_weights={turns: -0.25}", "training.steps=7"), learner)
+    expected = {}
+    for record in read(trajectories):
+        reward = np.float32(digit_share([""], [record.completion.text], [""])[0] - 0.25 * 3)
+        for row in record.completion.rows:
+            expected[row.tokens.tobytes(), row.behavior_logprobs.tobytes()] = reward
+    found = {}
+    for batch in learner.batches:
+        for place, (tokens, real) in enumerate(zip(batch.completions, batch.token_mask, strict=True)):
+            if real.any():
+                found[tokens[real].tobytes(), batch.behavior_logprobs[place, real].tobytes()] = batch.rewards[place]
+    assert found.keys() == expected.keys() and len({*expected.values()}) > 1
+    np.testing.assert_allclose([found[key] for key in expected], [*expected.values()], atol=1e-6)
 
 
 def test_an_algorithm_of_single_tokens_refuses_a_store_of_trajectories(tiny, trajectories, drawn):
