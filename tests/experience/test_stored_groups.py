@@ -114,6 +114,21 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
     assert found.digest != load_stored(config, POLICY).digest
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_with_prompts_of_their_own_are_trained_on_with_them(tmp_path, rows):
+    plain = make_row(0, tokenizer=NAME)
+    (row,) = plain.completion.rows
+    own = [row._replace(prompt_tokens=np.array([7, 8, 9, 10, place], np.int32)) for place in range(rows)]
+    append(tmp_path / "store", [plain, make_row(1, tokenizer=NAME, rows=tuple(own))])
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = [f"experience.store={tmp_path / 'store'}", f"output={tmp_path / 'run'}", "rollout.temperature=0.9"]
+    found = load_stored(load_config(tmp_path / "tiny.yaml", [*options, "rollout.prompts_per_step=1"]), POLICY)
+    batch = pad(list(found.groups), found.shape)
+    prompts = [tokens[mask].tolist() for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
+    assert prompts[: 1 + rows] == [plain.group.prompt_tokens.tolist(), *([7, 8, 9, 10, place] for place in range(rows))]
+    assert batch.prompts.shape[1] == len(own[0].prompt_tokens) + len(row.tokens) - 1
+
+
 def test_completions_of_a_prompt_are_found_in_all_groups(place, tmp_path):
     rows = scattered_rows(1)
     in_parts(tmp_path / "store", rows)
