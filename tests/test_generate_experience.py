@@ -177,6 +177,14 @@ def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
         assert not row.completion_mask.all() and row.completion_mask[row.turns[0].end - 1]
 
 
+def test_agents_that_failed_without_a_reward_are_not_kept(tiny, tmp_path):
+    """Training drops them too; as pending completions they would hold up their groups."""
+    agent = ["task.agent=tests.rollout.some_agents:fails_at_even_answers", "rollout.max_context_tokens=32"]
+    generate(load_config(tiny[1], agent), tmp_path / "s.db", 1, None, None, "initial")
+    rows = read_columns(tmp_path / "s.db")
+    assert 0 < len(rows) < 4 * 4 and all(row.reward == 1 and int(row.answer) % 2 for row in rows)
+
+
 def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="exactly one of --config.*found neither"):
         read_flags(None, None, None, [])

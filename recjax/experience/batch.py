@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig
-from recjax.experience.group import Completion, Grade, Group, turn_rewards, turns_of
+from recjax.experience.group import Completion, Grade, Group, turn_rewards, completion_turns
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -200,11 +200,11 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         batch = batch._replace(token_mask=real, trajectories=trajectories)
     if turns is None:
         return batch
-    while turns < max((len(turns_of(completion)) for _, completion, *_ in rows), default=0):
+    while turns < max((len(completion_turns(completion)) for _, completion, *_ in rows), default=0):
         turns *= 2
     rewards, of_tokens = np.full((shape.rows, turns), np.nan, np.float32), np.full(real.shape, -1, np.int32)
     for place, (_, completion, own, row) in zip(places, rows, strict=True):
-        rewards[place, : len(turns_of(completion))] = turn_rewards(completion)
+        rewards[place, : len(completion_turns(completion))] = turn_rewards(completion)
         of_tokens[place, : len(row.tokens)] = token_turns(completion, own)
     return batch._replace(turn_rewards=rewards, token_turns=of_tokens)
 
@@ -246,7 +246,7 @@ def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
     Args:
         row: index of the row in the completion.
     """
-    mask, turns = completion.rows[row].mask, turns_of(completion)
+    mask, turns = completion.rows[row].mask, completion_turns(completion)
     own = [place for place, turn in enumerate(turns) if turn.row == row]
     ended = np.searchsorted([turns[place].end for place in own], np.arange(len(mask)), side="right")
     return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)

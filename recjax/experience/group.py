@@ -116,7 +116,7 @@ class Group(NamedTuple):
     answer: str | None = None
 
 
-def turns_of(completion: Completion) -> tuple[Turn, ...]:
+def completion_turns(completion: Completion) -> tuple[Turn, ...]:
     """The turns; a completion with one row and no recorded turns is a single turn.
 
     Raises:
@@ -132,7 +132,7 @@ def turns_of(completion: Completion) -> tuple[Turn, ...]:
 
 def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
     """The reward of each turn; the last turn also gets the part of the completion's reward that no turn got."""
-    rewards = np.array(completion.grade.turns or [0.0] * len(turns_of(completion)))
+    rewards = np.array(completion.grade.turns or [0.0] * len(completion_turns(completion)))
     rewards[-1] += completion.grade.reward - rewards.sum()
     return rewards.astype(np.float32)
 
