@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig
-from recjax.experience.group import Completion, Grade, Group, turn_rewards, completion_turns
+from recjax.experience.group import Completion, Grade, Group, completion_turns, turn_rewards
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
