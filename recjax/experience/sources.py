@@ -107,11 +107,8 @@ def _lacks_logprobs(completion: Completion) -> bool:
 def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
     """The completion with log-probs for the tokens of all its rows, end to end."""
     parts = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
-    rows = (
-        row._replace(behavior_logprobs=np.where(row.mask, part, np.float32(0)))
-        for row, part in zip(completion.rows, parts, strict=True)
-    )
-    return completion._replace(rows=tuple(rows))
+    rows = zip(completion.rows, parts, strict=True)
+    return completion._replace(rows=tuple(row._replace(behavior_logprobs=part) for row, part in rows))
 
 
 def with_initial_logprobs(

@@ -77,7 +77,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         )
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
         if not index.is_plain[whole.members].all():
-            shape = shape.of_rows()._replace(prompt_time=row - 1, time=row - 1)
+            shape = Shape(shape.rows, None, row - 1, row - 1)
             if problem := config.algorithm.problem_with_trajectories():
                 raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
     except ValueError as error:
