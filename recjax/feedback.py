@@ -3,8 +3,9 @@
     python -m recjax.feedback STORE --file rewards.jsonl
 
 A line is {"id": …, "reward": 1.0} for a row, or {"group_id": …, "reward": [1.0, 0.0, …]} for the rows of a group, in
-the store's order (a single number applies to all rows). "reward_parts" and "accurate" are optional. The command writes
-only if all lines are valid. If it was interrupted, run it again.
+the store's order (a single number applies to all rows). "reward_parts", "accurate" and "turn_rewards", a list with the
+reward of each turn, are optional. The reward is the total of the turns; without it, their sum. The command writes only
+if all lines are valid. If it was interrupted, run it again.
 """
 
 from pathlib import Path

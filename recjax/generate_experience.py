@@ -12,6 +12,7 @@ interrupted, run it again: it writes the missing rows. A larger --steps adds row
 each gets the same command; see docs/devices.md.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Collection, Sequence
@@ -24,17 +25,20 @@ import numpy as np
 from absl import flags
 
 from recjax import hosts
+from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.experience.group import Completion, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of, store_name
+from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
+from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, with_grades
 from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
@@ -44,7 +48,7 @@ from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
-from recjax.training.sources import sample_batch
+from recjax.training.sources import kept_records, sample_batch
 from recjax.training.trained import for_sampling, open_checkpoint, run_config
 
 FLAGS = flags.FLAGS
@@ -76,12 +80,12 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
-    tokenizer = tokenizer_name(sampler.policy.tokenizer)
-    with sampler.grading, step_bar("generate", steps, initial=steps - len(missing)) as bar:
+    agents = sampler.agents or contextlib.nullcontext()
+    with sampler.grading, agents, step_bar("generate", steps, initial=steps - len(missing)) as bar:
 
-        def keep(groups: list[Group], grades: Grades) -> None:
-            records = records_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
-            if hosts.is_first():
+        def keep(groups: list[Group], grades: Grades | AgentGrades) -> None:
+            records = kept_records(sampler, with_grades(groups, grades.result()))
+            if records and hosts.is_first():
                 with Store(place, create=True) as store:
                     store.append(records)
             rewards = _rewards(records)
@@ -108,7 +112,8 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     Raises:
         ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
-    _refuse_agents(config)
+    remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
+    require(not config.task.agent, "task.agent", config.task.agent, remedy)
     config, known = untrained(config), known_ids(place)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
@@ -206,17 +211,8 @@ def _graded(records: list[Record], own: Prompts, grading: Grading, policy: Polic
     return [record._replace(group=group) for record, group in zip(records, groups, strict=True)]
 
 
-def _refuse_agents(config: Config) -> None:
-    if config.task.agent:
-        raise ValueError(
-            f"task.agent = {config.task.agent!r}: this command samples only single turns; remove the key, or train with"
-            " experience.record=true, which records the trajectories of agents"
-        )
-
-
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
     """The sampler, its parameters in compute dtype, and the number of optimizer updates behind them."""
-    _refuse_agents(config)
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
@@ -228,6 +224,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
+        sampler = sampler._replace(agents=Agents(config, policy) if config.task.agent else None)
         params = put_params(params)
     return sampler, for_sampling(sampler.policy, params), version
 

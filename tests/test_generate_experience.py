@@ -165,6 +165,26 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
 
 
+def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
+    agent = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
+    config = load_config(tiny[1], [*SETTINGS, *agent])
+    assert generate(config, tmp_path / "once.db", 2, None, None, "initial") == 2
+    assert [generate(config, tmp_path / "twice.db", steps, None, None, "initial") for steps in (1, 2)] == [1, 1]
+    rows, again = (without_time(read_columns(tmp_path / f"{name}.db")) for name in ("once", "twice"))
+    assert len(rows) == 2 * 4 * 4 and all(same(*pair) for pair in zip(rows, again, strict=True))
+    for row in rows:
+        assert len(row.turns) == len(row.turn_rewards) == 3 and row.reward == np.float32(sum(row.turn_rewards))
+        assert not row.completion_mask.all() and row.completion_mask[row.turns[0].end - 1]
+
+
+def test_agents_that_failed_without_a_reward_are_not_kept(tiny, tmp_path):
+    """Training drops them too; as pending completions they would hold up their groups."""
+    agent = ["task.agent=tests.rollout.some_agents:fails_at_even_answers", "rollout.max_context_tokens=32"]
+    generate(load_config(tiny[1], agent), tmp_path / "s.db", 1, None, None, "initial")
+    rows = read_columns(tmp_path / "s.db")
+    assert 0 < len(rows) < 4 * 4 and all(row.reward == 1 and int(row.answer) % 2 for row in rows)
+
+
 def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="exactly one of --config.*found neither"):
         read_flags(None, None, None, [])

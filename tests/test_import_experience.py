@@ -343,7 +343,9 @@ def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypat
 
 
 def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
-    table = pq.read_table(exported(tmp_path, "parquet")).drop_columns(["group_prompt_tokens", "other_rewards"])
+    table = pq.read_table(exported(tmp_path, "parquet")).drop_columns(
+        ["group_prompt_tokens", "other_rewards", "turn_rewards"]
+    )
     table, folder = table.replace_schema_metadata({b"recjax.experience.version": b"4"}), tmp_path / "old"
     folder.mkdir()
     for number, part in enumerate((table.slice(0, 3), table.slice(3))):

@@ -140,14 +140,16 @@ CASES = [
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
     (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
     ([*AGENT, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
-    ([*AGENT, STORE], "experience.store = 'somewhere': does not work with task.agent"),
-    ([*AGENT, "experience.mix={store: x}"], "experience.mix = {'store': 'x'", "does not work with task.agent"),
+    (
+        ["task.agent=environment", "task.environment=a:b", CONTEXT, STORE, "experience.regrade=true"],
+        "experience.regrade = True: does not work with task.agent = environment, which gives the rewards itself",
+    ),
     ([*AGENT, "task.overlong_tokens=2"], "task.overlong_tokens = 2: does not work with task.agent"),
     (
         [*AGENT, "algorithm.advantage={name: discounted}"],
         "advantage = {'name': 'discounted'}: computes advantages of tokens",
     ),
-    (TURNS, "advantage = {'name': 'turn_returns'}: reads the turns of agents", "set task.agent"),
+    (TURNS, "advantage = {'name': 'turn_returns'}: reads the turns of agents", "set task.agent or experience.store"),
     (
         [*AGENT, TURNS, "task.truncated=penalize"],
         "task.truncated = 'penalize': replaces rewards, but",

@@ -67,6 +67,7 @@ def main(address: str) -> None:
     messages = list(SEA)
     for _ in range(2):
         turn = session.chat.completions.create(**options | {"messages": messages})
+        print(f"turn: {client.post('/feedback', body={'id': turn.id, 'reward': 0.25}, cast_to=object)}")
         messages += [
             turn.choices[0].message.model_dump(include={"role", "content"}),
             {"role": "user", "content": "Go on."},

@@ -184,9 +184,9 @@ class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
     store: checked(str, has_password) | None = key(
-        None, "File or URL of a store that every batch comes from; groups may have any size", excludes="task.agent"
+        None, "File or URL of a store that every batch comes from; groups may have any size"
     )
-    mix: MixConfig | None = key(None, excludes="experience.store or task.agent")
+    mix: MixConfig | None = key(None, excludes="experience.store")
     late: LateConfig | None = key(None, excludes=_STORE)
     replay: ReplayConfig | None = key(None)
     refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
@@ -226,6 +226,8 @@ class ExperienceConfig(ConfigBlock):
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
+        problem = "does not work with task.agent = environment, which gives the rewards itself; remove one of them"
+        yield self.regrade and config.task.agent == "environment", "experience.regrade", problem
         if not self.follow:
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"

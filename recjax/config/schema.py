@@ -82,7 +82,9 @@ class AlgorithmConfig(ConfigBlock):
         problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
-        yield of_turns and not agent, place, "reads the turns of agents; set task.agent, or use another advantage"
+        stores = config.experience and (config.experience.store or config.experience.mix)
+        problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
+        yield of_turns and not (agent or stores), place, problem
         axes, stored = self.resolved(), config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
         problem = f"{axes.get('advantage', axes['objective'])['name']} is always 0 for a group's only completion;"
@@ -90,13 +92,17 @@ class AlgorithmConfig(ConfigBlock):
             " raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it"
         )
         yield always_zero, "rollout.group_size", problem
-        if not config.has_trajectories:
-            return
+        problem = self.problem_with_trajectories()
+        yield config.has_trajectories and problem, place, problem
+
+    def problem_with_trajectories(self) -> str:
+        """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
+        algorithm = self.build()
         names = {*names_read(algorithm.advantage)}
         of_tokens = names & {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
-        of_tokens = algorithm.objective is None and of_tokens and "trajectories" not in names
-        problem = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
-        yield of_tokens, place, problem
+        if algorithm.objective is not None or not of_tokens or "trajectories" in names:
+            return ""
+        return "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
 
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""

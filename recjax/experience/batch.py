@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
-from recjax.experience.group import Completion, Grade, Group, turn_rewards
+from recjax.experience.group import Completion, Grade, Group, completion_turns, turn_rewards
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -73,6 +73,10 @@ class Shape(NamedTuple):
     prompt_time: int
     time: int
 
+    def of_rows(self) -> "Shape":
+        """The shape of the same completions, each with a prompt of its own."""
+        return self if self.group is None else Shape(self.rows, None, self.longest, self.longest)
+
     @property
     def rows(self) -> int:
         """Number of rows."""
@@ -132,7 +136,8 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         shape: shape of the batch; without `group`, the number of rows doubles until all rows fit.
         logprobs: False to omit behavior log-probs, for algorithms that do not read them. If True, completions without
             log-probs get NaN, so that a loss that reads them becomes NaN too.
-        turns: largest expected number of turns; adds turn rewards to the batch. None: no turn rewards.
+        turns: room for turns, which doubles until all turns fit; adds turn rewards to the batch. None: no rewards of
+            turns.
     Raises:
         ValueError: a group that does not fit the shape, or a completion that the shape has no place for.
     """
@@ -187,19 +192,19 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     batch.accurate[places] = [bool(grade.accurate) for grade in grades]
     for part, values in batch.reward_parts.items():
         values[places] = [(grade.reward_parts or {}).get(part, np.nan) for grade in grades]
-    if shape.group is not None:
-        return batch
-    batch.group_ids[:] = len(groups)
-    batch.group_ids[places] = [number for number, *_ in rows]
-    trajectories = np.arange(shape.rows, dtype=np.int32)
-    trajectories[places] = [place - own for place, (_, _, own, _) in zip(places, rows, strict=True)]
-    batch = batch._replace(token_mask=real, trajectories=trajectories)
+    if shape.group is None:
+        batch.group_ids[:] = len(groups)
+        batch.group_ids[places] = [number for number, *_ in rows]
+        trajectories = np.arange(shape.rows, dtype=np.int32)
+        trajectories[places] = [place - own for place, (_, _, own, _) in zip(places, rows, strict=True)]
+        batch = batch._replace(token_mask=real, trajectories=trajectories)
     if turns is None:
         return batch
-    most = max([turns, *(len(completion.turns) for _, completion, *_ in rows)])
-    rewards, of_tokens = np.full((shape.rows, most), np.nan, np.float32), np.full(real.shape, -1, np.int32)
+    while turns < max((len(completion_turns(completion)) for _, completion, *_ in rows), default=0):
+        turns *= 2
+    rewards, of_tokens = np.full((shape.rows, turns), np.nan, np.float32), np.full(real.shape, -1, np.int32)
     for place, (_, completion, own, row) in zip(places, rows, strict=True):
-        rewards[place, : len(completion.turns)] = turn_rewards(completion)
+        rewards[place, : len(completion_turns(completion))] = turn_rewards(completion)
         of_tokens[place, : len(row.tokens)] = token_turns(completion, own)
     return batch._replace(turn_rewards=rewards, token_turns=of_tokens)
 
@@ -235,11 +240,7 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
             raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
         for completion in group.completions:
             if len(completion.rows) != 1 or not completion.rows[0].mask.all():
-                raise ValueError(
-                    f"row {completion.id!r} of source {completion.source!r} has tokens that its policy did not choose"
-                    " (completion_mask), and runs cannot train on stored trajectories; remove the row, or train on them"
-                    " with experience.follow"
-                )
+                raise ValueError(f"row {completion.id!r} is a trajectory, which does not fit a batch of single turns")
 
 
 def _check_lengths(names: Sequence[str], lengths: Iterable[int], room: int) -> None:
@@ -266,8 +267,9 @@ def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
     Args:
         row: index of the row in the completion.
     """
-    mask, own = completion.rows[row].mask, [place for place, turn in enumerate(completion.turns) if turn.row == row]
-    ended = np.searchsorted([completion.turns[place].end for place in own], np.arange(len(mask)), side="right")
+    mask, turns = completion.rows[row].mask, completion_turns(completion)
+    own = [place for place, turn in enumerate(turns) if turn.row == row]
+    ended = np.searchsorted([turns[place].end for place in own], np.arange(len(mask)), side="right")
     return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)
 
 

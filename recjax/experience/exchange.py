@@ -20,7 +20,7 @@ from recjax.experience.store import Record, Store
 from recjax.files import read_sealed, size_and_digest, whole_file
 from recjax.models.sampling import Sampling
 
-_VERSION, _VERSIONS = b"recjax.experience.version", (b"4", b"5")  # metadata key of Parquet files, and its values
+_VERSION, _VERSIONS = b"recjax.experience.version", (b"4", b"5", b"6")  # metadata key of Parquet files, and its values
 TOGETHER = 1024  # completions to convert or import at a time
 _RUNS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -53,10 +53,11 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
         ("group_prompt_tokens", pa.list_(pa.int32())),
         ("other_rewards", pa.string()),
+        ("turn_rewards", pa.list_(pa.float64())),
     ],
     metadata={_VERSION: _VERSIONS[-1]},
 )
-_NEW = {"group_prompt_tokens", "other_rewards"}  # columns that version 4 does not have
+_NEW = {"group_prompt_tokens": b"5", "other_rewards": b"5", "turn_rewards": b"6"}  # columns and their first versions
 
 
 def export_store(store: Store, path: Path) -> int:
@@ -144,10 +145,10 @@ def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         found = (file.schema_arrow.metadata or {}).get(_VERSION)
         if found not in _VERSIONS:
             version = "no store version" if found is None else f"store version {found.decode()!r}"
-            raise ValueError(f"{path}: has {version}, and this recjax imports 4 and 5; export it with its own recjax")
+            raise ValueError(f"{path}: has {version}, and this recjax imports 4 to 6; export it with its own recjax")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
         for field in SCHEMA:
-            if field.name not in types and not (found == b"4" and field.name in _NEW):
+            if field.name not in types and found >= _NEW.get(field.name, b""):
                 raise ValueError(f"{path}: column {field.name} is missing; export the store again")
             if types.get(field.name, field.type) != field.type:
                 kind = types[field.name]
@@ -195,6 +196,7 @@ def _rows_of(record: Record) -> list[dict[str, Any]]:
         "metadata": json.dumps(metadata) if metadata else None,
         "group_prompt_tokens": group.prompt_tokens if has_own_prompts else None,
         "other_rewards": json.dumps(others) if others else None,
+        "turn_rewards": grade.turns or None,
     }
     return [
         common
@@ -246,7 +248,8 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
         if each["completion_tokens"] is not None
     )
     # Versions and turns in another format are metadata of the user.
-    runs, turns = metadata.get(_RUNS), _turns_of(metadata.get(_TURNS), made)
+    runs, found = metadata.get(_RUNS), metadata.get(_TURNS)
+    turns = tuple(Turn(*turn[:2]) for turn in found) if _are_turns(found, made) else ()
     are_runs = (
         isinstance(runs, list)
         and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
@@ -259,7 +262,8 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
     sampling = [row[name] for name in Sampling._fields]
     sampling[-1] = sampling[-1] or 0.0  # a missing min_p counts as 0
     parts = row["reward_parts"] and {pair["name"]: pair["value"] for pair in row["reward_parts"]}
-    grade = Grade(row["reward"], parts, row["accurate"])
+    rewards = row["turn_rewards"] or [reward for turn in found[: len(turns)] for reward in turn[2:]] if turns else ()
+    grade = Grade(row["reward"], parts, row["accurate"], turns=tuple(map(float, rewards)))
     completion = Completion(
         id=row["id"],
         source=row["source"],
@@ -275,7 +279,7 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
     )
     prompt = row["messages"] if row["prompt"] is None else row["prompt"]
     others = json.loads(row["other_rewards"] or "{}")
-    others = {name: (Grade(*given), comment) for name, (*given, comment) in others.items()}
+    others = {name: (Grade.from_json(given), comment) for name, (*given, comment) in others.items()}
     time = row["time"] if row["time"] is None or row["time"].tzinfo else row["time"].replace(tzinfo=UTC)
     group = Group(row["group_id"], prompt_tokens, (completion,), prompt, row["answer"])
     return Record(group, time, row["tokenizer"], others=others)
@@ -287,16 +291,14 @@ def _array(values: Sequence | None, dtype: type) -> np.ndarray:
     return np.array([] if values is None else values, dtype)
 
 
-def _turns_of(turns: Any, rows: Sequence[Row]) -> tuple[Turn, ...]:
-    """Turns of a trajectory; empty if they have another format."""
-    are_turns = isinstance(turns, list) and all(
+def _are_turns(turns: Any, rows: Sequence[Row]) -> bool:
+    """True if a value has the format of turns: row, end and, in version 4, reward of each."""
+    return isinstance(turns, list) and all(
         isinstance(turn, list)
-        and len(turn) == 3
+        and len(turn) in (2, 3)
         and all(type(number) is int for number in turn[:2])
-        and type(turn[2]) in (int, float)
-        and math.isfinite(turn[2])
+        and all(type(reward) in (int, float) and math.isfinite(reward) for reward in turn[2:])
         and 0 <= turn[0] < len(rows)
         and 0 < turn[1] <= len(rows[turn[0]].tokens)
         for turn in turns
     )
-    return tuple(Turn(*turn[:2], float(turn[2])) for turn in turns) if are_turns else ()

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from recjax.experience.group import Grade
-from recjax.experience.store import Store
+from recjax.experience.store import TURNS, Store
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 
-_GIVEN = ("reward", "reward_parts", "accurate")
+_GIVEN = ("reward", "reward_parts", "accurate", "turn_rewards")
 _KEYS = ("id", "group_id", *_GIVEN, "comment")
 
 
@@ -25,9 +25,10 @@ def give_rewards(
 ) -> Given:
     """Adds rewards to pending completions of a store, in one transaction.
 
-    An entry has `id` or `group_id`, `reward`, and optionally `reward_parts` and `accurate`. For a group, each of the
-    three is one value for all completions, or a list with one value for each in the store's order. A `comment` is added
-    to the metadata of the completions. Completions that already have exactly the same reward stay unchanged.
+    An entry has `id` or `group_id`, `reward`, and optionally `reward_parts`, `accurate` and `turn_rewards`; see
+    `whole_grade`. For a group, each of the four is one value for all completions, or a list with one value for each in
+    the store's order. A `comment` is added to the metadata of the completions. Completions that already have exactly
+    the same reward stay unchanged.
 
     Args:
         place: function from an entry's number to its name in error messages.
@@ -44,12 +45,20 @@ def give_rewards(
         key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
         for key in ("id", "group_id")
     }
-    before = store.rewards([number for found in known.values() for numbers in found.values() for number in numbers])
+    numbers = sorted({number for found in known.values() for numbers in found.values() for number in numbers})
+    before, of_turns = store.rewards(numbers), known_turns(store, numbers)
+    has_turns = any(entry.get("turn_rewards") is not None for entry in entries)
+    records = store.read(numbers, None) if has_turns else []
+    turns = {record.number: len(record.completion.turns) or 1 for record in records}
     new: dict[int, tuple[Grade, str | None]] = {}
     had_it = set()
     for number, entry in enumerate(entries):
         comment = entry.get("comment")
-        for name, own in _resolved(entry, known, place(number)):
+        for name, *values in _resolved(entry, known, place(number)):
+            try:
+                own = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
+            except ValueError as error:
+                raise ValueError(f"{place(number)}: {error}") from error
             earlier = before.get(name) or new.get(name)
             if earlier is not None and earlier[0] != own:
                 where = "the store" if name in before else "an earlier entry"
@@ -67,10 +76,55 @@ def give_rewards(
     return Given(len(new), len(had_it))
 
 
+def known_turns(store: Store, numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """The rewards that the turns of completions already have, by number of the completion."""
+    rewards = store.rewards(numbers, TURNS) | store.rewards(numbers)
+    return {number: grade.turns for number, (grade, _) in rewards.items()}
+
+
+def whole_grade(
+    reward: Any, parts: Any, accurate: Any, turn_rewards: Any, turns: int, known: Sequence[float] = ()
+) -> Grade:
+    """Checks the values that a client gives a completion, and makes its grade of them.
+
+    Args:
+        reward: the total reward of all turns; None: the sum of their rewards.
+        parts, accurate: see `Grade`.
+        turn_rewards: reward of each turn; None: the turns keep the rewards that they have.
+        turns: number of turns.
+        known: reward of each turn that the turns have; empty if they have none.
+    Raises:
+        ValueError: an invalid value, or another reward for a turn.
+    """
+    takes = f"finite numbers of at most {MOST_REWARD:g}"
+    if turn_rewards is not None:
+        are_rewards = isinstance(turn_rewards, list | tuple) and all(map(is_finite_number, turn_rewards))
+        if not are_rewards or len(turn_rewards) != turns:
+            raise ValueError(
+                f"turn_rewards = {turn_rewards!r:.80}: takes a list of {takes}, one for each of {turns} turns"
+            )
+        turn_rewards = tuple(map(float, turn_rewards))
+        if known and turn_rewards != tuple(known):
+            given = ", ".join(f"{value:g}" for value in known)
+            raise ValueError(
+                f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {given}; remove it"
+            )
+    turn_rewards = turn_rewards or tuple(known)
+    reward = sum(turn_rewards) if reward is None and turn_rewards else reward
+    if not is_finite_number(reward):
+        raise ValueError(f"reward = {reward!r:.80}: takes {takes}")
+    if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
+        raise ValueError(f"reward_parts = {parts!r:.80}: takes names and finite numbers")
+    if not isinstance(accurate, bool | None):
+        raise ValueError(f"accurate = {accurate!r:.80}: takes true and false")
+    parts = parts and {part: float(value) for part, value in parts.items()}
+    return Grade(float(reward), parts, accurate, turns=turn_rewards)
+
+
 def _resolved(
     entry: Mapping[str, Any], known: Mapping[str, Mapping[str, list[int]]], place: str
-) -> list[tuple[int, Grade]]:
-    """The numbers of an entry's completions, each with its grade."""
+) -> list[tuple[int, Any, Any, Any, Any]]:
+    """The numbers of an entry's completions, each with its values of `_GIVEN`."""
     key = "id" if entry.get("group_id") is None else "group_id"
     if not isinstance(entry[key], str) or entry[key] not in known[key]:
         raise ValueError(f"{place}: {key} = {entry[key]!r}: the store has no such row; correct the {key}")
@@ -83,14 +137,4 @@ def _resolved(
         if len(values) != len(names):
             raise ValueError(f"{place}: {column} has {len(values)} values; give one for each of the {len(names)} rows")
         columns.append(values)
-    resolved = []
-    for name, reward, parts, accurate in zip(names, *columns, strict=True):
-        if not is_finite_number(reward):
-            raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers of at most {MOST_REWARD:g}")
-        if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
-            raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
-        if not isinstance(accurate, bool | None):
-            raise ValueError(f"{place}: accurate = {accurate!r:.80}: takes true and false")
-        parts = parts and {part: float(value) for part, value in parts.items()}
-        resolved.append((name, Grade(float(reward), parts, accurate)))
-    return resolved
+    return list(zip(names, *columns, strict=True))

@@ -18,12 +18,21 @@ class Grade(NamedTuple):
     reward_parts: unweighted terms of the reward, by name; None if the reward has no parts.
     accurate: True if the answer is right, independent of other reward terms; None: not known.
     failure: one of `recjax.tasks.grading.pool.FAILURES`; None for a grade from a store.
+    turns: part of the reward that each turn got, weighted; empty if turns have no rewards. The reward is the total: the
+        part that no turn got belongs to the end of the last turn.
     """
 
     reward: float | None
     reward_parts: dict[str, float] | None = None
     accurate: bool | None = None
     failure: str | None = None
+    turns: tuple[float, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Sequence) -> "Grade":
+        """The grade whose fields are the values of a JSON list."""
+        *values, turns = (*values, ()) if len(values) < len(cls._fields) else values
+        return cls(*values, turns=tuple(turns))
 
 
 class Row(NamedTuple):
@@ -42,17 +51,14 @@ class Row(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A reply in a trajectory.
+    """A reply in a trajectory: the sampled tokens between the end of the row's previous turn and its own end.
 
     row: index of the row that contains the turn, from 0.
-    end: index after the turn's last token in the row's tokens. The turn consists of the sampled tokens between the end
-        of the row's previous turn and this index.
-    reward: weighted reward that the agent gave the turn; it belongs to the turn's last token.
+    end: index after the turn's last token in the row's tokens.
     """
 
     row: int
     end: int
-    reward: float
 
 
 class Completion(NamedTuple):
@@ -73,7 +79,7 @@ class Completion(NamedTuple):
     grade: None until the completion is graded.
     version_runs: pairs (policy version, number of tokens) for the sampled tokens of all rows in order, if the weights
         changed during sampling; empty: all tokens have `policy_version`.
-    turns: turns of an agent's trajectory, in order; any reward beyond the sum of turn rewards was given at the end.
+    turns: turns of an agent's trajectory, in order; empty: the tokens of its only row are a single turn.
     metadata: JSON values from the source, by name.
     """
 
@@ -110,18 +116,23 @@ class Group(NamedTuple):
     answer: str | None = None
 
 
-def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
-    """The reward of each turn; the last turn also gets the part of the completion's reward that no turn was given.
+def completion_turns(completion: Completion) -> tuple[Turn, ...]:
+    """The turns; a completion with one row and no recorded turns is a single turn.
 
     Raises:
-        ValueError: the completion has no turns.
+        ValueError: several rows without turns.
     """
-    if not completion.turns:
-        raise ValueError(
-            f"row {completion.id!r}: the metadata has no turns; choose an advantage that compares whole trajectories,"
-            " or start a new run"
-        )
-    rewards = np.array([turn.reward for turn in completion.turns])
+    if completion.turns or len(completion.rows) == 1:
+        return completion.turns or (Turn(0, len(completion.rows[0].tokens)),)
+    raise ValueError(
+        f"row {completion.id!r} has {len(completion.rows)} token sequences without turns; choose an advantage that"
+        " compares whole trajectories, or remove the row"
+    )
+
+
+def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
+    """The reward of each turn; the last turn also gets the part of the completion's reward that no turn got."""
+    rewards = np.array(completion.grade.turns or [0.0] * len(completion_turns(completion)))
     rewards[-1] += completion.grade.reward - rewards.sum()
     return rewards.astype(np.float32)
 

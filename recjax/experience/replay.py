@@ -61,7 +61,7 @@ class Judge(NamedTuple):
         if self.discount is not None:
             # The return of a turn is the discounted sum of its reward and all later rewards.
             discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(one).tolist() for one in group.completions]
+            rewards = [turn_rewards(one).tolist() for one in group.completions if one.rows]
             returns = [list(itertools.accumulate(reversed(one), discounted))[::-1] for one in rewards]
             most = max(map(len, returns), default=0)
             columns += [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(most)]

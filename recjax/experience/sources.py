@@ -187,8 +187,10 @@ def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, see
     """
     made = []
     for place, group in enumerate(groups):
-        known = others.get(group.prompt_tokens.tobytes())
+        known = others.get(group)
         generator = np.random.default_rng([seed, 4, batch, place])
-        chosen = sorted(generator.permutation(len(known))[:count].tolist())
-        made.append(group._replace(completions=(*group.completions, *(known[index] for index in chosen))))
+        chosen = [known[index] for index in sorted(generator.permutation(len(known))[:count].tolist())]
+        # The run that recorded the store may have given its completions the same ids.
+        chosen = [one._replace(id=f"store/{one.id}") for one in chosen]
+        made.append(group._replace(completions=(*group.completions, *chosen)))
     return made

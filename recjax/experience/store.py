@@ -28,8 +28,9 @@ from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
 
-VERSION = 5
+VERSION = 6
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
+TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
 CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
 _LOCKED_SECONDS = 60  # time that a writer waits for another writer
@@ -38,8 +39,9 @@ _SCAN = 10_000  # rows of `Store.scan` at a time
 
 
 SCANNED = (
-    *("number", "group_id", "source", "tokenizer", "prompt_key", "row_count", "prompt_length", "completion_length"),
-    *("sampled_length", "largest_token", "has_logprobs", "temperature", "top_k", "top_p", "min_p"),
+    *("number", "group_id", "source", "tokenizer", "prompt_key", "problem_key"),
+    *("prompt_length", "completion_length", "row_length", "largest_token", "is_plain", "has_logprobs"),
+    *("temperature", "top_k", "top_p", "min_p"),
 )
 _SCANNED_REWARDS = ("number", "completion", "grader", "reward")
 
@@ -71,9 +73,9 @@ COMPLETIONS = sql.Table(
     sql.Column("id", sql.Text, nullable=False, unique=True),
     sql.Column("group_id", sql.Text, nullable=False, index=True),
     *_columns(sql.Text, "source", "tokenizer"),
-    *_columns(sql.BigInteger, "prompt_key"),
-    *_columns(sql.Integer, "row_count", "prompt_length", "completion_length", "sampled_length", "largest_token"),
-    *_columns(sql.Boolean, "has_logprobs"),
+    *_columns(sql.BigInteger, "prompt_key", "problem_key"),
+    *_columns(sql.Integer, "prompt_length", "completion_length", "row_length", "largest_token"),
+    *_columns(sql.Boolean, "is_plain", "has_logprobs"),
     *_columns(sql.Double, "temperature"),
     *_columns(sql.Integer, "top_k"),
     *_columns(sql.Double, "top_p", "min_p"),
@@ -107,7 +109,7 @@ REWARDS = sql.Table(
     *_columns(sql.BigInteger, "scan_checksum"),
     *_columns(sql.Text, "parts"),
     *_columns(sql.Boolean, "accurate"),
-    *_columns(sql.Text, "failure", "comment"),
+    *_columns(sql.Text, "failure", "comment", "turns"),
     *_columns(sql.Double, "time"),
     *_columns(sql.LargeBinary, "checksum"),
     sql.UniqueConstraint("completion", "grader"),
@@ -500,6 +502,7 @@ class Store:
             "accurate": [None if grade.accurate is None else bool(grade.accurate) for grade, _ in grades.values()],
             "failure": [grade.failure for grade, _ in grades.values()],
             "comment": [comment for _, comment in grades.values()],
+            "turns": [_json(grade.turns) for grade, _ in grades.values()],
             "time": [now] * count,
         }
         rows = [(*values, _checksum(values)) for values in zip(*columns.values(), strict=True)]
@@ -536,7 +539,8 @@ class Store:
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, f"reward {row.number} of completion {row.completion}")
-        return Grade(row.reward, json.loads(row.parts or "null"), row.accurate, row.failure), row.comment
+        parts, turns = json.loads(row.parts or "null"), tuple(json.loads(row.turns or "[]"))
+        return Grade(row.reward, parts, row.accurate, row.failure, turns), row.comment
 
     def _verify(self, row: Any, what: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
@@ -740,12 +744,13 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "group_id": group.id,
         "source": completion.source,
         "tokenizer": record.tokenizer if rows or len(prompt) else None,
-        "prompt_key": prompt_key(prompt.tobytes()),
-        "row_count": len(rows),
+        "prompt_key": signed_hash(prompt.tobytes()),
+        "problem_key": signed_hash(problem_text(group).encode()),
         "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
         "completion_length": sum(len(row.tokens) for row in rows),
-        "sampled_length": completion.sampled_tokens,
+        "row_length": max((len(row.prompt_tokens) + len(row.tokens) for row in rows), default=0),
         "largest_token": max(int(np.max(one, initial=0)) for one in (*prompts, *(row.tokens for row in rows))),
+        "is_plain": len(rows) == len(prompts) == 1 and bool(rows[0].mask.all()),
         "has_logprobs": has_logprobs,
         "temperature": sampling and float(sampling.temperature),
         "top_k": sampling and int(sampling.top_k),
@@ -770,18 +775,24 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
     }
 
 
-def prompt_key(tokens: bytes) -> int:
-    """A 64-bit checksum of the bytes of a prompt's tokens, as a signed number."""
-    return xxhash.xxh3_64_intdigest(tokens) - 2**63
+def signed_hash(content: bytes) -> int:
+    """A 64-bit checksum as a signed number."""
+    return xxhash.xxh3_64_intdigest(content) - 2**63
+
+
+def problem_text(group: Group) -> str:
+    """The problem of a group, prompt and answer, as a text that is equal for equal problems."""
+    return json.dumps([group.prompt, group.answer], sort_keys=True)
 
 
 def _record_of(row: Any, grade: Grade | None, comment: str | None) -> Record:
     prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row.prompt_tokens, row.completion_tokens))
     mask, logprobs = np.frombuffer(row.completion_mask, bool), row.behavior_logprobs
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
-    size, *lengths = json.loads(row.row_lengths) if row.row_lengths else (len(prompts), [None, len(tokens)])
+    plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
+    size, *lengths = json.loads(row.row_lengths) if row.row_lengths else plain
     prompt, rows, begin, start = prompts[:size], [], size, 0
-    for own, length in lengths[: row.row_count]:
+    for own, length in lengths:
         here, end = slice(start, start + length), begin + (own or 0)
         of_row = prompt if own is None else prompts[begin:end]
         rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here]))
@@ -863,7 +874,7 @@ def groups_from_bytes(content: bytes) -> list[Group]:
     groups: dict[int, Group] = {}
     for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():
         grade = json.loads(row.pop("grade") or "null")
-        record = _record_of(types.SimpleNamespace(**row), grade and Grade(*grade), None)
+        record = _record_of(types.SimpleNamespace(**row), grade and Grade.from_json(grade), None)
         group = groups.setdefault(record.number, record.group._replace(completions=()))
         groups[record.number] = group._replace(completions=(*group.completions, record.completion))
     return list(groups.values())

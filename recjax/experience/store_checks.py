@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.experience.group import Completion, Group, Row
+from recjax.experience.group import Completion, Group, Row, Turn
 from recjax.tasks.grading.reward import MOST_REWARD
 
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
@@ -57,7 +57,7 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
         turns = group.prompt if isinstance(group.prompt, list | tuple) else ()
         whole = [isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns]
         yield "messages", group.prompt, whole and all(whole), "takes one message or more, each with role and content"
-    yield from _rules_of_rows(group, one.rows, record.tokenizer)
+    yield from _rules_of_rows(group, one.rows, one.turns, record.tokenizer)
     yield from _rules_of_numbers(one)
 
 
@@ -68,7 +68,7 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def _rules_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Rules:
+def _rules_of_rows(group: Group, rows: Sequence[Row], turns: Sequence[Turn], tokenizer: str | None) -> Rules:
     own = [row.prompt_tokens for row in rows if row.prompt_tokens is not group.prompt_tokens]
     columns = [("prompt_tokens", tokens) for tokens in (group.prompt_tokens, *own)]
     for column, tokens in [*columns, *(("completion_tokens", row.tokens) for row in rows)]:
@@ -95,6 +95,9 @@ def _rules_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> 
             are_logprobs = np.isfinite(sampled).all() and sampled.max() <= _ROUNDING
             rule = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
             yield "behavior_logprobs", logprobs, are_logprobs, rule
+    for row, end in turns:
+        is_turn = 0 <= row < len(rows) and 0 < end <= len(rows[row].tokens) and rows[row].mask[end - 1]
+        yield "turns", (row, end), is_turn, "takes the index of a row, and the end of sampled tokens in it"
 
 
 def _rules_of_numbers(one: Completion) -> Rules:
@@ -120,6 +123,9 @@ def _rules_of_numbers(one: Completion) -> Rules:
         are_parts = parts is None or isinstance(parts, dict) and all(name and _is_text(name) for name in parts)
         are_parts = are_parts and all(map(is_finite_number, (parts or {}).values()))
         yield "reward_parts", parts, are_parts, f"takes names; each {_FINITE}"
+        rewards, count = one.grade.turns, len(one.turns) or 1
+        are_rewards = not rewards or len(rewards) == count and all(map(is_finite_number, rewards))
+        yield "turn_rewards", rewards, are_rewards, f"takes {count} finite numbers, one for each turn, or none"
 
 
 _FINITE = f"takes a finite number of at most {MOST_REWARD:g}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.experience.batch import Shape, pad
+from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.sources import check_logprobs
 from recjax.experience.stored_groups import ByPrompt, StoredGroups, load_groups
@@ -71,11 +71,15 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         whole = whole.changed(of_this_run)
-        longest = (lengths[whole.members].max() for lengths in (index.prompt_lengths, index.completion_lengths))
-        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
-        # Pad once so that a row that does not fit a batch raises an error at the start and not at a later step.
-        for group in whole.chosen(whole.any_in(~index.is_plain[whole.members])):
-            pad([group], shape._replace(prompts=1))
+        prompt, completion, row = (
+            int(lengths[whole.members].max())
+            for lengths in (index.prompt_lengths, index.completion_lengths, index.row_lengths)
+        )
+        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
+        if not index.is_plain[whole.members].all():
+            shape = Shape(shape.rows, None, row - 1, row - 1)
+            if problem := config.algorithm.problem_with_trajectories():
+                raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
@@ -149,8 +153,11 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
     Raises:
         ValueError: no training prompt has stored completions.
     """
-    asked = [tokens[mask].tobytes() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-    shared = sum(bool(others.get(tokens)) for tokens in asked)
+    asked = [
+        Group("", tokens[mask], (), problem.prompt, problem.answer)
+        for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
+    ]
+    shared = sum(bool(others.get(group)) for group in asked)
     if not shared:
         raise ValueError(
             f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"

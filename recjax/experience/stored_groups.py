@@ -19,7 +19,7 @@ from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience.group import Completion, Grade, Group
-from recjax.experience.store import GIVEN, VERSION, Store, groups_of, prompt_key
+from recjax.experience.store import GIVEN, VERSION, Store, groups_of, problem_text, signed_hash
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.files import locked_file, size_and_digest, writing
 from recjax.hub.chat_rendering import turn_end
@@ -36,24 +36,28 @@ Change = Callable[[Group, np.ndarray], Group]  # a group, and the numbers of its
 
 
 class Index(NamedTuple):
-    """Index of a store's groups, ordered by their first completions. All arrays but two are by completion.
+    """Index of a store's groups, ordered by their first completions. All arrays but three are by completion.
 
     starts: start of each group in the other arrays, and the end of the last group.
     prompts: checksum of each group's prompt tokens.
+    problems: checksum of each group's prompt and answer, see `store.problem_text`.
     numbers: numbers of the completions, group by group.
     rewards: rewards; NaN: pending.
-    prompt_lengths, completion_lengths: numbers of tokens.
-    is_plain: True for one row in which the policy chose every token.
+    prompt_lengths, completion_lengths: numbers of tokens; the longest prompt, and the tokens of all rows.
+    row_lengths: number of tokens of the longest row with its prompt.
+    is_plain: True for a single row that follows the group's prompt, and in which the policy chose every token.
     kinds: places in `origins`.
     origins: source, distribution (None: not known), and whether log-probs are known.
     """
 
     starts: np.ndarray
     prompts: np.ndarray
+    problems: np.ndarray
     numbers: np.ndarray
     rewards: np.ndarray
     prompt_lengths: np.ndarray
     completion_lengths: np.ndarray
+    row_lengths: np.ndarray
     is_plain: np.ndarray
     kinds: np.ndarray
     origins: list[tuple[str, Sampling | None, bool]]
@@ -161,25 +165,35 @@ class StoredGroups(Sequence[Group]):
         return groups
 
 
-_BY_GROUP = ("starts", "prompts", "origins")
+_BY_GROUP = ("starts", "prompts", "problems", "origins")
 
 
 class ByPrompt:
-    """The rewarded completions of all groups with the same prompt tokens, read on demand."""
+    """The rewarded completions of all groups with the same prompt, read on demand."""
 
-    def __init__(self, groups: StoredGroups):
-        """Sorts the groups by prompt without reading any group."""
-        prompts = groups.index.prompts[groups.places]
-        self._order = np.argsort(prompts, kind="stable")
-        self._groups, self._prompts = groups, prompts[self._order]
+    def __init__(self, groups: StoredGroups, of_problems: bool = False):
+        """Sorts the groups by prompt without reading any group.
 
-    def get(self, prompt: bytes) -> list[Completion]:
-        """The completions of a prompt, given as the bytes of its tokens; empty if there are none."""
-        key = prompt_key(prompt)
-        begin, end = (np.searchsorted(self._prompts, key, side=side) for side in ("left", "right"))
+        Args:
+            of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
+                compare the prompts' tokens.
+        """
+        self._content = (lambda group: problem_text(group).encode()) if of_problems else _prompt_bytes
+        keys = (groups.index.problems if of_problems else groups.index.prompts)[groups.places]
+        self._order = np.argsort(keys, kind="stable")
+        self._groups, self._keys = groups, keys[self._order]
+
+    def get(self, group: Group) -> list[Completion]:
+        """The completions of all groups with the prompt of a group; empty if there are none."""
+        content = self._content(group)
+        begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = [self._groups[place] for place in self._order[begin:end]]
-        groups = [group for group in groups if group.prompt_tokens.tobytes() == prompt]
-        return [one for group in groups for one in group.completions if one.grade]
+        groups = [other for other in groups if self._content(other) == content]
+        return [one for other in groups for one in other.completions if one.grade]
+
+
+def _prompt_bytes(group: Group) -> bytes:
+    return group.prompt_tokens.tobytes()
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
@@ -211,38 +225,39 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     ranks = np.empty(len(firsts), np.int32)
     ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
     group, firsts = ranks[group], np.sort(firsts)
-    prompts = columns.pop("prompt_key")
+    prompts, problems = columns.pop("prompt_key"), columns.pop("problem_key")
     if len(two := np.flatnonzero(prompts != prompts[firsts][group])):
         groups_of(store.read(columns["numbers"][[firsts[group[two[0]]], two[0]]]))  # raises an error that names them
     order = np.argsort(group, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group, minlength=len(firsts)))])
     columns = {key: value[order] for key, value in columns.items()}
     rewards = _by_number(columns["numbers"], *store.scan_rewards())
-    index = Index(starts, prompts[firsts], rewards=rewards, origins=list(origins), **columns)
+    index = Index(starts, prompts[firsts], problems[firsts], rewards=rewards, origins=list(origins), **columns)
     return StoredGroups(store, index, np.arange(len(firsts), dtype=np.int32))
 
 
-_ARRAYS = ("numbers", "prompt_key", "prompt_lengths", "completion_lengths", "is_plain")
+_ARRAYS = {  # arrays of an index and their columns in the store
+    "numbers": ("number", np.int64),
+    "prompt_key": ("prompt_key", np.int64),
+    "problem_key": ("problem_key", np.int64),
+    "prompt_lengths": ("prompt_length", np.int32),
+    "completion_lengths": ("completion_length", np.int32),
+    "row_lengths": ("row_length", np.int32),
+    "is_plain": ("is_plain", bool),
+}
 
 
 def _index_arrays(columns: Mapping[str, Sequence]) -> dict:
     """The arrays of an index from some rows of a store, and what else decides about their use."""
-    sampled, lengths, rows = (
-        np.array(columns[name], np.int32) for name in ("sampled_length", "completion_length", "row_count")
-    )
-    prompt_lengths = np.array(columns["prompt_length"], np.int32)
+    arrays = {key: np.array(columns[name], dtype) for key, (name, dtype) in _ARRAYS.items()}
     origins: dict[tuple, int] = {}
     found = zip(columns["source"], *(columns[name] for name in Sampling._fields), columns["has_logprobs"], strict=True)
     kinds = np.array([origins.setdefault(origin, len(origins)) for origin in found], np.int32)
     ids = dict.fromkeys(columns["group_id"])
     hashes = {name: xxhash.xxh3_64_intdigest(name.encode()) for name in ids}
     return {
-        "group_id": np.fromiter(map(hashes.__getitem__, columns["group_id"]), np.uint64, len(rows)),
-        "numbers": np.array(columns["number"], np.int64),
-        "prompt_key": np.array(columns["prompt_key"], np.int64),
-        "prompt_lengths": prompt_lengths,
-        "completion_lengths": lengths,
-        "is_plain": (sampled == lengths) & (rows == 1),
+        "group_id": np.fromiter(map(hashes.__getitem__, columns["group_id"]), np.uint64, len(kinds)),
+        **arrays,
         "kinds": kinds,
         "origins": [
             (source, None if None in sampling else Sampling(*sampling), bool(has_logprobs))
@@ -250,7 +265,7 @@ def _index_arrays(columns: Mapping[str, Sequence]) -> dict:
         ],
         "tokenizers": set(columns["tokenizer"]),
         "largest": max(columns["largest_token"]),
-        "lacks": not (rows.all() and prompt_lengths.all()),
+        "lacks": not (arrays["completion_lengths"].all() and arrays["prompt_lengths"].all()),
     }
 
 

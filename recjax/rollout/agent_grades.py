@@ -82,15 +82,24 @@ class AgentGrades:
         return self._with_counts(tried, reward, parts, None)
 
     def _with_counts(self, tried: Tried, reward: float | None, parts: dict[str, float], accurate: bool | None) -> Grade:
-        """Builds the grade, adding the parts that count turns and rows."""
-        trajectory = tried.policy.trajectory
-        counts = {TURNS: float(len(trajectory.turns)), ROWS: float(len(trajectory.rows))}
-        if reward is not None:
-            reward = float(np.float32(reward + sum(self._weights[part] * value for part, value in counts.items())))
-        if accurate is None:
-            success = self._config.task.success
-            accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward is not None and reward >= success
-        return Grade(reward, parts | counts, accurate, FAILURES[0])
+        """Builds the grade, adding the rewards of the turns, and the parts that count turns and rows."""
+        trajectory, given, weight = tried.policy.trajectory, tried.policy.rewards, self._weights.get(SCORE, 1.0)
+        turns = tuple(weight * given.get(turn, 0.0) for turn in range(len(trajectory.turns))) if given else ()
+        grade = Grade(reward, parts, accurate, FAILURES[0], turns)
+        grade = with_counts(grade, len(trajectory.turns), len(trajectory.rows), self._weights)
+        if accurate is not None:
+            return grade
+        success, reward = self._config.task.success, grade.reward
+        is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward is not None and reward >= success
+        return grade._replace(accurate=is_accurate)
+
+
+def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float]) -> Grade:
+    """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
+    counts, reward = {TURNS: float(turns), ROWS: float(rows)}, grade.reward
+    if reward is not None:
+        reward = float(np.float32(reward + sum(weights[part] * value for part, value in counts.items())))
+    return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
 
 
 def _tokens(tried: Tried) -> int:

@@ -24,10 +24,8 @@ from recjax.rollout.named_agents import load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -106,10 +104,7 @@ class Agents:
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
         tried = finished(self._all_tried(LiveEngine(engine, newer=newer), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
-        weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
-        completions = [
-            completion_of(one, f"{name}/{place:05d}", source, sampling, weight) for place, one in enumerate(tried)
-        ]
+        completions = [completion_of(one, f"{name}/{place:05d}", source, sampling) for place, one in enumerate(tried)]
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
@@ -185,12 +180,8 @@ def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "
     return row_keys(jnp.concatenate([key[None], later]), count)
 
 
-def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:
-    """Converts a trajectory to a completion without a grade; without turns, the completion has no rows.
-
-    Args:
-        weight: weight of the turns' rewards, which do not count if the agent failed.
-    """
+def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> Completion:
+    """Converts a trajectory to a completion without a grade; without turns, the completion has no rows."""
     trajectory = tried.policy.trajectory
     return Completion(
         id=name,
@@ -201,8 +192,5 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
         policy_version=trajectory.oldest_version if trajectory.turns else None,
         truncated=bool(trajectory.turns) and trajectory.truncated,
         version_runs=trajectory.version_runs,
-        turns=tuple(
-            Turn(*end, 0.0 if tried.failure else weight * tried.policy.rewards.get(turn, 0.0))
-            for turn, end in enumerate(trajectory.ends)
-        ),
+        turns=tuple(Turn(*end) for end in trajectory.ends),
     )

@@ -116,7 +116,7 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
 
     if not completion.rows:
         return ""
-    place, end, _ = completion.turns[-1] if completion.turns else (-1, None, 0.0)
+    place, end = completion.turns[-1] if completion.turns else (-1, None)
     row, special = completion.rows[place], set(tokenizer.all_special_ids)
     tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
     ends = {turn.end for turn in completion.turns if turn.row == place}

@@ -16,13 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recjax.serving.answering import Answering, Job
-from recjax.serving.bodies import CompletionReward, RewardBody, read_body
+from recjax.serving.bodies import CompletionReward, RewardBody, SessionReward, read_body
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
 from recjax.serving.replies import Chunks, full_reply, last_chunk
 from recjax.serving.sampler import Piece
-from recjax.serving.served import Feedback
 from recjax.serving.units import session_row
 
 logger = logging.getLogger(__name__)
@@ -106,21 +105,26 @@ class Server:
     # --- Feedback.
 
     async def feedback(self, request: Request) -> Response:
-        """Takes a reward for a completion, by the id of its reply or of its row."""
+        """Takes a reward for a completion or a turn, by the id of its reply or of its row."""
         recorder, body = self.answering.require_recorder(), read_body(CompletionReward, await _body(request))
-        row = body.id if "/" in body.id else recorder.row_of(body.id, body.index)
-        return await self._rewarded(row, body.feedback())
+        if "/" in body.id:
+            return await self._rewarded(body.id, None, body)
+        return await self._rewarded(*recorder.place_of(body.id, body.index), body)
 
     async def session_reward(self, request: Request) -> Response:
-        """Takes the reward of a session."""
+        """Takes the reward of a session, or of one of its turns."""
         self.answering.require_recorder()
-        body = read_body(RewardBody, await _body(request))
-        return await self._rewarded(session_row(_session(request)), body.feedback())
+        body = read_body(SessionReward, await _body(request))
+        return await self._rewarded(session_row(_session(request)), body.turn, body)
 
-    async def _rewarded(self, row: str, given: Feedback) -> Response:
-        is_new = await self.answering.require_recorder().reward(row, given)
+    async def _rewarded(self, row: str, turn: int | None, body: RewardBody) -> Response:
+        recorder = self.answering.require_recorder()
+        if turn is None:
+            reward, is_new = await recorder.reward(row, body.feedback())
+        else:
+            reward, is_new = body.of_turn(), await recorder.reward_turn(row, turn, body.of_turn())
         self._numbers.rewards.inc(is_new)
-        return JSONResponse({"id": row, "reward": given.reward, "new": is_new})
+        return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})
 
     # --- About the server.
 

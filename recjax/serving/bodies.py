@@ -221,20 +221,42 @@ class Generate(ReplyBody):
 
 
 class RewardBody(Body):
-    """The body of a session's reward."""
+    """Keys of a reward."""
 
-    reward: number_field(f"a number of at most {MOST_REWARD:g} either way", is_finite_number)
+    reward: number_field(f"a number of at most {MOST_REWARD:g} either way", is_finite_number) = None
     reward_parts: fits(
         dict[Annotated[str, pydantic.Field(min_length=1)], fits(float, "a number", is_finite_number)],
         "an object of at most 64 numbers by name",
         lambda value: 0 < len(value) <= 64,
     ) = None
     accurate: Flag = None
+    turn_rewards: fits(list[fits(float, "a number", is_finite_number)], "a list of numbers, one for each turn") = None
     comment: text_field(10_000) = None
 
     def feedback(self) -> Feedback:
         """The reward without the key of its completion."""
-        return Feedback(self.reward, self.reward_parts, self.accurate, self.comment)
+        return Feedback(self.reward, self.reward_parts, self.accurate, self.turn_rewards, self.comment)
+
+    def of_turn(self) -> float:
+        """The reward of a single turn.
+
+        Raises:
+            Refused: there is no reward, or more than one.
+        """
+        if self.reward is None:
+            raise Refused(
+                400, f"reward is missing; it takes {RewardBody.model_fields['reward'].description}", param="reward"
+            )
+        for name in ("reward_parts", "accurate", "turn_rewards", "comment"):
+            if getattr(self, name) is not None:
+                raise Refused(400, f"{name} is not read for a turn; send it with the session's reward", param=name)
+        return self.reward
+
+
+class SessionReward(RewardBody):
+    """The body of a session's reward, or of the reward of one of its turns."""
+
+    turn: whole_field(0, 2**31 - 1) = None
 
 
 class CompletionReward(RewardBody):

@@ -17,13 +17,14 @@ import sqlalchemy
 from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
+from recjax.experience.feedback import known_turns, whole_grade
 from recjax.experience.store import Change, Store
 from recjax.experience.tokenize import tokenizer_name
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
-from recjax.serving.units import Session, served_records, session_row, session_turns
+from recjax.serving.units import Session, served_records, session_row, session_turns, turn_reward
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,11 @@ class Recorder:
             opened.enter_context(self._held)
             self._store = opened.enter_context(Store(options.store, create=True))
             for name, content in self._store.turns(options.server):
-                served = Served.from_json(json.loads(content))
+                plain = json.loads(content)
+                if "turn" in plain:
+                    self.sessions[session_row(name)].rewards[plain["turn"]] = plain["reward"]
+                    continue
+                served = Served.from_json(plain)
                 if served.tokenizer != self.tokenizer_name:
                     raise ValueError(
                         f"{options.store}: session {name!r} is of another model's vocabulary; start the server with"
@@ -139,18 +144,21 @@ class Recorder:
             raise Refused(429, f"{len(self.sessions)} sessions are active; reward one, or try again later")
         return Session(name, self._tokenizer)
 
-    def row_of(self, reply: str, index: int | None) -> str:
-        """The id of the completion that feedback on a reply belongs to.
+    def place_of(self, reply: str, index: int | None) -> tuple[str, int | None]:
+        """The id of the completion that feedback on a reply belongs to, and the number of the turn in a session.
 
         Raises:
-            Refused: the reply is a turn of a session, or it has several choices and `index` is missing.
+            Refused: the reply has several choices and `index` is missing, or a turn's reply has no such choice.
         """
-        if reply in self._turns:
-            where = f"POST /sessions/{self._turns[reply]}/reward"
-            raise Refused(409, f"{reply!r} is a turn of a session, which has a single reward; use {where}", param="id")
-        if index is None and self._number(f"{reply}/1") is not None:
+        session = self.sessions[session_row(self._turns[reply])] if reply in self._turns else None
+        has_more = session.turn_of(reply, 1) is not None if session else self._number(f"{reply}/1") is not None
+        if index is None and has_more:
             raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
-        return f"{reply}/{index or 0}"
+        if session is None:
+            return f"{reply}/{index or 0}", None
+        if (turn := session.turn_of(reply, index or 0)) is None:
+            raise Refused(404, f"index = {index}: {reply!r} has no such choice", param="index")
+        return session.name, turn
 
     def _number(self, row: str) -> int | None:
         with self._reading():
@@ -189,8 +197,35 @@ class Recorder:
             for one in served:
                 self._add(one)
 
-    async def reward(self, row: str, given: Feedback) -> bool:
-        """Gives a completion its reward, which ends a session; returns True if the reward is new.
+    async def reward_turn(self, row: str, turn: int, reward: float) -> bool:
+        """Gives a turn of an open session its reward; returns True if the reward is new.
+
+        Args:
+            row: id of the session's completion.
+            turn: number of the turn, from 0.
+        Raises:
+            Refused: the session is over or unknown, the turn does not exist or has another reward, or the store cannot
+                be written.
+        """
+        name = row.removeprefix("session/")
+        async with self._lock(name) if row in self.sessions else contextlib.nullcontext():
+            if (session := self.sessions.get(row)) is None:
+                code, problem = (404, "is unknown") if self._number(row) is None else (409, "is over")
+                remedy = "send the rewards of its turns as turn_rewards, with its reward"
+                raise Refused(code, f"session {name!r} {problem}; {remedy}", code="session_over")
+            if turn >= (count := len(session.turns)):
+                raise Refused(404, f"turn = {turn}: session {name!r} has {count} turns, from 0", param="turn")
+            before = session.rewards.get(turn)
+            if before not in (None, reward):
+                problem = f"turn {turn} already has another reward, {before:g}; rewards cannot change"
+                raise Refused(409, problem, code="reward_given")
+            if before is None:
+                await self._write(Change(turns=[turn_reward(name, turn, reward)]))
+                session.rewards[turn], session.changed = reward, time.monotonic()
+            return before is None
+
+    async def reward(self, row: str, given: Feedback) -> tuple[float, bool]:
+        """Gives a completion its reward, which ends a session; returns the reward, and True if it is new.
 
         Args:
             row: id of a completion.
@@ -199,16 +234,21 @@ class Recorder:
         """
         async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
             if row in self.sessions:
+                with _invalid_rewards():
+                    grade = self.sessions[row].grade(given)
                 await self._end([self.sessions[row]], given)
-                return True
+                return grade.reward, True
         number = self._number(row)
         if number is None:
             raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
         for _ in range(2):  # another client may give the reward meanwhile
             with self._reading():
-                before = self._store.rewards([number]).get(number)
-            if before == (given.grade, given.comment):
-                return False
+                before, known = self._store.rewards([number]).get(number), known_turns(self._store, [number])
+                (record,) = self._store.read([number], None)
+            with _invalid_rewards():
+                grade = whole_grade(*given[:4], len(record.completion.turns) or 1, known.get(number, ()))
+            if before == (grade, given.comment):
+                return grade.reward, False
             if before is not None:
                 raise Refused(
                     409,
@@ -216,8 +256,8 @@ class Recorder:
                     code="reward_given",
                 )
             try:
-                await self._write(Change(rewards={number: (given.grade, given.comment)}))
-                return True
+                await self._write(Change(rewards={number: (grade, given.comment)}))
+                return grade.reward, True
             except Refused as error:
                 if error.status != 409:
                     raise
@@ -289,6 +329,14 @@ class Recorder:
             return Refused(409, str(error), code="reward_given")
         self.error = None
         return None
+
+
+@contextlib.contextmanager
+def _invalid_rewards() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
 
 
 def check_sampling(held: Session, session: str, sampling: Sampling) -> None:

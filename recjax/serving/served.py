@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from recjax.experience.group import Grade
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 
@@ -89,14 +88,10 @@ class Served(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """A client's reward, its named parts, the correctness of the answer, and a comment."""
+    """A client's reward, its named parts, the correctness of the answer, the turns' rewards, and a comment."""
 
-    reward: float
+    reward: float | None
     reward_parts: dict[str, float] | None = None
     accurate: bool | None = None
+    turn_rewards: list[float] | None = None
     comment: str | None = None
-
-    @property
-    def grade(self) -> Grade:
-        """The feedback without the comment, as a grade."""
-        return Grade(self.reward, self.reward_parts, self.accurate)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Completion, Group, Row, runs_of
-from recjax.experience.store import PROMPT_LEFT_OUT, Record
+from recjax.experience.feedback import whole_grade
+from recjax.experience.group import Completion, Grade, Group, Row, Turn, runs_of
+from recjax.experience.store import PROMPT_LEFT_OUT, TURNS, Record
 from recjax.models.sampling import Sampling
+from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from recjax.serving.served import Feedback, Served
 
@@ -41,7 +43,8 @@ class Session:
         name: id of its completion.
         served: turns in the order of recording.
         trajectory: trajectory of the turns; prompts that continue it keep its tokens.
-        changed: time of the last turn, by time.monotonic.
+        rewards: rewards of turns, by the turn's number from 0.
+        changed: time of the last turn or reward, by time.monotonic.
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
@@ -52,6 +55,7 @@ class Session:
         """
         self.name, self.changed = session_row(name), time.monotonic()
         self.served: list[Served] = []
+        self.rewards: dict[int, float] = {}
         self.trajectory = Trajectory(tokenizer)
 
     @property
@@ -72,20 +76,44 @@ class Session:
         texts = [one.texts[index] for one in self.served if one.reply == reply and index < len(one.texts)]
         return texts[0] if texts else None
 
+    @property
+    def turns(self) -> list[Sampled]:
+        """The turns in the order of recording."""
+        return [one for served in self.served for one in served.sampled]
+
+    def turn_of(self, reply: str, index: int) -> int | None:
+        """The number of the turn that is a choice of a reply; None if the reply has no such choice."""
+        places = [(one.reply, choice) for one in self.served for choice in range(len(one.texts))]
+        return places.index((reply, index)) if (reply, index) in places else None
+
+    def grade(self, given: Feedback) -> Grade:
+        """The grade of the session with the reward at its end.
+
+        Raises:
+            ValueError: see `whole_grade`.
+        """
+        return whole_grade(*given[:4], len(self.turns), self.turn_rewards)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """The reward of each turn; empty if no turn has one."""
+        return tuple(self.rewards.get(turn, 0.0) for turn in range(len(self.turns))) if self.rewards else ()
+
     def record(self, source: str, prompts: bool, given: Feedback | None) -> Record:
         """The session as a completion.
 
         Args:
             prompts: True to include prompts.
-            given: the reward and its comment; None: no reward.
+            given: the reward at the end and its comment; None: no reward.
         """
-        turns = [one for served in self.served for one in served.sampled]
+        turns = self.turns
         has_prompts = prompts and all(len(one.prompt_tokens) for one in self.served)
-        rows, version_runs = self.trajectory.rows, self.trajectory.version_runs
+        rows, version_runs, ends = self.trajectory.rows, self.trajectory.version_runs, self.trajectory.ends
         if not has_prompts:
             version_runs = runs_of(np.concatenate([turn.versions for turn in turns]))
             tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
             rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs),)
+            ends = [(0, int(end)) for end in np.cumsum([len(turn.tokens) for turn in turns])]
         # For each key, the value of the first request that has the key.
         metadata: dict[str, Any] = {"requests": list(dict.fromkeys(one.reply for one in self.served))}
         for served in reversed(self.served):
@@ -99,12 +127,16 @@ class Session:
             sampling=self.sampling,
             policy_version=min(int(one.versions.min()) for one in turns),
             truncated=turns[-1].truncated,
-            grade=given and given.grade,
+            grade=given and self.grade(given),
             version_runs=version_runs,
+            turns=tuple(Turn(*end) for end in ends),
             metadata=metadata,
         )
-        first = self.served[0]
-        return _record(self.name, completion, first, first if has_prompts else first.without_prompt())
+        first, rewards = self.served[0], self.turn_rewards
+        record = _record(self.name, completion, first, first if has_prompts else first.without_prompt())
+        # Until the reward of the session arrives, the turns' rewards are those of another grader.
+        waits = given is None and rewards
+        return record._replace(others={TURNS: (Grade(sum(rewards), turns=rewards), None)} if waits else {})
 
 
 def _record(group: str, completion: Completion, served: Served, asked: Served) -> Record:
@@ -121,3 +153,8 @@ def session_row(name: str) -> str:
 def session_turns(served: Sequence[Served]) -> list[tuple[str, str]]:
     """The turns of a session as a store keeps them while the session is open."""
     return [(one.session, json.dumps(one.to_json(), ensure_ascii=False, allow_nan=False)) for one in served]
+
+
+def turn_reward(session: str, turn: int, reward: float) -> tuple[str, str]:
+    """The reward of a turn as a store keeps it while the session is open."""
+    return session, json.dumps({"turn": turn, "reward": reward})

@@ -8,22 +8,25 @@ from pathlib import Path
 import numpy as np
 
 from recjax import hosts
-from recjax.experience.group import Completion
+from recjax.experience.group import Completion, Group
+from recjax.experience.store import problem_text
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt
 from recjax.files import read_sealed, write_sealed
+from recjax.rollout.agent_grades import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Answered
+from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
-Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by prompt tokens
+Known = dict[bytes | str, tuple[str, Problem]]  # rendered prompt and problem of the task, by `_key`
 
 
 def known_problems(run: Run) -> Known:
-    """The task's problems by prompt tokens; checks that each group of the store has a problem or an answer.
+    """The task's problems; checks that each group of the store has a problem or an answer.
 
     Raises:
         ValueError: a prompt of the store has no known answer.
@@ -31,14 +34,19 @@ def known_problems(run: Run) -> Known:
     known = {}
     for prompts in (run.held_out, run.train):
         for tokens, mask, text, problem in zip(*prompts, strict=True):
-            known[tokens[mask].tobytes()] = (text, problem)
+            known[_key(run, Group("", tokens[mask], (), problem.prompt, problem.answer))] = (text, problem)
     for group in run.stored.groups:
-        if group.answer is None and group.prompt_tokens.tobytes() not in known:
+        if group.answer is None and _key(run, group) not in known:
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
     return known
+
+
+def _key(run: Run, group: Group) -> bytes | str:
+    """The prompt's tokens; with agents, which make prompts of their own, prompt and answer of the problem."""
+    return problem_text(group) if run.agents else group.prompt_tokens.tobytes()
 
 
 def regraded(run: Run, known: Known) -> Run:
@@ -56,7 +64,7 @@ def regraded(run: Run, known: Known) -> Run:
     _grade(run, known, grader)
     hosts.wait_for_all("the grades of a store")
     stored = with_rewards(run.stored, grader, run.config)
-    return run._replace(stored=stored, others=ByPrompt(stored.groups) if run.others else None)
+    return run._replace(stored=stored, others=ByPrompt(stored.groups, run.agents is not None) if run.others else None)
 
 
 def _grade(run: Run, known: Known, grader: str) -> None:
@@ -72,7 +80,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
         numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
         for group in lacking:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
-            text, problem = known.get(group.prompt_tokens.tobytes()) or (
+            text, problem = known.get(_key(run, group)) or (
                 tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer),
             )
@@ -80,7 +88,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
                 if not done:
                     yield number, one, text, problem, thoughts_opening(one, tokenizer)
 
-    left = rows()
+    left, weights = rows(), agent_weights(run.config.task.reward_weights)
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
     with run.grading as grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
         while batch := list(itertools.islice(left, size)):
@@ -90,6 +98,9 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             ]
             found = Grades(grading.submit(own), len(batch)).result()
             if hosts.is_first():
+                if run.agents:
+                    counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
+                    found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
                 rewards = {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
                 groups.store.add_rewards(rewards, grader)
             bar.update(len(batch))

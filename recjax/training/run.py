@@ -196,7 +196,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     stored = load_stored(config, policy) if reads else None
     joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
     if joins:
-        check_prompts(ByPrompt(stored.groups), experience.mix.store, train)
+        check_prompts(ByPrompt(stored.groups, of_problems=agents is not None), experience.mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
@@ -207,7 +207,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups) if joins else None
+    others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
     grading = Grading(config, task.reward)
     run = Run(config, policy, train, held_out, grading, phases, stored, others, agents=agents)
     return run._replace(judge=judge_of(config, run.part_weights)), params
@@ -261,8 +261,15 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:
         return shape
-    group = stored.shape.group if experience.mix.of == "batch" else 0
-    return Shape(shape.prompts, *map(max, shape[1:], stored.shape._replace(group=group)[1:]))
+    # Completions that join the policy's groups add nothing to the numbers of prompts and completions.
+    other = (
+        stored.shape
+        if experience.mix.of == "batch"
+        else stored.shape._replace(prompts=1, group=stored.shape.group and 1)
+    )
+    if None in (shape.group, other.group):
+        shape, other = shape.of_rows(), other.of_rows()
+    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
 
 
 def characters(problems: Sequence[Problem]) -> str:

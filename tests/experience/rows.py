@@ -77,6 +77,7 @@ class Columns(NamedTuple):
     rows: Any = None
     version_runs: Any = ()
     turns: Any = ()
+    turn_rewards: Any = ()
 
     @property
     def sampling(self) -> Sampling:
@@ -117,6 +118,7 @@ def columns_of(record: Record) -> Columns:
         rows=one.rows if len(one.rows) > 1 else None,
         version_runs=one.version_runs,
         turns=one.turns,
+        turn_rewards=grade.turns,
     )
 
 
@@ -147,7 +149,7 @@ def of_columns(**columns) -> Record:
         sampling=None if None in sampling else Sampling(*sampling),
         policy_version=given.policy_version,
         truncated=given.truncated,
-        grade=Grade(given.reward, given.reward_parts, given.accurate) if has_grade else None,
+        grade=Grade(given.reward, given.reward_parts, given.accurate, turns=given.turn_rewards) if has_grade else None,
         version_runs=given.version_runs,
         turns=given.turns,
         metadata=given.metadata or {},

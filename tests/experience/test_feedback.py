@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from recjax.experience.feedback import Given
 from recjax.experience.feedback import give_rewards as give
-from recjax.experience.group import Grade
-from recjax.experience.store import Store
+from recjax.experience.group import Grade, Turn
+from recjax.experience.store import TURNS, Store
 from recjax.feedback import feedback
 from tests import commands
 from tests.experience.rows import append, make_row, read, same, text_row
+from tests.experience.test_store import TWO_ROWS
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)
 ROWS = [make_row(i, group=i // 3, **PENDING) for i in range(6)] + [text_row(6, group=2)]
@@ -60,6 +61,29 @@ def test_one_reward_for_a_group_is_that_of_all_its_rows(folder):
     assert rewards(folder) == [2, 2, 2, None, None, None, 1]
 
 
+def test_turns_get_their_rewards_with_that_of_their_completion(tmp_path):
+    turns = dict(rows=TWO_ROWS, turns=(Turn(0, 2), Turn(1, 1), Turn(1, 2)), **PENDING)
+    append(tmp_path / "s", [make_row(i, group=i // 2, **turns) for i in range(4)] + [text_row(4, group=9, **PENDING)])
+    with Store(tmp_path / "s") as store:  # a server's session that ended before its reward came
+        store.add_rewards({4: (Grade(0.5, turns=(0.25, 0.0, 0.25)), None)}, TURNS)
+    entries = [
+        {"group_id": "group 0", "turn_rewards": [[1, 0, 0], [0.5, 0.5, 1]], "reward": [3, None]},
+        {"id": "row 2", "reward": 1},
+        {"id": "row 3", "reward": 2},
+        {"id": "text 4", "turn_rewards": [0.5]},
+    ]
+    assert give_rewards(tmp_path / "s", entries) == Given(5, 0)
+    assert give_rewards(tmp_path / "s", entries) == Given(0, 5)
+    expected = [(3, (1, 0, 0)), (2, (0.5, 0.5, 1)), (1, ()), (2, (0.25, 0, 0.25)), (0.5, (0.5,))]
+    assert [one.completion.grade for one in read(tmp_path / "s")] == [Grade(a, turns=turns) for a, turns in expected]
+    with pytest.raises(
+        ValueError, match=r"entry 0: turn_rewards = .*: the turns already have the rewards 0.25, 0, 0.25"
+    ):
+        give_rewards(tmp_path / "s", [{"id": "row 3", "reward": 2, "turn_rewards": [1, 0, 0]}])
+    with pytest.raises(ValueError, match="entry 0: row 'row 2' has another reward, 1.0, in the store"):
+        give_rewards(tmp_path / "s", [{"id": "row 2", "reward": 1, "turn_rewards": [1, 0, 0]}])
+
+
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(0, 6)))
 @settings(max_examples=10, deadline=None)
 def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, order, cuts):
@@ -95,6 +119,9 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"id": "row 1", "reward": [1]}, r"reward = \[1\]: takes finite"),
         ({"id": "row 1", "reward": 1, "accurate": 1}, "accurate = 1: takes true"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, "reward_parts = .*finite numbers"),
+        ({"id": "row 1", "reward": 1, "turn_rewards": [1, 2]}, r"turn_rewards = \[1, 2\]: takes a list .* of 1 turns"),
+        ({"id": "row 1", "reward": 1, "turn_rewards": ["1"]}, r"turn_rewards = \['1'\]: takes a list of finite"),
+        ({"id": "row 1", "reward": 1, "turn_rewards": 1}, "turn_rewards = 1: takes a list of finite"),
         ({"id": "row 1", "reward": 1, "score": 1}, "unknown key 'score'"),
         ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values; give one for each of the 3 rows"),
         ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward, 1.0, in an earlier entry"),

@@ -266,14 +266,15 @@ def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them(
     assert Judge(part_weights={"right": 0.0}).has_signal(by_part)
     assert not Judge(part_weights={"right": 0.0, "form": 0.0}).has_signal(by_part)
     assert not Judge(MASKED, part_weights={}).has_signal(cut(by_part, (False, True)))
-    turns = [(Turn(0, 1, 1.0), Turn(0, 3, 0.0)), (Turn(0, 1, 0.0), Turn(0, 3, 1.0))]
-    by_turn = group._replace(
-        completions=tuple(one._replace(turns=each) for one, each in zip(group.completions, turns, strict=True))
-    )
+
+    def with_turns(*each):
+        pairs = zip(group.completions, each, strict=True)
+        made = (one._replace(turns=turns, grade=one.grade._replace(turns=given)) for one, (turns, given) in pairs)
+        return group._replace(completions=tuple(made))
+
+    two = (Turn(0, 1), Turn(0, 3))
+    by_turn = with_turns((two, (1.0, 0.0)), (two, (0.0, 1.0)))
     assert not Judge().has_signal(by_turn) and Judge(discount=1.0).has_signal(by_turn)
     # A reward at the last turn only, after two turns and after one: the same without a discount.
-    turns[0], turns[1] = (Turn(0, 1, 0.0), Turn(0, 3, 1.0)), (Turn(0, 3, 1.0),)
-    late = group._replace(
-        completions=tuple(one._replace(turns=each) for one, each in zip(group.completions, turns, strict=True))
-    )
+    late = with_turns((two, ()), ((), ()))
     assert not Judge(discount=1.0).has_signal(late) and Judge(discount=0.9).has_signal(late)

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=message):
             pad(RAGGED, shape)
     forced = make_row(0, completion_mask=np.array([True, False, True]))
-    with pytest.raises(ValueError, match="row 'row 0' of source 'test' has tokens that its policy did not choose"):
+    with pytest.raises(ValueError, match="row 'row 0' is a trajectory, which does not fit a batch of single turns"):
         pad([group_of(forced)], Shape(1, 1, 9, 9))
 
 
@@ -266,8 +266,20 @@ def test_other_rows_join_the_group_of_their_prompt(tmp_path):
     assert [len(group.completions) for group in made] == [5, 2, 2]
     assert made[0].completions[:2] == ours[0].completions and made[0].id == ours[0].id
     added = [row.id for row in made[0].completions[2:]]
-    assert len({*added}) == 3 and "pending" not in added
+    assert len({*added}) == 3 and "store/pending" not in added
     chosen = {tuple(row.id for row in mixed(ours, others, 3, batch, 0)[0].completions) for batch in range(1, 20)}
     assert len(chosen) == 4
     assert [row.id for row in mixed(ours, others, 3, 1, 0)[0].completions] == [row.id for row in made[0].completions]
     assert mixed(ours, others, 0, 1, 0) == ours
+
+
+def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
+    """With agents, equal prompts of problems with other answers are no reason to compare completions."""
+    ours = group_of(make_row(0, prompt="say", answer="7"))
+    prompts = [np.array([place + 1], np.int32) for place in range(3)]
+    known = dict(prompt="say", tokenizer="t")
+    agents = [make_row(1 + place, 1 + place, answer="7", prompt_tokens=prompts[place], **known) for place in range(3)]
+    other = make_row(4, 4, answer="8", prompt_tokens=ours.prompt_tokens, **known)
+    groups = stored(tmp_path / "s.db", *agents, other)
+    for of_problems, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
+        assert [one.id for one in ByPrompt(groups, of_problems).get(ours)] == expected

@@ -38,7 +38,7 @@ ROWS = [
     make_row(2, reward=None, reward_parts=None, accurate=None),
     make_row(3, behavior_logprobs=None, length=1),
     make_row(4, completion_mask=np.array([True, False, True])),
-    make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2, 0.5), Turn(1, 1, -1.0))),
+    make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2), Turn(1, 1)), turn_rewards=(0.5, -1.0)),
     make_row(
         6,
         metadata={"user": "me \u00e9\n", "n": [1, None, {"a": 0.1}], "turns": 3},
@@ -319,6 +319,25 @@ def test_ids_are_unique_in_a_store_and_groups_go_on(place):
 # --- What is no store, or is damaged.
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"turns": (Turn(2, 1), Turn(1, 1))}, r"column turns: \(2, 1\): takes the index of a row, and the end of"),
+        ({"turns": (Turn(0, 3), Turn(1, 1))}, "column turns: .*: takes the index of a row"),
+        ({"turns": (Turn(0, 1), Turn(1, 1))}, "column turns: .*: takes the index of a row"),  # ends at another's token
+        (
+            {"turn_rewards": (1.0,)},
+            r"column turn_rewards: \(1.0,\): takes 2 finite numbers, one for each turn, or none",
+        ),
+        ({"turn_rewards": (1.0, float("nan"))}, "column turn_rewards: .*: takes 2 finite numbers"),
+    ],
+)
+def test_turns_that_do_not_fit_their_rows_are_refused(db, change, message):
+    turns = dict(rows=TWO_ROWS, turns=(Turn(0, 2), Turn(1, 1)), turn_rewards=(0.5, -1.0))
+    with pytest.raises(ValueError, match=message):
+        append(db, [make_row(0, **turns | change)])
+
+
 def test_what_is_no_store_is_refused(tmp_path, db):
     with pytest.raises(ValueError, match="is not an experience store .no such file.; create one with"):
         Store(tmp_path / "none")
@@ -338,8 +357,8 @@ def test_what_is_no_store_is_refused(tmp_path, db):
         Store(tmp_path)
     append(db, ROWS)
     with sqlite3.connect(db) as database:
-        database.execute("update store set version = 6")
-    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 5; export it with"):
+        database.execute("update store set version = 5")
+    with pytest.raises(ValueError, match="has store version 5, and this recjax reads version 6; export it with"):
         Store(db)
 
 

@@ -1,6 +1,7 @@
 """A store that is read by group is what it is when all of it is read, and no more than an index of it is held."""
 
 import gc
+import re
 import sqlite3
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 
 from recjax.config import load_config
 from recjax.experience import sources, stored_groups
+from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Grade, Group, is_whole
+from recjax.experience.layout import score
 from recjax.experience.sources import groups_at, with_initial_logprobs, with_logprobs
 from recjax.experience.store import Record, Store, groups_of
 from recjax.experience.stored import load_stored, with_rewards
@@ -111,27 +114,63 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
     assert found.digest != load_stored(config, POLICY).digest
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_with_prompts_of_their_own_are_trained_on_with_them(tmp_path, rows):
+    plain = make_row(0, tokenizer=NAME)
+    (row,) = plain.completion.rows
+    own = [row._replace(prompt_tokens=np.array([7, 8, 9, 10, place], np.int32)) for place in range(rows)]
+    append(tmp_path / "store", [plain, make_row(1, tokenizer=NAME, rows=tuple(own))])
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = [f"experience.store={tmp_path / 'store'}", f"output={tmp_path / 'run'}", "rollout.temperature=0.9"]
+    found = load_stored(load_config(tmp_path / "tiny.yaml", [*options, "rollout.prompts_per_step=1"]), POLICY)
+    batch = pad(list(found.groups), found.shape)
+    prompts = [tokens[mask].tolist() for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
+    assert prompts[: 1 + rows] == [plain.group.prompt_tokens.tolist(), *([7, 8, 9, 10, place] for place in range(rows))]
+    assert batch.prompts.shape[1] == len(own[0].prompt_tokens) + len(row.tokens) - 1
+
+
 def test_completions_of_a_prompt_are_found_in_all_groups(place, tmp_path):
     rows = scattered_rows(1)
     in_parts(tmp_path / "store", rows)
     found, expected = ByPrompt(load_groups(tmp_path / "store", POLICY)), {}
+    groups = {group.prompt_tokens.tobytes(): group for group in reference(tmp_path / "store")}
     for group in reference(tmp_path / "store"):
         rewarded = [one.id for one in group.completions if one.grade]
         expected.setdefault(group.prompt_tokens.tobytes(), []).extend(rewarded)
-    assert {prompt: [one.id for one in found.get(prompt)] for prompt in expected} == expected
-    assert len(expected) == 3 and found.get(b"other") == []
+    assert {prompt: [one.id for one in found.get(group)] for prompt, group in groups.items()} == expected
+    other = reference(tmp_path / "store")[0]._replace(prompt_tokens=np.array([9], np.int32))
+    assert len(expected) == 3 and found.get(other) == []
 
 
-def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch):
+def without_some(record):
+    """The record without log-probs if its number is even; of several rows, others chose the second token."""
+    (number,), one = re.findall(r"\d+", record.completion.id), record.completion
+    rows = [row._replace(behavior_logprobs=None) if int(number) % 2 == 0 else row for row in one.rows]
+    rows = [row._replace(mask=np.arange(len(row.tokens)) != 1) if len(rows) > 1 else row for row in rows]
+    return record._replace(group=record.group._replace(completions=(one._replace(rows=tuple(rows)),)))
+
+
+@pytest.mark.parametrize("of_agents", [False, True])
+def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch, of_agents):
     if place == "file":
         monkeypatch.setattr(sources, "_SMALL", 1)
-    rows = scattered_rows(2, agents=False)
-    in_parts(tmp_path / "store", rows)
+    in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=of_agents)])
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
-    shape = shape_of(expected, 2)
+    shape = Shape(2, None, 40, 40) if of_agents else shape_of(expected, 2)
     filled = with_initial_logprobs(groups, shape, POLICY, initial(), SAMPLING, 16)
     listed = with_logprobs(expected, shape, POLICY, initial(), SAMPLING, 16)
     assert equal(list(filled), listed) and equal([filled[5]], [listed[5]]) and not equal(list(filled), expected)
+    numbers = [one.id for group in listed for one in group.completions]
+    rows = [row for group in listed for one in group.completions for row in one.rows]
+    batch = pad(listed, Shape(len(rows), None, 40, 40))
+    found = score(POLICY, initial(), batch, SAMPLING, 16)
+    were_there = [row.behavior_logprobs for group in expected for one in group.completions for row in one.rows]
+    lacking = [place for place, known in enumerate(were_there) if known is None]
+    assert not of_agents or any(not rows[place].mask.all() for place in lacking)
+    assert len(lacking) > 9 and (not of_agents or len(rows) > len(numbers))
+    for place in lacking:
+        row, now = rows[place], np.minimum(found[place], 0)[: len(rows[place].tokens)]
+        np.testing.assert_allclose(row.behavior_logprobs, np.where(row.mask, now, 0), atol=1e-5)
 
 
 def test_rewards_of_another_grader_replace_the_given_ones(place, tmp_path):
@@ -201,7 +240,7 @@ def test_a_store_is_tokenized_once_as_it_grows(place, tmp_path, monkeypatch, cap
 def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
     for change in (
-        "update completions set sampled_length = 1",
+        "update completions set row_length = 1",
         "update rewards set reward = null",
         "delete from rewards",
     ):
@@ -218,7 +257,7 @@ def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
 def test_what_is_held_is_an_index(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
     expected = len(reference(tmp_path / "store"))
-    prompts = {group.prompt_tokens.tobytes() for group in reference(tmp_path / "store")}
+    asked = reference(tmp_path / "store")
 
     def alive():
         """How many there are of those made after everything before was frozen."""
@@ -230,7 +269,7 @@ def test_what_is_held_is_an_index(place, tmp_path):
     before = alive()
     groups = load_groups(tmp_path / "store", POLICY)
     others = ByPrompt(groups)
-    assert len(groups) == expected and all(map(others.get, prompts)) and alive() == before
+    assert len(groups) == expected and all(map(others.get, asked)) and alive() == before
     batch = groups_at(groups, 2, 1, seed=0)
     assert alive() == before + 2 + sum(len(group.completions) for group in batch)
     del batch

@@ -59,6 +59,12 @@ async def paid_by_answer(problem: Problem, policy: AgentPolicy) -> float:
     return 0.0
 
 
+async def fails_at_even_answers(problem: Problem, policy: AgentPolicy) -> float:
+    """One turn, after which some agents raise."""
+    await policy.complete(problem.prompt)
+    return 1.0 / (int(problem.answer) % 2)
+
+
 async def at_once(problem: Problem, policy: AgentPolicy) -> float:
     """Two replies at one time."""
     both = await asyncio.gather(*(policy.complete(problem.prompt) for _ in range(2)))

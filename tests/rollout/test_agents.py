@@ -37,6 +37,7 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
+from tests.experience.groups import same_groups
 from tests.marks import slow_except
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -443,7 +444,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     np.testing.assert_allclose([grade.reward for grade in grades], [3.7, 3.7, -1, -1], atol=1e-6)
     groups = with_grades(groups, grades)
     (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
-    assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
+    assert same_groups([kept.group], groups[:1])
     groups = [kept.group, groups[1]]
     batch = pad(groups, Shape(8, None, 89, 89), turns=4)
     of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
@@ -459,7 +460,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
             assert turns.tolist() == [0] * len(first) + [1] * len(second)
     assert {*batch.token_turns[batch.completion_mask].tolist()} == {0, 1, 2}
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
-    with pytest.raises(ValueError, match="the metadata has no turns"):
+    with pytest.raises(ValueError, match="has 2 token sequences without turns; choose an advantage that"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
         pad([bare], Shape(8, None, 89, 89), turns=4)
 
@@ -483,7 +484,7 @@ def test_an_environment_is_played_to_its_end(made):
         turns = np.split(row.tokens, np.flatnonzero(np.diff(row.mask)) + 1)[::2]
         said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
         assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
-        assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
+        assert [*grade.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
 def test_environments_are_closed_whatever_comes_of_them(made):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from recjax.experience.batch import Shape, pad, row_places
-from recjax.experience.exchange import _turns_of
+from recjax.experience.exchange import _are_turns
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.packing import RowShape, pack
 from recjax.experience.store import groups_from_bytes, groups_of, groups_to_bytes, records_of
@@ -148,13 +148,14 @@ TURN = [0, 2, 0.5]
         ([[0, 2, float("nan")]], False),
         ([[0, 2, float("inf")]], False),
         ([[0, 2, True]], False),
-        ([[0, 2]], False),
+        ([[0, 2]], True),
+        ([[0]], False),
+        ([[0, 2, 0.5, 1]], False),
         ("turns", False),
     ],
 )
 def test_turns_are_read_where_they_can_be_those_of_the_rows(turns, kept):
-    found = _turns_of(turns, GROUPS[0].completions[0].rows)
-    assert found == (tuple(map(tuple, turns)) if kept else ())
+    assert _are_turns(turns, GROUPS[0].completions[0].rows) == kept
 
 
 def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
@@ -232,7 +233,7 @@ def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening)
         text += ids(prompt)
         made.add(np.array(text, np.int32), turn(*ids(reply)))
         text += ids(reply)
-    ends = tuple(Turn(*end, 0.0) for end in made.ends)
+    ends = tuple(Turn(*end) for end in made.ends)
     one = Completion("a", "p", "", made.rows, Sampling(), 0, False, turns=ends)
     assert thoughts_opening(one, letters) == opening
     recorded = one._replace(turns=())  # turns that others recorded without their ends

@@ -13,7 +13,7 @@ import sqlalchemy
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recjax.experience.group import Grade
+from recjax.experience.group import Grade, turn_rewards
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
 from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
@@ -94,16 +94,15 @@ def test_turns_of_a_session_are_one_trajectory(db):
             messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": more}]
         other = post(client, "/sessions/game-1" + TEXT, prompt="something else", max_tokens=3)
         assert not read(db), "an open session is no completion"
-        assert post(client, FEEDBACK, status=409, id=other["id"], reward=1)["error"]["message"].count(
-            "/sessions/game-1"
-        )
+        assert post(client, FEEDBACK, id=other["id"], reward=-0.5)["turn"] == 3
         post(client, "/sessions/game-1/reward", reward=2.0, comment="well played")
         assert not post(client, "/sessions/game-1/reward", reward=2.0, comment="well played")["new"]
         error = post(client, url, status=409, messages=messages)["error"]
         assert error["code"] == "session_over"
     (record,) = read(db)
     one = record.completion
-    assert one.id == "session/game-1" and one.grade.reward == 2.0
+    assert one.id == "session/game-1" and one.grade.reward == 2.0 and one.grade.turns == (0, 0, 0, -0.5)
+    assert [turn.row for turn in one.turns] == [0, 0, 0, 1] and one.turns[2].end == len(one.rows[0].tokens)
     first = one.rows[0]
     sampled = [token for reply in replies for token in reply["choices"][0]["token_ids"]]
     ended = [reply["choices"][0]["finish_reason"] == "stop" for reply in replies]
@@ -221,6 +220,71 @@ def test_what_a_killed_server_leaves_is_taken_up_where_it_was(tmp_path, db):
         assert not store.turns()
 
 
+def several_turns(client):
+    """Four turns of a session in three replies, the second of which has two choices."""
+    prompts = [{"prompt": "a"}, {"prompt": "b", "n": 2}, {"prompt": "c"}]
+    return [post(client, "/sessions/s" + TEXT, max_tokens=3, seed=7, **prompt) for prompt in prompts]
+
+
+def test_turns_are_rewarded_one_by_one_and_survive_a_kill(db, tmp_path):
+    with serve(db) as client:
+        first, second, third = (reply["id"] for reply in several_turns(client))
+        reply = {"id": "session/s", "turn": 0, "reward": 0.25}
+        assert post(client, FEEDBACK, id=first, reward=0.25) == reply | {"new": True}
+        assert post(client, FEEDBACK, id=first, index=0, reward=0.25) == reply | {"new": False}
+        assert post(client, FEEDBACK, status=409, id=first, reward=0)["error"]["code"] == "reward_given"
+        assert post(client, FEEDBACK, status=400, id=second, reward=1)["error"]["param"] == "index"
+        post(client, FEEDBACK, status=404, id=second, index=2, reward=1)
+        assert post(client, FEEDBACK, id=second, index=1, reward=0.5)["turn"] == 2
+        assert post(client, "/sessions/s/reward", turn=3, reward=-1)["new"]
+        post(client, "/sessions/s/reward", status=404, turn=4, reward=1)
+        post(client, "/sessions/t/reward", status=404, turn=0, reward=1)
+        for bad in ({}, {"reward": "1"}, {"reward": 1, "comment": "x"}, {"reward": 1, "turn_rewards": [1]}):
+            post(client, FEEDBACK, status=400, id=third, **bad)
+        left, other = copied(db, tmp_path / "left"), copied(db, tmp_path / "other")
+        assert not read(db), "the session goes on"
+    # A server that was killed at that moment: the session goes on, with the rewards of its turns.
+    with serve(left) as client:
+        assert not post(client, "/sessions/s/reward", turn=0, reward=0.25)["new"]
+        post(client, FEEDBACK, status=409, id=third, reward=1)
+        post(client, "/sessions/s/reward", turn=1, reward=0)
+        post(client, "/sessions/s/reward", status=400, reward=1, turn_rewards=[1, 1, 1, 1])
+        assert post(client, "/sessions/s/reward", reward=0.5, comment="slow")["reward"] == 0.5
+        assert not post(client, "/sessions/s/reward", reward=0.5, comment="slow")["new"]
+        post(client, FEEDBACK, status=404, id=third, reward=-1)
+    grade, turns = Grade(0.5, turns=(0.25, 0.0, 0.5, -1.0)), read(left)[0].completion.turns
+    assert read(left)[0].completion.grade == grade and len(turns) == 4
+    np.testing.assert_array_equal(turn_rewards(read(left)[0].completion), [0.25, 0, 0.5, -0.25])
+    # Without a reward of its own, the total is the turns' sum.
+    with serve(other) as client:
+        assert post(client, "/sessions/s/reward")["reward"] == -0.25
+    assert read(other)[0].completion.grade == grade._replace(reward=-0.25)
+    # The first server has ended, and with it the session; its reward comes later.
+    assert read(db)[0].completion.grade is None
+    with serve(db) as client:
+        error = post(client, "/sessions/s/reward", status=409, turn=1, reward=1)["error"]
+        assert error["code"] == "session_over" and "turn_rewards" in error["message"]
+        assert post(client, "/sessions/s/reward", reward=2)["new"]
+        assert not post(client, "/sessions/s/reward", reward=2, turn_rewards=[0.25, 0, 0.5, -1])["new"]
+    assert read(db)[0].completion.grade == grade._replace(reward=2.0)
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_the_rewards_of_turns_may_come_with_the_sessions(db, prompts):
+    with serve(db, prompts=prompts) as client:
+        several_turns(client)
+        for bad in ({"turn_rewards": [1]}, {"turn_rewards": "1"}, {"turn_rewards": [1, 2, 3, "4"]}, {}):
+            post(client, "/sessions/s/reward", status=400, **bad)
+        assert post(client, "/sessions/s/reward", turn_rewards=[1, 0, 0, 2], accurate=True)["reward"] == 3
+    (record,) = read(db)
+    one = record.completion
+    assert one.grade == Grade(3.0, None, True, turns=(1.0, 0.0, 0.0, 2.0))
+    assert len(one.rows) == (4 if prompts else 1) and len({*one.turns}) == 4
+    assert [turn.row for turn in one.turns] == ([0, 1, 2, 3] if prompts else [0] * 4)
+    ends = {turn.row: turn.end for turn in one.turns}
+    assert [ends[place] for place in range(len(one.rows))] == [len(row.tokens) for row in one.rows]
+
+
 def test_what_cannot_be_recorded_is_not_served(db, monkeypatch):
     with serve(db) as client:
         real = Store.change
@@ -260,8 +324,8 @@ def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
             await asyncio.sleep(0.25)
             await recorder.end_sessions(0.2)
             assert rewards(again) == {"session/s": None} and not recorder.sessions
-            assert await recorder.reward("session/s", Feedback(0.0, None, None, "late"))
-            assert not await recorder.reward("session/s", Feedback(0.0, None, None, "late"))
+            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, True)
+            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, False)
             assert rewards(again) == {"session/s": 0.0}
 
     asyncio.run(later())

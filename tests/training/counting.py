@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
-from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
@@ -47,8 +47,10 @@ class CountingLearner(Learner):
         mask = np.asarray(batch.completion_mask) & chosen
         rows = mask.any(-1)
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
-        seen = (*(np.asarray(column)[rows] for column in columns), np.asarray(batch.completions)[mask])  # no padding
-        seen = (*seen, *([] if proximal_logprobs is None else [np.asarray(proximal_logprobs)[mask]]))
+        tokens = (batch.completions, batch.behavior_logprobs, batch.token_turns, proximal_logprobs)
+        columns = (*columns, None if batch.turn_rewards is None else np.nan_to_num(batch.turn_rewards))
+        pairs = [(column, rows) for column in columns] + [(column, mask) for column in tokens]
+        seen = [np.asarray(column)[where] for column, where in pairs if column is not None]  # no padding
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
@@ -76,6 +78,20 @@ class Grades:
         return self._grades
 
 
+def trajectory(one: Completion, random: np.random.Generator) -> Completion:
+    """The completion as the first turn of three: the second one in the same row, and the last one in another."""
+    (first,) = one.rows
+    more, between = random.integers(1, 5, random.integers(1, 4)).astype(np.int32), np.array([4], np.int32)
+    tokens = np.concatenate([first.tokens, between, more])
+    mask = np.arange(len(tokens)) != len(first.tokens)
+    logprobs = np.where(mask, random.normal(-1, 0.1, len(tokens)), 0).astype(np.float32)
+    other = Row(more, between, np.ones(1, bool), np.float32([random.normal(-1, 0.1)]))
+    turns = (Turn(0, len(first.tokens)), Turn(0, len(tokens)), Turn(1, 1))
+    runs = ((one.policy_version, len(first.tokens)), (one.policy_version + 1, len(more) + 1))
+    rows = (first._replace(tokens=tokens, mask=mask, behavior_logprobs=logprobs), other)
+    return one._replace(rows=rows, turns=turns, version_runs=runs)
+
+
 def prepared_batch(run, weights, version, number, prefix="", reward=None):
     """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades.
 
@@ -99,12 +115,13 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
                 run.config.rollout.sampling(),
             )
             behavior, cut = (sampling, version), len(tokens) == longest
-            completions.append(Completion(name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut))
+            one = Completion(name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut)
+            completions.append(trajectory(one, random) if run.config.task.agent else one)
             drawn = float(random.random() < 0.5)
-            value = drawn if reward is None else reward
-            grades.append(Grade(value, {"score": 1.0}, value >= 1))
-        name, answer = f"{prefix}{number:06d}/{place:05d}", prompts.problems[place].answer
-        groups.append(Group(name, prompt, tuple(completions), answer))
+            value, turns = drawn if reward is None else reward, random.normal(size=len(completions[-1].turns)).tolist()
+            grades.append(Grade(value, {"score": 1.0}, value >= 1, turns=tuple(turns)))
+        name, problem = f"{prefix}{number:06d}/{place:05d}", prompts.problems[place]
+        groups.append(Group(name, prompt, tuple(completions), problem.prompt, problem.answer))
     return groups, Grades(grades)
 
 

@@ -15,6 +15,9 @@ REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spr
 MIX = ["experience.mix.store={store}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
 # Checkpoints of steps 3 and 6 are in the middle of a batch.
 UPDATES = ["training.updates_per_batch=2", "training.minibatches=2"]
+AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
+TURNS = "algorithm.advantage={name: turn_returns, discount: 0.5}"
+OF_AGENTS = "experience.mix.store={agents}"
 FEEDS = {
     "on policy": [],
     "interval": ["regime.sync_interval=6"],  # after the checkpoint of step 3 the sampler still needs its copy
@@ -33,24 +36,42 @@ FEEDS = {
     "updates, offset, interval": [*UPDATES, "regime.sync_offset=1", "regime.sync_interval=2"],
     "updates, store": [*UPDATES, "experience.store={store}"],
     "updates, late, replay, mix": [*UPDATES, "experience.late={longest: 1}", REPLAY, *MIX],
+    "agents": [*AGENT, TURNS],
+    "agents, late, replay, record": [*AGENT, TURNS, LATE, REPLAY, "experience.record=true"],
+    "agents, a store of trajectories": [*AGENT, TURNS, "experience.store={agents}"],
+    "agents, a store of single turns": [*AGENT, TURNS, "experience.store={store}"],
+    "agents, mix of rows": [*AGENT, TURNS, OF_AGENTS],
+    "agents, mix of groups, offset": [*AGENT, TURNS, OF_AGENTS, "experience.mix.of=batch", "regime.sync_offset=2"],
+    "a store of trajectories": ["experience.store={agents}"],
+    "mix of trajectories": [OF_AGENTS, "experience.mix.of=batch", TURNS],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
 
 QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
 QUICK += ("updates", "updates, late, replay, mix")
+QUICK += (
+    "agents, late, replay, record",
+    "agents, a store of trajectories",
+    "agents, mix of rows",
+    "mix of trajectories",
+)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """The store that a run of seven steps records."""
+def stores(tmp_path_factory):
+    """The stores that runs of seven steps record, of single turns and of trajectories."""
     from recjax.config import load_config
     from tests.training.tiny_run import TINY
 
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "tiny.yaml").write_text(TINY)
-    config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true"])
-    count(config, sample=functools.partial(prepared_batch, prefix="recorded-"))
-    return folder / "run" / "experience.db"
+    for name, options in (("store", []), ("agents", AGENT)):
+        output = [f"output={folder / name}", "experience.record=true"]
+        count(
+            load_config(folder / "tiny.yaml", [*output, *options]),
+            sample=functools.partial(prepared_batch, prefix="recorded-"),
+        )
+    return {name: f"{folder / name}/experience.db" for name in ("store", "agents")}
 
 
 def killed_in_batch(at: int):
@@ -67,8 +88,10 @@ def killed_in_batch(at: int):
 
 
 @pytest.mark.parametrize("feed", slow_except(FEEDS, *QUICK))
-def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch):
-    options = [option.replace("{store}", str(store)) for option in FEEDS[feed]]
+def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch):
+    options = [
+        option.replace("{store}", stores["store"]).replace("{agents}", stores["agents"]) for option in FEEDS[feed]
+    ]
     straight = count(tiny("straight", *options))
     assert [row["step"] for row in straight] == list(range(8))
     assert len({row["loss"] for row in straight[1:]}) == 7
@@ -76,7 +99,8 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
     config, save = tiny("stopped", *options), loop.checkpoint.save
     with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
         count(config, killed(at=2))
-    if "store" not in feed and "updates" not in feed:  # with updates, the second batch comes after that checkpoint
+    # With updates, the second batch comes after that checkpoint.
+    if "updates" not in feed and not any(option.startswith("experience.store") for option in options):
         with pytest.raises(KeyboardInterrupt):
             count(config, sample=killed_in_batch(at=2))
 

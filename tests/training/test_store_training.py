@@ -28,9 +28,9 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training import loop, regrading, sources
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.run import Run, State, prepare
-from tests.experience.rows import append, append_columns, columns_of, make_row, read_columns, text_row
-from tests.training.counting import count, killed
-from tests.training.tiny_run import TINY, train, without_times
+from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
+from tests.training.counting import CountingLearner, count, killed
+from tests.training.tiny_run import TINY, digit_share, train, without_times
 
 STEPS = 7
 LEFT_OUT = [f"experience/left_out/{name}" for name in ("pending_groups", "pending_rows", "rows_beside_pending")]
@@ -108,6 +108,83 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     (output / "grader.json").write_text("{}")
     with pytest.raises(ValueError, match="grader.json is damaged"):
         count(tiny("again", *options))
+
+
+AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory):
+    """The store of trajectories that a run of seven steps records."""
+    folder = tmp_path_factory.mktemp("trajectories")
+    (folder / "tiny.yaml").write_text(TINY)
+    count(load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true", *AGENT]))
+    return folder / "run" / "experience.db"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["experience.store={}"],
+        ["experience.store={}", *AGENT],
+        ["experience.mix={store: {}, of: batch}"],
+        ["experience.mix={store: {}, of: group}", *AGENT],
+        ["experience.store={}", "experience.follow=true", "rollout.max_context_tokens=16"],
+        ["experience.store={}", "experience.follow=true", *AGENT],
+    ],
+    ids=" ".join,
+)
+def test_turns_of_a_store_reach_the_batch_with_their_rewards(tiny, trajectories, options):
+    options = [option.replace("{}", str(trajectories)) for option in options]
+    learner, turns = CountingLearner(), "algorithm.advantage={name: turn_returns}"
+    count(tiny("run", *options, turns, "training.steps=7", "evaluation.every=0"), learner)
+    stored = {}
+    for record in read(trajectories):
+        one = record.completion
+        assert len(one.rows) == 2 and len(one.turns) == len(one.grade.turns) == 3
+        for own, row in enumerate(one.rows):
+            stored[row.tokens.tobytes(), row.behavior_logprobs.tobytes()] = one, own, row
+    seen = 0
+    for batch in learner.batches:
+        for place, (tokens, real) in enumerate(zip(batch.completions, batch.token_mask, strict=True)):
+            known = stored.get((tokens[real].tobytes(), batch.behavior_logprobs[place, real].tobytes()))
+            if known is None:  # padding, or the policy's own
+                continue
+            one, own, row = known
+            assert (batch.completion_mask[place, real] == row.mask).all()
+            rewards = np.float32(one.grade.turns)
+            np.testing.assert_allclose(batch.turn_rewards[place, :2], rewards[:2])
+            np.testing.assert_allclose(np.nansum(batch.turn_rewards[place]), one.grade.reward, atol=1e-5)
+            lengths = [one.turns[0].end, one.turns[1].end - one.turns[0].end - 1]
+            expected = [2] if own else [0] * lengths[0] + [-1] + [1] * lengths[1]
+            assert batch.token_turns[place, real].tolist() == expected
+            seen += 1
+    assert seen > 40
+
+
+def test_the_last_message_of_a_trajectory_is_graded_again(tiny, trajectories):
+    options = [f"experience.store={trajectories}", "experience.regrade=true", *AGENT]
+    learner = CountingLearner()
+    count(tiny("run", *options, "task.reward_weights={turns: -0.25}", "training.steps=7"), learner)
+    expected = {}
+    for record in read(trajectories):
+        reward = np.float32(digit_share([""], [record.completion.text], [""])[0] - 0.25 * 3)
+        for row in record.completion.rows:
+            expected[row.tokens.tobytes(), row.behavior_logprobs.tobytes()] = reward
+    found = {}
+    for batch in learner.batches:
+        for place, (tokens, real) in enumerate(zip(batch.completions, batch.token_mask, strict=True)):
+            if real.any():
+                found[tokens[real].tobytes(), batch.behavior_logprobs[place, real].tobytes()] = batch.rewards[place]
+    assert found.keys() == expected.keys() and len({*expected.values()}) > 1
+    np.testing.assert_allclose([found[key] for key in expected], [*expected.values()], atol=1e-6)
+
+
+def test_an_algorithm_of_single_tokens_refuses_a_store_of_trajectories(tiny, trajectories, drawn):
+    options = ["algorithm.advantage={name: discounted}", "training.steps=1"]
+    count(tiny("single", *options, f"experience.store={drawn}"))
+    with pytest.raises(ValueError, match="has trajectories, and algorithm.preset = .* computes advantages of tokens"):
+        count(tiny("turns", *options, f"experience.store={trajectories}"))
 
 
 def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_path):
@@ -262,8 +339,6 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
-    forced = [row._replace(completion_mask=np.arange(len(row.completion_tokens)) < 1) for row in rows]
-    refused("tokens that its policy did not choose", of=forced)
 
 
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
