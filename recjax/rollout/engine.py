@@ -35,17 +35,26 @@ class Engine:
     slot holds the beginning of a request's prefix, the request takes this slot and runs only the new tokens.
     """
 
-    def __init__(self, decoder: Decoder, stop_ids: tuple[int, ...], *, slots: int | None, prefix_time: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        stop_ids: tuple[int, ...],
+        *,
+        slots: int | None,
+        prefix_time: int,
+        newer: Callable[[], Weights | None] = lambda: None,
+    ):
         """Creates an engine without weights.
 
         Args:
             stop_ids: tokens that end a completion and belong to it.
             slots: completions that are sampled together; None: as many as memory holds, at most the number of requests.
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
+            newer: function called before each round; returns weights that have arrived since the last call, or None.
         """
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._most_slots, self._prefix_time = slots, prefix_time
-        self._mesh = sampling_mesh(self._decoder)
+        self._mesh, self._newer = sampling_mesh(self._decoder), newer
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
         self._line: deque[Admitted] = deque()
@@ -107,6 +116,8 @@ class Engine:
         Raises:
             ValueError: the engine has no weights yet.
         """
+        if (weights := self._newer()) is not None:
+            self.replace_weights(weights.params, weights.version)
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
         with jax.set_mesh(self._mesh):
@@ -117,16 +128,10 @@ class Engine:
         finished, self._finished = self._finished, {}
         return finished
 
-    def drain(self, newer: Callable[[], Weights | None] | None = None) -> dict[int, Sampled]:
-        """Runs rounds until all requests are finished; returns all completions, by ticket.
-
-        Args:
-            newer: function called before each round; returns weights that have arrived since the last call, or None.
-        """
+    def drain(self) -> dict[int, Sampled]:
+        """Runs rounds until all requests are finished; returns all completions, by ticket."""
         finished = {}
         while self._line or self._begun or self._slots.live.any():
-            if newer is not None and (weights := newer()) is not None:
-                self.replace_weights(weights.params, weights.version)
             finished |= self.round()
         return finished
 

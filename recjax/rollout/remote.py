@@ -6,18 +6,21 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 
-from recjax.config import RolloutConfig
+from recjax.config import Config
+from recjax.experience.group import Completion, Group, Row
+from recjax.experience.store import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-
-Prompt = str | list[dict[str, str]]
+from recjax.rollout.collecting import grouped
+from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -46,34 +49,20 @@ class Address(NamedTuple):
     retries: int = 6
 
 
-class Answer(NamedTuple):
-    """A server's completion.
-
-    truncated: True if it reached the token limit.
-    prompt, tokens: ids in the policy's vocabulary, including the token that ended it; None: only text is known.
-    logprobs: log-prob of each token, in nats, under the distribution that sampled it; None: not known.
-    """
-
-    text: str
-    truncated: bool
-    prompt: list[int] | None = None
-    tokens: list[int] | None = None
-    logprobs: list[float] | None = None
-
-
 class RemoteEngine:
     """A server that samples completions; a context."""
 
-    def __init__(self, address: Address, policy: Policy, rollout: RolloutConfig):
+    def __init__(self, address: Address, policy: Policy, config: Config):
         """Connects to the server and requests its list of models.
 
         Args:
             policy: policy whose tokenizer decides if the server's token ids belong to the same vocabulary.
-            rollout: sampling distribution and length limits.
+            config: sampling distribution, length limits and template variables.
         Raises:
             ValueError: the server does not answer, or lacks the model.
         """
-        self._address, self._policy, self._rollout = address, policy, rollout
+        self._address, self._policy, self._rollout = address, policy, config.rollout
+        self._template = config.model.chat_template_kwargs
         base = address.url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
@@ -99,90 +88,82 @@ class RemoteEngine:
             logger.warning(words, self._place, self.left_out.total(), counts, self.missing)
         self._client.close()
 
-    def answers(
-        self, prompts: Sequence[Prompt], seed: int, templates: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[list[Answer]]:
-        """Returns `rollout.group_size` answers to each prompt; fewer if the server keeps sending unusable replies.
+    def sample_groups(self, problems: Sequence[Problem], seed: int, *, name: str, source: str) -> list[Group]:
+        """A group for each problem, with `rollout.group_size` completions without grades.
 
-        `left_out` counts unusable replies by reason, and `missing` counts the missing answers.
+        A group has fewer completions if the server keeps sending unusable replies. `left_out` counts unusable replies
+        by reason, and `missing` counts the missing completions.
 
-        Answers have tokens and log-probs only if the server sends them and they certainly belong to the policy's
-        vocabulary. Otherwise answers have only text.
+        Completions have rows only if the server sends tokens and they certainly belong to the policy's vocabulary.
+        Otherwise they have only text.
 
         Args:
-            prompts: texts, or messages of chats.
-            seed: seed of the answers; servers that use seeds then repeat their answers.
-            templates: variables of the chat template for each chat prompt, including `tools`.
+            seed: seed of the completions; servers that use seeds then repeat their completions.
+            name, source: see `collecting.sample_groups`.
         Raises:
             ValueError: the server refuses, or does not answer after all retries.
         """
-        of_prompts = enumerate(zip(prompts, templates or [{}] * len(prompts), strict=True))
         asked = [
-            self._threads.submit(self._answers, prompt, template, seed + place)
-            for place, (prompt, template) in of_prompts
+            self._threads.submit(self._completions, problem, seed + place, source)
+            for place, problem in enumerate(problems)
         ]
         try:
-            return [future.result() for future in asked]
+            return grouped(name, problems, [future.result() for future in asked])
         finally:
             for future in asked:
                 future.cancel()
 
     # --- Requests.
 
-    def _answers(self, prompt: Prompt, template: Mapping[str, Any], seed: int) -> list[Answer]:
-        found: list[Answer] = []
+    def _completions(self, problem: Problem, seed: int, source: str) -> list[Completion]:
+        """Completions of a problem, still without ids."""
+        found: list[Completion] = []
         asked, retries = 0, self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers always send a single choice, for any n.
-            reply = self._reply(self._body(prompt, template, size - len(found), seed + asked))
+            reply = self._reply(self._body(problem, size - len(found), seed + asked))
             choices = reply.get("choices")
             if not choices:
                 raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
             choices = choices[: size - len(found)]
             wrong = [_wrong_with(choice) for choice in choices]
-            found += [self._answer(reply, choice) for choice, why in zip(choices, wrong, strict=True) if why is None]
+            found += [
+                self._completion(reply, choice, problem, source)
+                for choice, why in zip(choices, wrong, strict=True)
+                if why is None
+            ]
             asked += len(choices)
             retries -= any(wrong)
             with self._counting:
                 self.left_out.update(filter(None, wrong))
         with self._counting:
             self.missing += size - len(found)
-        # All answers to a prompt need tokens, or none: answers with tokens and text answers have no common prompt.
-        return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
+        # All completions of a prompt need tokens, or none: otherwise they would have no common prompt.
+        return found if all(one.rows for one in found) else [one._replace(rows=()) for one in found]
 
-    def _body(self, prompt: Prompt, template: Mapping[str, Any], count: int, seed: int) -> dict[str, Any]:
-        rollout, chat = self._rollout, not isinstance(prompt, str)
-        body: dict[str, Any] = {
-            "model": self.model,
-            "n": count,
-            "seed": seed,
-            "max_tokens": rollout.max_completion_tokens,
-        }
-        body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        body |= {"top_k": rollout.top_k} if rollout.top_k else {}
-        body |= {"min_p": rollout.min_p} if rollout.min_p else {}
-        body |= {"stop": list(rollout.stop)} if rollout.stop else {}
-        if not chat:
-            return body | {"prompt": prompt}
-        variables = {name: value for name, value in template.items() if name != "tools"}
-        body |= {"tools": template["tools"]} if "tools" in template else {}
-        body |= {"chat_template_kwargs": variables} if variables else {}
-        return body | {"messages": prompt}
+    def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
+        rollout, template = self._rollout, dict(self._template) | dict(problem.template)
+        fields = {"model": self.model, "n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens}
+        fields |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        optional = {"top_k": rollout.top_k, "min_p": rollout.min_p, "stop": list(rollout.stop)}
+        if isinstance(problem.prompt, str):
+            fields["prompt"] = problem.prompt
+        else:
+            fields["messages"] = list(problem.prompt)
+            optional |= {"tools": template.pop("tools", None), "chat_template_kwargs": template}
+        return fields | {name: value for name, value in optional.items() if value}
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the reply to a request, with token ids and log-probs if the server supports them."""
         path = "chat/completions" if "messages" in body else "completions"
-        if self._gives_ids:
-            extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True}
-            reply = self._sent("POST", path, body | extra)
-            if reply.status_code not in (400, 422):
-                return self._read(reply)
-            plain = self._sent("POST", path, body)
-            if plain.is_success and self._gives_ids:  # the server refused only the extra fields
+        extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True} if self._gives_ids else {}
+        reply = self._sent("POST", path, body | extra)
+        if extra and reply.status_code in (400, 422):
+            reply = self._sent("POST", path, body)
+            if reply.is_success and self._gives_ids:  # the server refused only the extra fields
                 self._gives_ids = False
                 self._warn("ids", "the server does not support return_token_ids, so the store gets only texts")
-            return self._read(plain)
-        return self._read(self._sent("POST", path, body))
+        return self._read(reply)
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Sends a request, with retries after temporary failures, and returns the response."""
@@ -241,18 +222,30 @@ class RemoteEngine:
 
     # --- Replies.
 
-    def _answer(self, reply: dict[str, Any], choice: dict[str, Any]) -> Answer:
+    def _completion(self, reply: dict[str, Any], choice: dict[str, Any], problem: Problem, source: str) -> Completion:
+        """A choice as a completion, with a row if the server sends tokens that certainly belong to the vocabulary."""
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        plain = Answer(text, choice["finish_reason"] in _CUT)
         prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
+        rows: tuple[Row, ...] = ()
         if not tokens or not prompt:
             if self._gives_ids:
                 self._warn("none", "the server sends no token ids, so the store gets only texts")
-            return plain
-        if not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
+        elif not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
             self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
-            return plain
-        return plain._replace(prompt=prompt, tokens=tokens, logprobs=self._logprobs(reply, choice, len(tokens)))
+        else:
+            logprobs = self._logprobs(reply, choice, len(tokens))
+            ids = np.array(prompt, np.int32), np.array(tokens, np.int32)
+            rows = (Row(*ids, np.ones(len(tokens), bool), logprobs and np.array(logprobs, np.float32)),)
+        return Completion(
+            id="",
+            source=source,
+            text=text,
+            rows=rows,
+            sampling=self._rollout.sampling(),
+            policy_version=None,
+            truncated=choice["finish_reason"] in _CUT,
+            metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
+        )
 
     def _is_of_vocabulary(self, tokens: Sequence[int], text: str | None) -> bool:
         """True if the policy's tokenizer decodes the ids to the text, if given, with or without the final token."""

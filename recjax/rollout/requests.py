@@ -34,22 +34,19 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         ValueError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
+        leader, prefix = requests[place - place % (group_size or 1)], request.prefix
         if request.limit < 1:
             raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
-        if not len(request.prefix):
+        if not len(prefix):
             raise ValueError(f"request {place}: its prefix is empty; give at least one token, such as the BOS")
-        leader = requests[place - place % (group_size or 1)]
-        if leader.prefix is not request.prefix and not np.array_equal(leader.prefix, request.prefix):
+        if leader.prefix is not prefix and not np.array_equal(leader.prefix, prefix):
             raise ValueError(f"request {place}: its prefix differs from its group's; change group_size, or give None")
+        if leader is request and (prefix.min() < 0 or prefix.max() >= vocabulary):
+            wrong = prefix[(prefix < 0) | (prefix >= vocabulary)][0]
+            words = f"token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
+            raise ValueError(f"request {place}: {words}")
     if group_size and len(requests) % group_size:
         raise ValueError(f"{len(requests)} requests: not a multiple of group_size = {group_size}; change group_size")
-    tokens = np.concatenate([request.prefix for request in requests[:: group_size or 1]] or [[0]])
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-        place = next(place for place, request in enumerate(requests) if wrong in request.prefix)
-        raise ValueError(
-            f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
-        )
 
 
 class Weights(NamedTuple):

@@ -24,9 +24,7 @@ from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
-from recjax.rollout import agent_trials
-from recjax.rollout.agent_grades import AgentGrades
-from recjax.rollout.agents import Agents
+from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -101,8 +99,8 @@ def sample_batch(
     number: int,
     prefix: str = "",
     source: str = "policy",
-    newer: Callable[[], Weights | None] | None = None,
-) -> tuple[list[Group], Grades | AgentGrades]:
+    newer: Callable[[], Weights | None] = lambda: None,
+) -> tuple[list[Group], Grades]:
     """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
     Args:
@@ -110,7 +108,7 @@ def sample_batch(
         version: the weights' policy version.
         prefix: prefix of the completions' ids, before the batch's number.
         source: the completions' source.
-        newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
+        newer: returns newer weights between rounds of tokens, if some have arrived, or None.
     """
     config = run.config
     count, group_size = run.own
@@ -222,7 +220,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dic
         reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}
     if run.agents:
-        logged |= {f"agent/{reason}": queue.ungraded.get(reason, 0) for reason in agent_trials.FAILURES}
+        logged |= {f"agent/{reason}": queue.ungraded.get(reason, 0) for reason in AGENT_FAILURES}
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
         logged["source_rows"] = dict(rows)
