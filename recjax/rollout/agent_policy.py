@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from recjax.config import Config
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
@@ -21,13 +22,19 @@ from recjax.tasks.grading.reward import MOST_REWARD
 class ContextFull(Exception):
     """The prompt leaves no room for a reply in `rollout.max_context_tokens`."""
 
+    failure = "context"
+
 
 class TurnsSpent(Exception):
     """The agent has used all replies that `task.agent_turns` allows."""
 
+    failure = "turns"
+
 
 class InvalidReward(ValueError):
     """The reward of a reply is not a finite number of at most MOST_REWARD in absolute value."""
+
+    failure = "invalid"
 
 
 class Reply(NamedTuple):
@@ -61,14 +68,6 @@ def is_reward(value: Any) -> bool:
         return False
 
 
-class AgentLimits(NamedTuple):
-    """Limits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
-
-    reply: int
-    context: int
-    turns: int
-
-
 class AgentPolicy:
     """The policy for one agent. The agent may request replies one after another or concurrently."""
 
@@ -77,18 +76,19 @@ class AgentPolicy:
         live: LiveEngine,
         policy: Policy,
         sampling: Sampling,
-        limits: AgentLimits,
+        config: Config,
         keys: UInt32[np.ndarray, "turns words"],
         template: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Stores the engine and everything that sampling needs.
 
         Args:
+            config: limits of replies, of prompts with their replies, and of the number of replies.
             keys: key data of each turn.
             template: variables that the problem gives the chat template, including `tools`.
         """
         self._live, self._policy, self._sampling = live, policy, sampling
-        self._limits, self._keys, self._template, self._asked = limits, keys, template, 0
+        self._config, self._keys, self._template, self._asked = config, keys, template, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
         self.rewards: dict[int, float] = {}  # by turn
         # The agent's time limit. The clock stands still while tasks wait for the policy.
@@ -148,15 +148,14 @@ class AgentPolicy:
         text = prompt if isinstance(prompt, str) else None
         ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
         check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
-        room = self._limits.context - len(ids)
-        if room < 1:
-            raise ContextFull(
-                f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {self._limits.context}"
-            )
-        if self._asked == self._limits.turns:
-            raise TurnsSpent(f"task.agent_turns = {self._limits.turns}")
+        context, turns = self._config.rollout.max_context_tokens, self._config.task.agent_turns
+        longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
+        if longest < 1:
+            raise ContextFull(f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {context}")
+        if self._asked == turns:
+            raise TurnsSpent(f"task.agent_turns = {turns}")
         turn, self._asked = self._asked, self._asked + 1
-        limit = min(room, self._limits.reply, max_tokens or self._limits.reply)
+        limit = min(longest, max_tokens or longest)
         if self._ended or self.clock.expired():
             raise asyncio.CancelledError("this agent has ended or reached its time limit")
         task, loop = asyncio.current_task(), asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """Runs all agents of a batch concurrently; each trajectory becomes a completion in its problem's group."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
@@ -16,7 +17,7 @@ from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.agent_policy import AgentLimits, AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
 from recjax.rollout.collecting import Grades, grouped, row_keys, submit
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -45,7 +46,6 @@ AGENT_FAILURES = {
 }
 # The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
 MISTAKES = ("raised", "timeout", "invalid", "silent")
-_RAISED = {ContextFull: "context", TurnsSpent: "turns", InvalidReward: "invalid"}  # failures by the policy's exceptions
 _LAST = 2**32 - 1
 
 
@@ -63,8 +63,8 @@ class Tried(NamedTuple):
         return self.failure is None and self.returned is None
 
 
-class Agents:
-    """The agent that a run uses, with its tools; a context that holds their processes.
+class Agents(contextlib.AbstractContextManager):
+    """The agent that a run uses, with its tools; a context that holds their processes, which start when needed.
 
     An agent that raises, hangs or returns nonsense does not affect other agents. An agent that blocks, by computing or
     sleeping without `await`, holds up all agents, and recjax cannot end it.
@@ -88,10 +88,6 @@ class Agents:
         self._config, self.last_failure = config, ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
-
-    def __enter__(self) -> "Agents":
-        """Returns itself; processes start when they are first needed."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the processes."""
@@ -152,20 +148,12 @@ class Agents:
         keys: UInt32[np.ndarray, "turns agents words"],
         sampling: Sampling,
     ) -> list[Tried]:
-        rollout, task = self._config.rollout, self._config.task
-        limits = AgentLimits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
         async with live:
-            tried = await asyncio.gather(
-                *(
-                    _tried(
-                        self._agent,
-                        problem,
-                        AgentPolicy(live, policy, sampling, limits, keys[:, place], problem.template),
-                        task.agent_seconds,
-                    )
-                    for place, problem in enumerate(problems)
-                )
-            )
+            trials = []
+            for place, problem in enumerate(problems):
+                one = AgentPolicy(live, policy, sampling, self._config, keys[:, place], problem.template)
+                trials.append(_tried(self._agent, problem, one, self._config.task.agent_seconds))
+            tried = await asyncio.gather(*trials)
             if live.error is not None:
                 raise RuntimeError("the engine has failed while agents ran") from live.error
         return tried
@@ -240,8 +228,8 @@ async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: f
     async def outcome() -> tuple[Any, str | None, str]:
         try:
             return await agent(problem, policy), None, ""
-        except tuple(_RAISED) as error:
-            return None, _RAISED[type(error)], str(error)
+        except (ContextFull, TurnsSpent, InvalidReward) as error:
+            return None, error.failure, str(error)
         except BaseException as error:  # an agent may raise SystemExit, which must not end the run
             return None, "raised", described(error)
         finally:
@@ -267,11 +255,6 @@ async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: f
             form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
             failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
     return Tried(policy, returned, failure, words)
-
-
-def _reason(tried: Tried) -> tuple[str | None, str]:
-    """A key that groups similar failures: their kind and, for raised errors, the error's type."""
-    return tried.failure, tried.words.partition(":")[0] if tried.failure == "raised" else ""
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:

@@ -55,7 +55,7 @@ class Engine:
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._most_slots, self._prefix_time = slots, prefix_time
         self._mesh, self._newer = sampling_mesh(self._decoder), newer
-        self._stacked, self._params, self._version, self._weights = None, None, 0, 0
+        self._stacked, self._params, self._version = None, None, 0
         self._numbers = itertools.count()
         self._line: deque[Admitted] = deque()
         self._begun: Begun | None = None
@@ -68,9 +68,9 @@ class Engine:
 
         Unfinished completions continue with the keys and values that they have.
         """
-        self._stacked, self._params = moved_params(self._mesh, params), None
-        self._version, self._weights = version, self._weights + 1
+        self._stacked, self._params, self._version = moved_params(self._mesh, params), None, version
         self._slots.columns.current[:] = False
+        self._begun = self._begun and self._begun._replace(current=False)
 
     def admit(self, requests: Sequence[Request], group_size: int | None = None) -> list[int]:
         """Adds requests and returns their tickets; requests without a free slot wait in line.
@@ -121,6 +121,10 @@ class Engine:
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
         with jax.set_mesh(self._mesh):
+            if self._params is None:
+                self._params = self._stacked
+                if self._decoder.unrolled:
+                    self._params = unrolled_arrays(self._decoder.config, self._stacked)
             self._fill_slots()
             if self._slots.live.any():
                 self._fit()
@@ -134,14 +138,6 @@ class Engine:
         while self._line or self._begun or self._slots.live.any():
             finished |= self.round()
         return finished
-
-    def _weights_in_use(self) -> dict:
-        """The weights in the layout that the decoder takes."""
-        if self._params is None:
-            self._params = self._stacked
-            if self._decoder.unrolled:
-                self._params = unrolled_arrays(self._decoder.config, self._stacked)
-        return self._params
 
     # --- From the line into slots.
 
@@ -202,20 +198,18 @@ class Engine:
             slots: slot that holds the beginning of each request's prefix; None: no slot holds any of them.
         """
         tokens, mask, prompts, held = self._to_run(requests, group_size, slots)
-        cache, scores = decoding.prefill(self._weights_in_use(), tokens, mask, held, decoder=self._decoder)
+        cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
         tokens, logprobs = self._first_tokens(scores, prompts, requests)
-        started = []
+        started, versions = [], np.full(len(tokens), self._version, np.int32)
         for row, (request, ticket) in enumerate(zip(requests, tickets, strict=True)):
-            if tokens[row] in self._stop_ids or request.limit == 1:
-                one, truncated = slice(row, row + 1), tokens[row] not in self._stop_ids
-                version = np.full(1, self._version, np.int32)
-                self._finished[ticket] = Sampled(tokens[one], logprobs[one], version, truncated)
+            first = tuple(column[row : row + 1] for column in (tokens, logprobs, versions))
+            is_stop = tokens[row] in self._stop_ids
+            if is_stop or request.limit == 1:
+                self._finished[ticket] = Sampled(*first, not is_stop)
             else:
-                slot = row if slots is None else slots[row]
-                started.append(Started(request, ticket, tokens[row], logprobs[row], prompts[row], slot))
+                started.append(Started(request, ticket, first, prompts[row], row if slots is None else slots[row]))
         if started:
-            lengths, weights = mask.sum(-1, dtype=np.int32), (self._version, self._weights)
-            self._begun = Begun(started, cache, lengths, held is not None, group_size, *weights)
+            self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
 
     def _to_run(
@@ -264,8 +258,7 @@ class Engine:
         """Moves completions that have begun into slots; returns True if all of them found a slot."""
         begun, slots = self._begun, self._slots
         count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.started))
-        time, current = self._plan.cache_time(0, count), begun.weights == self._weights
-        left = begun.started[slots.seat(begun, count, time, current) :]
+        left = begun.started[slots.seat(begun, count, self._plan.cache_time(0, count)) :]
         self._begun = begun._replace(started=left) if left else None
         return not left
 
@@ -302,7 +295,7 @@ class Engine:
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
             options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
-            arguments = self._weights_in_use(), slots.memory, slots.rows(mine), enough
+            arguments = self._params, slots.memory, slots.rows(mine), enough
             slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, **options)
             state = on_host(state)
             slots.record(mine, state, self._version)

@@ -29,7 +29,7 @@ class _Asked:
         self.done.add_done_callback(lambda _: self.changed.set())
 
 
-class LiveEngine:
+class LiveEngine(contextlib.AbstractAsyncContextManager):
     """An engine that admits requests as they arrive; a context that belongs to one event loop.
 
     A completion follows from its request and the weights, and does not depend on other requests.
@@ -48,10 +48,6 @@ class LiveEngine:
         self._waiting: dict[int, _Asked] = {}
         self._serving: asyncio.Task | None = None
         self.error: BaseException | None = None  # the error that ended the engine
-
-    async def __aenter__(self) -> "LiveEngine":
-        """Returns itself; work starts with the first request."""
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         """Ends after the current round; coroutines that still wait get asyncio.CancelledError."""

@@ -49,7 +49,7 @@ class Address(NamedTuple):
     retries: int = 6
 
 
-class RemoteEngine:
+class RemoteEngine(contextlib.AbstractContextManager):
     """A server that samples completions; a context."""
 
     def __init__(self, address: Address, policy: Policy, config: Config):
@@ -74,10 +74,6 @@ class RemoteEngine:
         except BaseException:
             self.__exit__()
             raise
-
-    def __enter__(self) -> "RemoteEngine":
-        """Returns itself; the constructor has already connected."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests, then logs how many replies were skipped, by reason."""

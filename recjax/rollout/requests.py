@@ -91,14 +91,14 @@ class Started(NamedTuple):
     """A completion with its first token.
 
     Attributes:
+        first: the token, its log-prob and the version of the weights that sampled it, each in an array.
         prompt: row of the keys and values of its prefix.
         slot: slot that it takes if it continues the slot's contents, or if its batch has a slot for each completion.
     """
 
     request: Request
     ticket: int
-    token: int
-    logprob: float
+    first: tuple[np.ndarray, np.ndarray, np.ndarray]
     prompt: int
     slot: int
 
@@ -110,8 +110,7 @@ class Begun(NamedTuple):
         cache: keys and values of the tokens that were run; each row has `lengths` tokens.
         continues: True if the tokens follow the contents of the completions' slots; False: they are whole prefixes.
         group_size: consecutive completions of each prompt in a batch; None: other requests.
-        version: policy version of the weights that ran the tokens.
-        weights: number of these weights.
+        current: True if the weights that ran the tokens are still the engine's.
     """
 
     started: list[Started]
@@ -119,8 +118,7 @@ class Begun(NamedTuple):
     lengths: Int[np.ndarray, " prompts"]
     continues: bool
     group_size: int | None
-    version: int
-    weights: int
+    current: bool = True
 
 
 def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:

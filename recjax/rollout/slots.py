@@ -109,13 +109,12 @@ class Slots:
 
     # --- Filling slots.
 
-    def seat(self, begun: Begun, count: int, time: int, current: bool) -> int:
+    def seat(self, begun: Begun, count: int, time: int) -> int:
         """Puts completions with their first token into free slots; returns how many found a slot.
 
         Args:
             count: number of slots to provide.
             time: room behind each prompt, if there are no slots yet.
-            current: True if the tokens were run with the current weights.
         """
         started, cache, lengths, group_size = begun.started, begun.cache, begun.lengths, begun.group_size
         places = np.array([one.slot for one in started], int)
@@ -136,11 +135,11 @@ class Slots:
             self._copy("prompts", cache, places, started, 0)
             self.columns.lengths[places], self.columns.cached[places] = lengths[[one.prompt for one in started]], 0
         columns = self.columns
-        columns.current[places], columns.counts[places] = current, 1
+        columns.current[places], columns.counts[places] = begun.current, 1
         for place, one in zip(places, started, strict=True):
-            columns.requests[place], columns.tickets[place], columns.last[place] = one.request, one.ticket, one.token
+            columns.tickets[place], columns.requests[place] = one.ticket, one.request
             columns.limits[place], columns.keys[place] = one.request.limit, one.request.key
-            columns.samples[place] = [_round_of(np.array([one.token]), np.array([one.logprob]), begun.version)]
+            columns.last[place], columns.samples[place] = one.first[0].item(), [one.first]
         return len(started)
 
     def _provide(self, count: int, cache: tuple, time: int) -> None:
@@ -186,7 +185,7 @@ class Slots:
         columns, counts = self.columns, np.where(mine, state.counts, 0)
         for slot in np.flatnonzero(mine):
             tokens, logprobs = state.tokens[slot, : counts[slot]], state.logprobs[slot, : counts[slot]]
-            columns.samples[slot].append(_round_of(tokens, logprobs, version))
+            columns.samples[slot].append((tokens, logprobs, np.full(len(tokens), version, np.int32)))
         columns.counts[:] += counts
         columns.cached[:] = np.minimum(columns.cached + counts, self.time)
         columns.last[mine] = state.last[mine]
@@ -244,7 +243,3 @@ def _columns(count: int) -> SlotColumns:
 @functools.cache
 def _key_words(implementation: str) -> int:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).size
-
-
-def _round_of(tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tokens, logprobs, np.full(len(tokens), version, np.int32)

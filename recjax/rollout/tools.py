@@ -4,6 +4,7 @@ A crash or a hang fails only its own call.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import pkgutil
@@ -49,7 +50,7 @@ def parsed_calls(text: str) -> list[Call]:
     return calls
 
 
-class Tools:
+class Tools(contextlib.AbstractContextManager):
     """Tools by name; a context that holds the worker processes, which start with the first call.
 
     A call returns the text of an error if it takes longer than `seconds`, kills its worker, raises, or names no known
@@ -76,10 +77,6 @@ class Tools:
             )
         self._functions = dict(zip(names, functions.items(), strict=True))
         self._workers = Workers(workers, seconds)
-
-    def __enter__(self) -> "Tools":
-        """Returns itself; the first call starts the processes."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, even during a call."""

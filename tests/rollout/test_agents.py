@@ -23,7 +23,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
+from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
@@ -98,7 +98,7 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     post = tokenizers.processors.TemplateProcessing(single="~ $A", special_tokens=begin)
     tokenizer.backend_tokenizer.post_processor = post
     chat = [{"role": "user", "content": "hi"}]
-    asker = AgentPolicy(live, policy, Sampling(), AgentLimits(5, 90, 9), np.zeros((9, 2), np.uint32))
+    asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
 
     async def replied(asked):
         async with asyncio.timeout(60) as asker.clock:

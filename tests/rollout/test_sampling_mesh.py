@@ -87,7 +87,7 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
 def test_slots_stay_on_their_devices(monkeypatch):
     cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
     some = slots.Slots()
-    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1, 0, 0), 8, 4, True)
+    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1), 8, 4)
     some.columns.tickets[:] = [-1, 1, -1, -1, 4, -1, -1, 7]
     monkeypatch.setattr(slots, "row_shards", lambda: 2)
     assert some.fewest == 4  # one device has two live ones
