@@ -18,7 +18,7 @@ from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
-from recjax.rollout.collecting import Grades, grouped, row_keys, submit
+from recjax.rollout.collecting import Grades, grouped, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.named_agents import Agent, load_agent, named
@@ -27,7 +27,7 @@ from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights, described
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
@@ -132,13 +132,17 @@ class Agents(contextlib.AbstractContextManager):
         self._report_failures(tried, fatal)
         weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
         completions = [completion_of(one, source, sampling, weight) for one in tried]
+        texts = [text for text in prompts.texts for _ in range(group_size)]
+        opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
+        answered = [
+            Answered(text, done.text, problem.answer, problem.columns, done.sampled_tokens, opening_of(done))
+            for one, text, problem, done in zip(tried, texts, problems, completions, strict=True)
+            if one.needs_reward
+        ]
+        grades_of = functools.partial(self._grades, tried, completions)
+        grades = Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
         starts = range(0, len(completions), group_size)
-        groups = grouped(name, prompts.problems, [completions[start : start + group_size] for start in starts])
-        completions = [completion for group in groups for completion in group.completions]
-        known = {done.id for one, done in zip(tried, completions, strict=True) if not one.needs_reward}
-        opening = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
-        complete = functools.partial(self._grades, tried, completions)
-        return groups, submit(groups, prompts, grading, known, opening, complete)
+        return grouped(name, prompts.problems, [completions[at : at + group_size] for at in starts]), grades
 
     async def _all_tried(
         self,

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -166,34 +166,19 @@ class Grades:
         return self._complete(grades)
 
 
-def submit(
-    groups: Sequence[Group],
-    prompts: Prompts,
-    grading: Grading,
-    known: Container[str] = (),
-    opening: Callable[[Completion], str | None] = lambda completion: None,
-    complete: Callable[[list[Grade]], list[Grade]] = list,
-) -> Grades:
+def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
     """Submits completions for grading in the background; the reward sees texts without the stop token.
 
     Args:
         groups: groups, one for each prompt.
         grading: grading pool that is open.
-        known: ids of completions that the reward does not grade.
-        opening: function from a completion to the thinking tag that it starts inside, see `Answered`.
-        complete: see `Grades`.
     """
-
-    def graded(place: int) -> list[Completion]:
-        return [completion for completion in groups[place].completions if completion.id not in known]
-
     own = [
-        Answered(prompts.texts[place], one.text, problem.answer, problem.columns, one.sampled_tokens, opening(one))
+        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, completion.sampled_tokens)
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
-        for one in graded(place)
+        for completion in groups[place].completions
     ]
-    count = sum(len(graded(place)) for place in range(len(groups)))
-    return Grades(grading.submit(own) if count else None, count, complete)
+    return Grades(grading.submit(own), sum(len(group.completions) for group in groups))
 
 
 def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:

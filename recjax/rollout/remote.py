@@ -167,9 +167,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         for left in range(tries, -1, -1):
             try:
                 reply = self._client.request(method, path, json=body)
-                failure = f"answers with status {reply.status_code}: {_words(reply)}"
                 if reply.status_code not in _PASSING:
                     return reply
+                failure = f"answers with status {reply.status_code}: {_error(reply)[0]}"
                 asked = reply.headers.get("retry-after", "")
                 wait = max(wait, float(asked)) if asked.isdecimal() else wait
             except httpx.UnsupportedProtocol as error:
@@ -186,10 +186,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         )
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
-        words = _words(reply)
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if reply.status_code == 400 and reply.json()["error"]["code"] == "content_filter":  # Azure refuses a prompt
-                return {"choices": [{"finish_reason": "content_filter"}]}
+        words, code = _error(reply)
+        if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
+            return {"choices": [{"finish_reason": code}]}
         if reply.status_code in (401, 403):
             raise ValueError(f"{self._place} refuses the request ({words}); give --api_key_file, a file with one key")
         if not reply.is_success:
@@ -226,7 +225,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if not tokens or not prompt:
             if self._gives_ids:
                 self._warn("none", "the server sends no token ids, so the store gets only texts")
-        elif not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
+        elif not self._are_of_vocabulary(prompt, tokens, text):
             self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
         else:
             logprobs = self._logprobs(reply, choice, len(tokens))
@@ -243,13 +242,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
         )
 
-    def _is_of_vocabulary(self, tokens: Sequence[int], text: str | None) -> bool:
-        """True if the policy's tokenizer decodes the ids to the text, if given, with or without the final token."""
-        tokenizer, vocabulary = self._policy.tokenizer, self._policy.decoder.config.vocab_size
-        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
+    def _are_of_vocabulary(self, prompt: Sequence[int], tokens: Sequence[int], text: str) -> bool:
+        """True if the policy has all ids, and its tokenizer decodes `tokens`, with or without the last, to the text."""
+        tokenizer, vocabulary = self._policy.tokenizer, self._policy.vocabulary
+        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in (*prompt, *tokens)):
             return False
-        if text is None:
-            return True
         ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
         said = text.strip().rstrip("\ufffd")
         # Some servers include special tokens in the text; no server includes the stop string.
@@ -291,11 +288,12 @@ def _wrong_with(choice: dict[str, Any]) -> str | None:
     return None if isinstance(text, str) else "no text"
 
 
-def _words(reply: httpx.Response) -> str:
-    """A short form of the message in a response."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(reply.json()["error"]["message"])[:300]
-    return reply.text[:300]
+def _error(reply: httpx.Response) -> tuple[str, str | None]:
+    """The start of the message in a response, and the code of its error, if it has one."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        error = reply.json()["error"]
+        return str(error["message"])[:300], error.get("code")
+    return reply.text[:300], None
 
 
 def read_key(file: str | None) -> str | None:
