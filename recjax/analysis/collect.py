@@ -57,8 +57,8 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
     if not tables:
         first = folders[0][1]
         raise ValueError(
-            f"none of the {len(folders)} runs has metrics yet, the first is {first}; start them, or wait for the evaluation"
-            " before the first step"
+            f"none of the {len(folders)} runs has metrics yet, the first is {first}; start them, or wait for the"
+            " evaluation before the first step"
         )
     return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
 
