@@ -107,7 +107,7 @@ class Agents(contextlib.AbstractContextManager):
         name: str,
         source: str,
         version: int,
-        newer: Callable[[], Weights | None] = lambda: None,
+        newer: Callable[[], Weights | None] | None = None,
         fatal: bool = True,
     ) -> tuple[list[Group], Grades]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.

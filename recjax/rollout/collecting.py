@@ -35,7 +35,7 @@ def sample_groups(
     name: str,
     source: str,
     version: int,
-    newer: Callable[[], Weights | None] = lambda: None,
+    newer: Callable[[], Weights | None] | None = None,
 ) -> list[Group]:
     """A group of `group_size` completions for each prompt, without grades.
 

@@ -42,7 +42,7 @@ class Engine:
         *,
         slots: int | None,
         prefix_time: int,
-        newer: Callable[[], Weights | None] = lambda: None,
+        newer: Callable[[], Weights | None] | None = None,
     ):
         """Creates an engine without weights.
 
@@ -50,7 +50,8 @@ class Engine:
             stop_ids: tokens that end a completion and belong to it.
             slots: completions that are sampled together; None: as many as memory holds, at most the number of requests.
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
-            newer: function called before each round; returns weights that have arrived since the last call, or None.
+            newer: called before each round; returns weights that have arrived since its last call, or None. None: no
+                updates.
         """
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._most_slots, self._prefix_time = slots, prefix_time
@@ -116,7 +117,7 @@ class Engine:
         Raises:
             ValueError: the engine has no weights yet.
         """
-        if (weights := self._newer()) is not None:
+        if self._newer is not None and (weights := self._newer()) is not None:
             self.replace_weights(weights.params, weights.version)
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")

@@ -99,7 +99,7 @@ def sample_batch(
     number: int,
     prefix: str = "",
     source: str = "policy",
-    newer: Callable[[], Weights | None] = lambda: None,
+    newer: Callable[[], Weights | None] | None = None,
 ) -> tuple[list[Group], Grades]:
     """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
@@ -108,7 +108,7 @@ def sample_batch(
         version: the weights' policy version.
         prefix: prefix of the completions' ids, before the batch's number.
         source: the completions' source.
-        newer: returns newer weights between rounds of tokens, if some have arrived, or None.
+        newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
     """
     config = run.config
     count, group_size = run.own
