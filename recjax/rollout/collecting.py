@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
@@ -37,22 +37,28 @@ def sample_groups(
     version: int,
     newer: Callable[[], Weights | None] | None = None,
 ) -> list[Group]:
-    """A group of `group_size` completions for each prompt, without grades.
+    """A group of `group_size` completions for each prompt, without grades, from an engine of its own.
 
     Args:
         params: all parameters, in the dtype that they compute in.
+        prompts: each with at least one token.
+        keys: key data of each completion, in the order of the prompts: `row_keys` of a fresh key. Token t is
+            sampled with fold_in(its key, t), so equal keys give equal completions.
+        max_tokens: limit on a completion's length, end-of-sequence token included.
+        sampling: the distribution.
         name: unique name of this batch; ids of its groups and completions begin with it.
         source: name of the sampler.
         version: version of `params`, in optimizer updates.
         newer: returns weights that have arrived between rounds of tokens, see `Engine`.
-        (others): see `sample_completions`.
+    Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
     engine.replace_weights(params, version)
-    prefixes = _prefixes(prompts.tokens, prompts.mask)
-    asked = prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling
-    sampled = iter(sample_completions(engine, *asked))
+    prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
+    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
+    tickets, finished = engine.admit(requests, group_size), engine.drain()
+    sampled = iter([finished[ticket] for ticket in tickets])
 
     def completion(prefix: np.ndarray, one: Sampled) -> Completion:
         return Completion(
@@ -83,36 +89,6 @@ def grouped(name: str, problems: Sequence[Problem], completions: Sequence[Sequen
         prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
         groups.append(Group(f"{name}/{place:05d}", tokens, own, prompt, problem.answer))
     return groups
-
-
-def sample_completions(
-    engine: Engine,
-    prompts: Int[np.ndarray, "prompts prompt_time"],
-    prompt_mask: Bool[np.ndarray, "prompts prompt_time"],
-    keys: UInt32[np.ndarray, "batch words"],
-    group_size: int,
-    max_tokens: int,
-    sampling: Sampling,
-) -> list[Sampled]:
-    """`group_size` completions of each prompt, from an engine without other requests.
-
-    Args:
-        prompts: right-padded, each row with at least one token.
-        keys: key data of each completion, in the order of the prompts: `row_keys` of a fresh key. Token t is
-            sampled with fold_in(its key, t), so equal keys give equal completions.
-        max_tokens: limit on a completion's length, end-of-sequence token included.
-        sampling: the distribution.
-    Reference: arXiv 2509.24203 §2 (behavior policy μ).
-    """
-    prefixes = _prefixes(prompts, prompt_mask)
-    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
-    tickets = engine.admit(requests, group_size)
-    finished = engine.drain()
-    return [finished[ticket] for ticket in tickets]
-
-
-def _prefixes(prompts: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
-    return [tokens[real] for tokens, real in zip(prompts, mask, strict=True)]
 
 
 def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:

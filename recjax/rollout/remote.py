@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
         self._place, self._gives_ids, self._warned = base, True, set()
-        self.left_out, self.missing, self._counting = Counter(), 0, threading.Lock()
+        self.left_out, self.missing = Counter(), 0
         self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
         try:
             self.model = self._chosen_model()
@@ -104,17 +103,20 @@ class RemoteEngine(contextlib.AbstractContextManager):
             for place, problem in enumerate(problems)
         ]
         try:
-            return grouped(name, problems, [future.result() for future in asked])
+            replies = [future.result() for future in asked]
         finally:
             for future in asked:
                 future.cancel()
+        for completions, wrong in replies:
+            self.left_out.update(wrong)
+            self.missing += self._rollout.group_size - len(completions)
+        return grouped(name, problems, [completions for completions, _ in replies])
 
     # --- Requests.
 
-    def _completions(self, problem: Problem, seed: int, source: str) -> list[Completion]:
-        """Completions of a problem, still without ids."""
-        found: list[Completion] = []
-        asked, retries = 0, self._address.retries
+    def _completions(self, problem: Problem, seed: int, source: str) -> tuple[list[Completion], list[str]]:
+        """Completions of a problem, still without ids, and the reasons why other replies are unusable."""
+        found, unusable, asked, retries = [], [], 0, self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers always send a single choice, for any n.
             reply = self._reply(self._body(problem, size - len(found), seed + asked))
@@ -130,12 +132,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             ]
             asked += len(choices)
             retries -= any(wrong)
-            with self._counting:
-                self.left_out.update(filter(None, wrong))
-        with self._counting:
-            self.missing += size - len(found)
+            unusable += filter(None, wrong)
         # All completions of a prompt need tokens, or none: otherwise they would have no common prompt.
-        return found if all(one.rows for one in found) else [one._replace(rows=()) for one in found]
+        if not all(one.rows for one in found):
+            found = [one._replace(rows=()) for one in found]
+        return found, unusable
 
     def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
         rollout, template = self._rollout, dict(self._template) | dict(problem.template)
