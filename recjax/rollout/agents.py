@@ -27,7 +27,7 @@ from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.pool import Answered, Grading
+from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights, described
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
@@ -202,8 +202,8 @@ class Agents(contextlib.AbstractContextManager):
                 continue
             returned = one.returned if isinstance(one.returned, Mapping) else {SCORE: one.returned}
             of_turns = one.policy.rewarded
-            reward, parts, accurate, failure = next(left) if one.needs_reward else Grade(None, returned, None, "none")
-            parts = {part: float(value) for part, value in parts.items()}
+            grade = next(left) if one.needs_reward else Grade(None, returned, failure=FAILURES[0])
+            reward, parts = grade.reward, {part: float(value) for part, value in grade.reward_parts.items()}
             if of_turns is not None:
                 parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
             if not one.needs_reward:
@@ -220,9 +220,10 @@ class Agents(contextlib.AbstractContextManager):
             counts = {TURNS: float(len(completion.turns)), ROWS: float(len(completion.rows))}
             if reward is not None:
                 reward = float(np.float32(reward + sum(weights[part] * value for part, value in counts.items())))
-            if accurate is None:
-                accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward >= task.success
-            grades.append(Grade(reward, parts | counts, accurate, failure))
+            if not one.needs_reward:
+                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward >= task.success
+                grade = grade._replace(accurate=is_accurate)
+            grades.append(grade._replace(reward=reward, reward_parts=parts | counts))
         return grades
 
 
