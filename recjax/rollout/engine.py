@@ -17,9 +17,9 @@ from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, 
 from recjax.rollout.requests import (
     Admitted,
     Begun,
+    Job,
     Request,
     Sampled,
-    Started,
     Weights,
     by_sampling,
     check_requests,
@@ -87,12 +87,12 @@ class Engine:
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
-        tickets = [next(self._numbers) for _ in requests]
+        jobs = [Job(request, next(self._numbers)) for request in requests]
         if group_size and len({request.sampling for request in requests}) == 1:
-            self._line.append(Admitted(requests, tickets, group_size))
+            self._line.append(Admitted(jobs, group_size))
         else:
-            self._line += [Admitted([one], [ticket], None) for one, ticket in zip(requests, tickets, strict=True)]
-        return tickets
+            self._line += [Admitted([job], None) for job in jobs]
+        return [job.ticket for job in jobs]
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Frees the slots of requests and their places in line; the engine returns no completions for these tickets.
@@ -103,13 +103,13 @@ class Engine:
         self._slots.free(gone)
         self._finished = {ticket: done for ticket, done in self._finished.items() if ticket not in gone}
         if self._begun:
-            left = [one for one in self._begun.started if one.ticket not in gone]
-            self._begun = self._begun._replace(started=left) if left else None
-        self._line = deque(one for one in self._line if one.group_size or one.tickets[0] not in gone)
+            left = [job for job in self._begun.jobs if job.ticket not in gone]
+            self._begun = self._begun._replace(jobs=left) if left else None
+        self._line = deque(one for one in self._line if one.group_size or one.jobs[0].ticket not in gone)
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
-        return self._slots.so_far({*tickets})
+        return {job.ticket: job.sampled(self._stop_ids) for job in self._slots.jobs if job.ticket in tickets}
 
     def round(self) -> dict[int, Sampled]:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
@@ -157,58 +157,52 @@ class Engine:
 
     def _waiting(self) -> int:
         """The number of requests that wait for slots of the current plan."""
-        begun = len(self._begun.started) if self._begun else 0
-        return begun if self._plan.is_of_batch else begun + sum(len(admitted.tickets) for admitted in self._line)
+        begun = len(self._begun.jobs) if self._begun else 0
+        return begun if self._plan.is_of_batch else begun + sum(len(admitted.jobs) for admitted in self._line)
 
     def _make_plan(self, live: int) -> None:
         """Plans for the next batch in line, or for all requests if they are more than the plan is for."""
-        requests, _, group_size = self._line[0]
+        jobs, group_size = self._line[0]
         if group_size:
-            self._slots, count = Slots(self._decoder.cache_dtype), len(requests)
+            self._slots, count = Slots(self._decoder.cache_dtype), len(jobs)
         else:
-            requests = [request for admitted in self._line for request in admitted.requests]
-            count = live + len(requests)
+            jobs = [job for admitted in self._line for job in admitted.jobs]
+            count = live + len(jobs)
             if not self._plan.is_of_batch and count <= self._plan.requests:
                 return
         sizes = {"prefix_time": self._prefix_time, "slots": self._most_slots}
-        longest = max(request.limit for request in requests)
+        longest = max(job.request.limit for job in jobs)
         self._plan = plan_for(self._decoder, count, longest, group_size, **sizes)
 
     def _begin_next(self, room: int) -> None:
         """Begins the next batch in line, or as many requests as `room` allows."""
-        requests, tickets, group_size = self._line.popleft()
-        while not group_size and len(requests) < room and self._line and not self._line[0].group_size:
-            more = self._line.popleft()
-            requests, tickets = requests + more.requests, tickets + more.tickets
-        slots = self._slots.continuations(requests)
+        jobs, group_size = self._line.popleft()
+        while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
+            jobs = jobs + self._line.popleft().jobs
+        slots = self._slots.continuations([job.request for job in jobs])
         for places in map(np.flatnonzero, (slots >= 0, slots < 0)):
             if len(places):
-                asked = [requests[place] for place in places], [tickets[place] for place in places]
-                self._begin(*asked, group_size, slots[places] if slots[places[0]] >= 0 else None)
+                own = slots[places] if slots[places[0]] >= 0 else None
+                self._begin([jobs[place] for place in places], group_size, own)
 
-    def _begin(
-        self,
-        requests: list[Request],
-        tickets: list[int],
-        group_size: int | None,
-        slots: Int[np.ndarray, " requests"] | None,
-    ) -> None:
+    def _begin(self, jobs: list[Job], group_size: int | None, slots: Int[np.ndarray, " requests"] | None) -> None:
         """Runs the tokens of prefixes that no slot holds, samples first tokens, and moves completions into slots.
 
         Args:
             slots: slot that holds the beginning of each request's prefix; None: no slot holds any of them.
         """
-        tokens, mask, prompts, held = self._to_run(requests, group_size, slots)
+        requests = [job.request for job in jobs]
+        tokens, mask, rows, held = self._to_run(requests, group_size, slots)
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
-        tokens, logprobs = self._first_tokens(scores, prompts, requests)
+        tokens, logprobs = self._first_tokens(scores, rows, requests)
         started, versions = [], np.full(len(tokens), self._version, np.int32)
-        for row, (request, ticket) in enumerate(zip(requests, tickets, strict=True)):
-            first = tuple(column[row : row + 1] for column in (tokens, logprobs, versions))
-            is_stop = tokens[row] in self._stop_ids
-            if is_stop or request.limit == 1:
-                self._finished[ticket] = Sampled(*first, not is_stop)
+        for place, job in enumerate(jobs):
+            job.rounds = [tuple(column[place : place + 1] for column in (tokens, logprobs, versions))]
+            job.row, job.slot = rows[place], place if slots is None else slots[place]
+            if tokens[place] in self._stop_ids or job.request.limit == 1:
+                self._finished[job.ticket] = job.sampled(self._stop_ids)
             else:
-                started.append(Started(request, ticket, first, prompts[row], row if slots is None else slots[row]))
+                started.append(job)
         if started:
             self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
@@ -258,9 +252,9 @@ class Engine:
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if all of them found a slot."""
         begun, slots = self._begun, self._slots
-        count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.started))
-        left = begun.started[slots.seat(begun, count, self._plan.cache_time(0, count)) :]
-        self._begun = begun._replace(started=left) if left else None
+        count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.jobs))
+        left = begun.jobs[slots.seat(begun, count, self._plan.cache_time(0, count)) :]
+        self._begun = begun._replace(jobs=left) if left else None
         return not left
 
     # --- Rounds.
@@ -291,7 +285,7 @@ class Engine:
         elif self._plan.is_of_batch and (slots.columns.limits - slots.columns.counts)[live].max() > time:
             free -= next_lower(self._plan.slots, slots.count)
         places = np.flatnonzero(live)
-        for sampling, rows in by_sampling([slots.columns.requests[place] for place in places]).items():
+        for sampling, rows in by_sampling([job.request for job in slots.jobs]).items():
             mine = np.zeros(slots.count, bool)
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)

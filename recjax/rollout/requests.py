@@ -1,6 +1,7 @@
 """Input and output of the engine: requests and completions."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,28 +80,33 @@ class Sampled(NamedTuple):
     truncated: bool
 
 
-class Admitted(NamedTuple):
-    """A request in line, or a batch of groups of `group_size`, which has the engine for itself; with tickets."""
-
-    requests: Sequence[Request]
-    tickets: Sequence[int]
-    group_size: int | None
-
-
-class Started(NamedTuple):
-    """A completion with its first token.
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request in the engine, from its place in line to its completion.
 
     Attributes:
-        first: the token, its log-prob and the version of the weights that sampled it, each in an array.
-        prompt: row of the keys and values of its prefix.
+        rounds: tokens, log-probs and versions of each round so far.
+        row: row of the keys and values of its prefix, after they have been run.
         slot: slot that it takes if it continues the slot's contents, or if its batch has a slot for each completion.
     """
 
     request: Request
     ticket: int
-    first: tuple[np.ndarray, np.ndarray, np.ndarray]
-    prompt: int
-    slot: int
+    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    row: int = 0
+    slot: int = 0
+
+    def sampled(self, stop_ids: Container[int]) -> Sampled:
+        """The completion so far; truncated if its last token does not end it."""
+        tokens, logprobs, versions = map(np.concatenate, zip(*self.rounds, strict=True))
+        return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids)
+
+
+class Admitted(NamedTuple):
+    """A request in line, or a batch of groups of `group_size`, which has the engine for itself."""
+
+    jobs: list[Job]
+    group_size: int | None
 
 
 class Begun(NamedTuple):
@@ -113,7 +119,7 @@ class Begun(NamedTuple):
         current: True if the weights that ran the tokens are still the engine's.
     """
 
-    started: list[Started]
+    jobs: list[Job]
     cache: tuple
     lengths: Int[np.ndarray, " prompts"]
     continues: bool
