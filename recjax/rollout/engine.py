@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
@@ -179,49 +179,45 @@ class Engine:
         jobs, group_size = self._line.popleft()
         while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
             jobs = jobs + self._line.popleft().jobs
-        slots = self._slots.continuations([job.request for job in jobs])
-        for places in map(np.flatnonzero, (slots >= 0, slots < 0)):
-            if len(places):
-                own = slots[places] if slots[places[0]] >= 0 else None
-                self._begin([jobs[place] for place in places], group_size, own)
+        self._slots.continue_slots(jobs)
+        for part in ([job for job in jobs if job.slot >= 0], [job for job in jobs if job.slot < 0]):
+            if part:
+                self._begin(part, group_size)
 
-    def _begin(self, jobs: list[Job], group_size: int | None, slots: Int[np.ndarray, " requests"] | None) -> None:
+    def _begin(self, jobs: list[Job], group_size: int | None) -> None:
         """Runs the tokens of prefixes that no slot holds, samples first tokens, and moves completions into slots.
 
         Args:
-            slots: slot that holds the beginning of each request's prefix; None: no slot holds any of them.
+            jobs: either all of them continue the contents of slots, or none.
         """
-        requests = [job.request for job in jobs]
-        tokens, mask, rows, held = self._to_run(requests, group_size, slots)
+        tokens, mask, held = self._to_run(jobs, group_size)
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
-        tokens, logprobs = self._first_tokens(scores, rows, requests)
-        started, versions = [], np.full(len(tokens), self._version, np.int32)
-        for place, job in enumerate(jobs):
-            job.rounds = [tuple(column[place : place + 1] for column in (tokens, logprobs, versions))]
-            job.row, job.slot = rows[place], place if slots is None else slots[place]
-            if tokens[place] in self._stop_ids or job.request.limit == 1:
-                self._finished[job.ticket] = job.sampled(self._stop_ids)
-            else:
+        self._sample_first_tokens(scores, jobs)
+        started = []
+        for job in jobs:
+            done = job.sampled(self._stop_ids)
+            if done.truncated and job.request.limit > 1:
                 started.append(job)
+            else:
+                self._finished[job.ticket] = done
         if started:
             self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
 
     def _to_run(
-        self, requests: list[Request], group_size: int | None, slots: Int[np.ndarray, " requests"] | None
-    ) -> tuple[
-        Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], Int[np.ndarray, " requests"], SlotContents | None
-    ]:
-        """Right-padded tokens and their mask, each request's row, and the contents of slots before the tokens."""
-        if slots is None:
+        self, jobs: list[Job], group_size: int | None
+    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], SlotContents | None]:
+        """Right-padded tokens, their mask, and the contents of slots before the tokens; sets each job's row."""
+        slots, held = np.array([job.slot for job in jobs], np.int32), None
+        if slots[0] < 0:
             # Equal prefixes are run once.
-            names = [place // group_size if group_size else one.prefix.tobytes() for place, one in enumerate(requests)]
-            runs = {name: one.prefix for name, one in zip(names, requests, strict=True)}
+            prefixes = [job.request.prefix for job in jobs]
+            names = [place // group_size if group_size else one.tobytes() for place, one in enumerate(prefixes)]
+            runs = dict(zip(names, prefixes, strict=True))
             count, time = self._plan.rows(len(runs)), self._plan.prompt_time(max(map(len, runs.values())))
-            held = None
         else:
-            names, starts = range(len(requests)), self._slots.held[slots]
-            runs = {name: requests[name].prefix[starts[name] :] for name in names}
+            names, starts = range(len(jobs)), self._slots.held[slots]
+            runs = {name: jobs[name].request.prefix[starts[name] :] for name in names}
             # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
             count = self._plan.rows(max(len(runs), plan.FEWEST_CONTINUED))
             time = power_of_two(max(plan.ROUND, *map(len, runs.values())))
@@ -229,25 +225,26 @@ class Engine:
                 self._slots.resize(self._plan.cache_time(needed, self._slots.count))
             held = self._slots.contents(slots[np.arange(count) % len(slots)])
         numbers = {name: number for number, name in enumerate(runs)}
+        for place, (job, name) in enumerate(zip(jobs, names, strict=True)):
+            job.row, job.slot = numbers[name], place if held is None else job.slot
         rows = [*itertools.islice(itertools.cycle(runs.values()), count)]
         mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
         tokens = np.zeros(mask.shape, np.int32)
         tokens[mask] = np.concatenate(rows)
-        return tokens, mask, np.array([numbers[name] for name in names], np.int32), held
+        return tokens, mask, held
 
-    def _first_tokens(
-        self, scores: Array, prompts: Int[np.ndarray, " requests"], requests: list[Request]
-    ) -> tuple[Int[np.ndarray, " requests"], Float[np.ndarray, " requests"]]:
-        """The first token of each completion and its log-probability; in memory are the scores of as many as slots."""
-        tokens, logprobs = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.float32)
-        keys, most = np.stack([request.key for request in requests]), self._plan.slots[-1]
-        for sampling, rows in by_sampling(requests).items():
-            size = min(most, self._plan.rows(len(rows)))
-            for some in np.split(rows, range(most, len(rows), most)):
+    def _sample_first_tokens(self, scores: Array, jobs: list[Job]) -> None:
+        """Samples the first token of each completion; in memory are the scores of as many as there are slots."""
+        keys, rows = np.stack([job.request.key for job in jobs]), np.array([job.row for job in jobs], np.int32)
+        most = self._plan.slots[-1]
+        for sampling, places in by_sampling(jobs).items():
+            size = min(most, self._plan.rows(len(places)))
+            for some in np.split(places, range(most, len(places), most)):
                 at = some[np.arange(size) % len(some)]
-                sampled = on_host(decoding.first_tokens(scores, prompts[at], keys[at], sampling=sampling))
-                tokens[some], logprobs[some] = (column[: len(some)] for column in sampled)
-        return tokens, logprobs
+                sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], sampling=sampling))
+                columns = *sampled, np.full(size, self._version, np.int32)
+                for number, place in enumerate(some):
+                    jobs[place].rounds = [tuple(column[number : number + 1] for column in columns)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if all of them found a slot."""
@@ -285,7 +282,7 @@ class Engine:
         elif self._plan.is_of_batch and (slots.columns.limits - slots.columns.counts)[live].max() > time:
             free -= next_lower(self._plan.slots, slots.count)
         places = np.flatnonzero(live)
-        for sampling, rows in by_sampling([job.request for job in slots.jobs]).items():
+        for sampling, rows in by_sampling(slots.jobs).items():
             mine = np.zeros(slots.count, bool)
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)

@@ -1,7 +1,7 @@
 """Input and output of the engine: requests and completions."""
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,14 +87,15 @@ class Job:
     Attributes:
         rounds: tokens, log-probs and versions of each round so far.
         row: row of the keys and values of its prefix, after they have been run.
-        slot: slot that it takes if it continues the slot's contents, or if its batch has a slot for each completion.
+        slot: slot whose contents it continues; -1 for none. After its first token, also its slot if its batch has a
+            slot for each completion.
     """
 
     request: Request
     ticket: int
     rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
     row: int = 0
-    slot: int = 0
+    slot: int = -1
 
     def sampled(self, stop_ids: Container[int]) -> Sampled:
         """The completion so far; truncated if its last token does not end it."""
@@ -127,9 +128,9 @@ class Begun(NamedTuple):
     current: bool = True
 
 
-def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
-    """Groups places of requests by their distributions."""
+def by_sampling(jobs: Iterable[Job]) -> dict[Sampling, Int[np.ndarray, " some"]]:
+    """Groups places of jobs by the distributions of their requests."""
     found: dict[Sampling, list[int]] = {}
-    for place, request in enumerate(requests):
-        found.setdefault(request.sampling, []).append(place)
+    for place, job in enumerate(jobs):
+        found.setdefault(job.request.sampling, []).append(place)
     return {sampling: np.array(places) for sampling, places in found.items()}

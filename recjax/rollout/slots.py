@@ -13,7 +13,7 @@ from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
 from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.requests import Begun, Job, Request, Sampled
+from recjax.rollout.requests import Begun, Job, Sampled
 
 
 class SlotColumns(NamedTuple):
@@ -203,21 +203,20 @@ class Slots:
         self.columns.live[ended] = False
         return finished
 
-    def continuations(self, requests: Sequence[Request]) -> Int[np.ndarray, " requests"]:
-        """The free slot that holds the longest beginning of each request's prefix; -1 if none does."""
+    def continue_slots(self, jobs: Sequence[Job]) -> None:
+        """Gives each job the free slot that holds the longest beginning of its prefix, if there is one."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
             job = columns.jobs[slot]
             tokens = np.concatenate([job.request.prefix, *(tokens for tokens, *_ in job.rounds)])
             held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(slot)
-        sizes, slots = sorted({len(tokens) for tokens in held}, reverse=True), np.full(len(requests), -1, np.int32)
-        for place, request in enumerate(requests):
-            prefix = request.prefix.tobytes()
+        sizes = sorted({len(tokens) for tokens in held}, reverse=True)
+        for job in jobs:
+            prefix = job.request.prefix.tobytes()
             for size in sizes:
                 if size < len(prefix) and held.get(prefix[:size]):
-                    slots[place] = held[prefix[:size]].pop(0)
+                    job.slot = held[prefix[:size]].pop(0)
                     break
-        return slots
 
 
 def _columns(count: int) -> SlotColumns:
