@@ -18,7 +18,7 @@ from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
-from recjax.rollout.collecting import Grades, grouped, row_keys
+from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.named_agents import Agent, load_agent, named
@@ -142,7 +142,7 @@ class Agents(contextlib.AbstractContextManager):
         grades_of = functools.partial(self._grades, tried, completions)
         grades = Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
         starts = range(0, len(completions), group_size)
-        return grouped(name, prompts.problems, [completions[at : at + group_size] for at in starts]), grades
+        return problem_groups(name, prompts.problems, [completions[at : at + group_size] for at in starts]), grades
 
     async def _all_tried(
         self,

@@ -73,10 +73,10 @@ def sample_groups(
         )
 
     completions = [[completion(prefix, one) for one in itertools.islice(sampled, group_size)] for prefix in prefixes]
-    return grouped(name, prompts.problems, completions)
+    return problem_groups(name, prompts.problems, completions)
 
 
-def grouped(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
     """A group for each problem, with its completions; the group's tokens are the first prompt of a completion.
 
     Args:

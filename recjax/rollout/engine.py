@@ -17,7 +17,7 @@ from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, 
 from recjax.rollout.requests import (
     Admitted,
     Begun,
-    Job,
+    EngineJob,
     Request,
     Sampled,
     Weights,
@@ -87,7 +87,7 @@ class Engine:
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
-        jobs = [Job(request, next(self._numbers)) for request in requests]
+        jobs = [EngineJob(request, next(self._numbers)) for request in requests]
         if group_size and len({request.sampling for request in requests}) == 1:
             self._line.append(Admitted(jobs, group_size))
         else:
@@ -151,9 +151,15 @@ class Engine:
             if not self._line or (live and (self._plan.is_of_batch or self._line[0].group_size)):
                 return
             self._make_plan(live)
-            if live >= self._plan.slots[-1]:
+            if (room := self._plan.slots[-1] - live) <= 0:
                 return
-            self._begin_next(self._plan.slots[-1] - live)
+            jobs, group_size = self._line.popleft()
+            while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
+                jobs = jobs + self._line.popleft().jobs
+            self._slots.continue_slots(jobs)
+            for part in ([job for job in jobs if job.slot >= 0], [job for job in jobs if job.slot < 0]):
+                if part:
+                    self._begin(part, group_size)
 
     def _waiting(self) -> int:
         """The number of requests that wait for slots of the current plan."""
@@ -174,17 +180,7 @@ class Engine:
         longest = max(job.request.limit for job in jobs)
         self._plan = plan_for(self._decoder, count, longest, group_size, **sizes)
 
-    def _begin_next(self, room: int) -> None:
-        """Begins the next batch in line, or as many requests as `room` allows."""
-        jobs, group_size = self._line.popleft()
-        while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
-            jobs = jobs + self._line.popleft().jobs
-        self._slots.continue_slots(jobs)
-        for part in ([job for job in jobs if job.slot >= 0], [job for job in jobs if job.slot < 0]):
-            if part:
-                self._begin(part, group_size)
-
-    def _begin(self, jobs: list[Job], group_size: int | None) -> None:
+    def _begin(self, jobs: list[EngineJob], group_size: int | None) -> None:
         """Runs the tokens of prefixes that no slot holds, samples first tokens, and moves completions into slots.
 
         Args:
@@ -205,7 +201,7 @@ class Engine:
             self._seat()
 
     def _to_run(
-        self, jobs: list[Job], group_size: int | None
+        self, jobs: list[EngineJob], group_size: int | None
     ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], SlotContents | None]:
         """Right-padded tokens, their mask, and the contents of slots before the tokens; sets each job's row."""
         slots, held = np.array([job.slot for job in jobs], np.int32), None
@@ -233,7 +229,7 @@ class Engine:
         tokens[mask] = np.concatenate(rows)
         return tokens, mask, held
 
-    def _sample_first_tokens(self, scores: Array, jobs: list[Job]) -> None:
+    def _sample_first_tokens(self, scores: Array, jobs: list[EngineJob]) -> None:
         """Samples the first token of each completion; in memory are the scores of as many as there are slots."""
         keys, rows = np.stack([job.request.key for job in jobs]), np.array([job.row for job in jobs], np.int32)
         most = self._plan.slots[-1]

@@ -18,7 +18,7 @@ from recjax.experience.group import Completion, Group, Row
 from recjax.experience.store import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.collecting import grouped
+from recjax.rollout.collecting import problem_groups
 from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         for completions, wrong in replies:
             self.left_out.update(wrong)
             self.missing += self._rollout.group_size - len(completions)
-        return grouped(name, problems, [completions for completions, _ in replies])
+        return problem_groups(name, problems, [completions for completions, _ in replies])
 
     # --- Requests.
 
@@ -125,11 +125,20 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
             choices = choices[: size - len(found)]
             wrong = [_wrong_with(choice) for choice in choices]
-            found += [
-                self._completion(reply, choice, problem, source)
-                for choice, why in zip(choices, wrong, strict=True)
-                if why is None
-            ]
+            for choice in (choice for choice, why in zip(choices, wrong, strict=True) if why is None):
+                text = choice["message"]["content"] if "message" in choice else choice["text"]
+                found.append(
+                    Completion(
+                        id="",
+                        source=source,
+                        text=text,
+                        rows=self._rows(reply, choice, text),
+                        sampling=self._rollout.sampling(),
+                        policy_version=None,
+                        truncated=choice["finish_reason"] in _CUT,
+                        metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
+                    )
+                )
             asked += len(choices)
             retries -= any(wrong)
             unusable += filter(None, wrong)
@@ -218,41 +227,29 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     # --- Replies.
 
-    def _completion(self, reply: dict[str, Any], choice: dict[str, Any], problem: Problem, source: str) -> Completion:
-        """A choice as a completion, with a row if the server sends tokens that certainly belong to the vocabulary."""
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
+    def _rows(self, reply: dict[str, Any], choice: dict[str, Any], text: str) -> tuple[Row, ...]:
+        """The row of a choice; none unless the server sends tokens that certainly belong to the policy's vocabulary."""
+        tokenizer, vocabulary = self._policy.tokenizer, self._policy.vocabulary
         prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
-        rows: tuple[Row, ...] = ()
         if not tokens or not prompt:
             if self._gives_ids:
                 self._warn("none", "the server sends no token ids, so the store gets only texts")
-        elif not self._are_of_vocabulary(prompt, tokens, text):
+            return ()
+        is_known = all(isinstance(token, int) and 0 <= token < vocabulary for token in (*prompt, *tokens))
+        if is_known:
+            ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
+            said = text.strip().rstrip("\ufffd")
+            # Some servers include special tokens in the text; no server includes the stop string.
+            read = [
+                tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)
+            ]
+            is_known = any(one.startswith(said) if self._rollout.stop else one == said for one in read)
+        if not is_known:
             self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
-        else:
-            logprobs = self._logprobs(reply, choice, len(tokens))
-            ids = np.array(prompt, np.int32), np.array(tokens, np.int32)
-            rows = (Row(*ids, np.ones(len(tokens), bool), logprobs and np.array(logprobs, np.float32)),)
-        return Completion(
-            id="",
-            source=source,
-            text=text,
-            rows=rows,
-            sampling=self._rollout.sampling(),
-            policy_version=None,
-            truncated=choice["finish_reason"] in _CUT,
-            metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
-        )
-
-    def _are_of_vocabulary(self, prompt: Sequence[int], tokens: Sequence[int], text: str) -> bool:
-        """True if the policy has all ids, and its tokenizer decodes `tokens`, with or without the last, to the text."""
-        tokenizer, vocabulary = self._policy.tokenizer, self._policy.vocabulary
-        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in (*prompt, *tokens)):
-            return False
-        ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
-        said = text.strip().rstrip("\ufffd")
-        # Some servers include special tokens in the text; no server includes the stop string.
-        read = [tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)]
-        return any(one.startswith(said) if self._rollout.stop else one == said for one in read)
+            return ()
+        logprobs = self._logprobs(reply, choice, len(tokens))
+        logprobs = logprobs and np.array(logprobs, np.float32)
+        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs),)
 
     def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
         """Log-probs under the distribution that sampled the tokens; None unless they certainly are of this kind."""

@@ -81,7 +81,7 @@ class Sampled(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class EngineJob:
     """A request in the engine, from its place in line to its completion.
 
     Attributes:
@@ -106,7 +106,7 @@ class Job:
 class Admitted(NamedTuple):
     """A request in line, or a batch of groups of `group_size`, which has the engine for itself."""
 
-    jobs: list[Job]
+    jobs: list[EngineJob]
     group_size: int | None
 
 
@@ -120,7 +120,7 @@ class Begun(NamedTuple):
         current: True if the weights that ran the tokens are still the engine's.
     """
 
-    jobs: list[Job]
+    jobs: list[EngineJob]
     cache: tuple
     lengths: Int[np.ndarray, " prompts"]
     continues: bool
@@ -128,7 +128,7 @@ class Begun(NamedTuple):
     current: bool = True
 
 
-def by_sampling(jobs: Iterable[Job]) -> dict[Sampling, Int[np.ndarray, " some"]]:
+def by_sampling(jobs: Iterable[EngineJob]) -> dict[Sampling, Int[np.ndarray, " some"]]:
     """Groups places of jobs by the distributions of their requests."""
     found: dict[Sampling, list[int]] = {}
     for place, job in enumerate(jobs):

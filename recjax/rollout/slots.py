@@ -13,7 +13,7 @@ from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
 from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.requests import Begun, Job, Sampled
+from recjax.rollout.requests import Begun, EngineJob, Sampled
 
 
 class SlotColumns(NamedTuple):
@@ -21,7 +21,7 @@ class SlotColumns(NamedTuple):
 
     Attributes:
         live: True if the slot samples a completion.
-        jobs: latest Job of the slot.
+        jobs: latest EngineJob of the slot.
         lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.SlotState`.
         current: True if all keys and values of the slot come from the current weights.
     """
@@ -156,7 +156,9 @@ class Slots:
         if prompt_time > keys_values.cache_time(self.memory.prompts):
             self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
 
-    def _copy(self, part: str, cache: tuple, slots: np.ndarray, jobs: list[Job], tokens: np.ndarray | int) -> None:
+    def _copy(
+        self, part: str, cache: tuple, slots: np.ndarray, jobs: list[EngineJob], tokens: np.ndarray | int
+    ) -> None:
         """Copies rows of `cache` into a part of the memory of slots, behind the `tokens` that it holds there."""
         if jobs:
             places = np.zeros((3, self.count), np.int32)
@@ -203,7 +205,7 @@ class Slots:
         self.columns.live[ended] = False
         return finished
 
-    def continue_slots(self, jobs: Sequence[Job]) -> None:
+    def continue_slots(self, jobs: Sequence[EngineJob]) -> None:
         """Gives each job the free slot that holds the longest beginning of its prefix, if there is one."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
