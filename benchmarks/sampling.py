@@ -17,8 +17,9 @@ from absl import app, flags
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.rollout.collecting import row_keys, sample_completions
+from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Request
 from tests.rollout.reference_sampler import sample
 
 STOP_SHARE = 0.05
@@ -49,20 +50,20 @@ def main(_) -> None:
     prompts = random.integers(0, config.vocab_size, (shape.prompts, shape.prompt_tokens)).astype(np.int32)
     decoder, params, mask = Decoder(config), init_params(config, jax.random.key(0)), np.ones(prompts.shape, bool)
     stop_ids = tuple(int(i) for i in random.permutation(config.vocab_size)[: int(STOP_SHARE * config.vocab_size)])
-    options = {
-        "group_size": shape.group_size,
-        "max_tokens": shape.max_tokens,
-        "sampling": Sampling(),
-    }
+    size, limits = shape.group_size, {"max_tokens": shape.max_tokens, "sampling": Sampling()}
 
     def reference(key: jax.Array) -> np.ndarray:
-        return jax.device_get(sample(decoder, params, prompts, mask, key, **options, stop_ids=stop_ids)).mask.sum(-1)
+        return jax.device_get(
+            sample(decoder, params, prompts, mask, key, group_size=size, **limits, stop_ids=stop_ids)
+        ).mask.sum(-1)
 
     def in_slots(key: jax.Array) -> np.ndarray:
         engine = Engine(decoder, stop_ids, slots=shape.slots, prefix_time=shape.prompt_tokens)
         engine.replace_weights(params, version=0)
-        sampled = sample_completions(engine, prompts, mask, row_keys(key, len(prompts) * shape.group_size), **options)
-        return np.array([len(completion.tokens) for completion in sampled])
+        keys = row_keys(key, len(prompts) * size)
+        requests = [Request(prompts[row // size], own, *limits.values()) for row, own in enumerate(keys)]
+        tickets, finished = engine.admit(requests, size), engine.drain()
+        return np.array([len(finished[ticket].tokens) for ticket in tickets])
 
     ways = {"all rows, until the slowest ends": reference, f"{shape.slots} slots, filled again": in_slots}
     keys = [jax.random.key(seed) for seed in range(shape.repeats)]

@@ -31,8 +31,9 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_for_training
-from recjax.rollout.collecting import row_keys, sample_completions
+from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Request
 from recjax.training.update import Recipe, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
@@ -80,10 +81,12 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
     held = {"state": TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))}
 
     def generation(number: int) -> None:
-        limits = size.group_size, size.completion_tokens
+        keys, limits = row_keys(jax.random.key(number), rows), (size.completion_tokens, Sampling())
         engine = Engine(decoder, (), slots=rows, prefix_time=size.prompt_tokens)
         engine.replace_weights(params, version=0)
-        sampled = sample_completions(engine, prompts, mask, row_keys(jax.random.key(number), rows), *limits, Sampling())
+        requests = [Request(prompts[row // size.group_size], key, *limits) for row, key in enumerate(keys)]
+        tickets, finished = engine.admit(requests, size.group_size), engine.drain()
+        sampled = [finished[ticket] for ticket in tickets]
         held["tokens"] = np.stack([completion.tokens for completion in sampled])
         held["logprobs"] = np.stack([completion.logprobs for completion in sampled])
 

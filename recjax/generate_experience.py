@@ -21,29 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
+from tqdm import tqdm
 
 from recjax import hosts
 from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
-from recjax.experience.group import Completion, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, store_name
+from recjax.experience.group import Group
+from recjax.experience.store import Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
-from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, with_grades
-from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
+from recjax.rollout.remote import Address, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
@@ -83,14 +81,8 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     agents = sampler.agents or contextlib.nullcontext()
     with sampler.grading, agents, step_bar("generate", steps, initial=steps - len(missing)) as bar:
 
-        def keep(groups: list[Group], grades: Grades | AgentGrades) -> None:
-            records = kept_records(sampler, with_grades(groups, grades.result()))
-            if records and hosts.is_first():
-                with Store(place, create=True) as store:
-                    store.append(records)
-            rewards = _rewards(records)
-            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
-            bar.update()
+        def keep(groups: list[Group], grades: Grades) -> None:
+            _keep(place, kept_records(sampler, with_grades(groups, grades.result())), bar)
 
         # Overlap the grading of a batch with the sampling of the next.
         before = None
@@ -119,7 +111,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
+    with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
         name = _name(config, f"{engine.model} of a server", 0)
         done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
         missing = [number for number in range(1, steps + 1) if number not in done]
@@ -128,20 +120,12 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
             for number in missing:
                 asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                common = config.model.chat_template_kwargs
-                templates = [{**common, **problem.template} for problem in asked.problems]
-                answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
-                records = _remote_records(
-                    config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
-                )
-                own = asked.take(np.repeat(np.arange(count), [*map(len, answers)]))
-                records = _graded(records, own, grading, policy)
-                if records:
-                    with Store(place, create=True) as store:
-                        store.append(records)
-                rewards = _rewards(records)
-                bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
-                bar.update()
+                names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
+                groups = _graded(engine.sample_groups(asked.problems, seed, **names), asked, grading, policy)
+                vocabulary, now, records = tokenizer_name(policy.tokenizer), datetime.now(UTC), []
+                for group in groups:
+                    records += records_of([group], vocabulary if len(group.prompt_tokens) else None, now)
+                _keep(place, records, bar)
     return len(missing)
 
 
@@ -153,62 +137,32 @@ def known_ids(place: str | Path) -> Collection[str]:
         return store.numbers("id")
 
 
-def _rewards(records: Sequence[Record]) -> list[float]:
+def _keep(place: str | Path, records: Sequence[Record], bar: tqdm) -> None:
+    """Appends a batch to the store and shows its mean reward."""
+    if records and hosts.is_first():
+        with Store(place, create=True) as store:
+            store.append(records)
     grades = [record.completion.grade for record in records]
-    return [grade.reward for grade in grades if grade and grade.reward is not None]
+    rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
+    bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
+    bar.update()
 
 
-def _remote_records(
-    config: Config, policy: Policy, problems: list[Problem], answers: list[list[Answer]], name: str, source: str
-) -> list[Record]:
-    """One completion per answer, without a reward."""
-    now, vocabulary, records = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
-    for place, (problem, own) in enumerate(zip(problems, answers, strict=True)):
-        for answer in own:
-            prompt, rows = np.zeros(0, np.int32), ()
-            if answer.tokens is not None:
-                prompt, tokens = np.array(answer.prompt, np.int32), np.array(answer.tokens, np.int32)
-                logprobs = answer.logprobs and np.array(answer.logprobs, np.float32)
-                rows = (Row(prompt, tokens, np.ones(len(tokens), bool), logprobs),)
-            completion = Completion(
-                id=f"{name}/{len(records):05d}",
-                source=source,
-                text=answer.text,
-                rows=rows,
-                sampling=config.rollout.sampling(),
-                policy_version=None,
-                truncated=answer.truncated,
-                metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
-            )
-            asked = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-            group = Group(f"{name}/{place:05d}", prompt, (completion,), asked, problem.answer)
-            records.append(Record(group, now, vocabulary if rows else None))
-    return records
-
-
-def _graded(records: list[Record], own: Prompts, grading: Grading, policy: Policy) -> list[Record]:
-    """Adds the task's rewards to the completions.
-
-    Args:
-        own: prompts of the completions, one for each.
-    """
-    if not records:
-        return []
+def _graded(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy: Policy) -> list[Group]:
+    """Adds the task's rewards to a server's completions, which may have only text."""
     answered = []
-    for prompt, problem, record in zip(own.texts, own.problems, records, strict=True):
-        one = record.completion
-        if one.rows:
-            prompt = policy.tokenizer.decode(one.rows[0].prompt_tokens)  # the prompt that the server's model saw
-            length = len(one.rows[0].tokens)
-        else:
-            try:
-                length = len(encode_after(policy.tokenizer, (), one.text))
-            except ValueError:
-                length = len(one.text)  # text outside the vocabulary: counts characters
-        answered.append(Answered(prompt, one.text, problem.answer, problem.columns, length))
-    grades = Grades(grading.submit(answered), len(records)).result()
-    groups = with_grades([record.group for record in records], grades)
-    return [record._replace(group=group) for record, group in zip(records, groups, strict=True)]
+    for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
+        if len(group.prompt_tokens):
+            text = policy.tokenizer.decode(group.prompt_tokens)  # the prompt that the server's model saw
+        for one in group.completions:
+            length = one.sampled_tokens
+            if not one.rows:
+                try:
+                    length = len(encode_after(policy.tokenizer, (), one.text))
+                except ValueError:
+                    length = len(one.text)  # text outside the vocabulary: counts characters
+            answered.append(Answered(text, one.text, problem.answer, problem.columns, length))
+    return with_grades(groups, Grades(grading.submit(answered) if answered else None, len(answered)).result())
 
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:

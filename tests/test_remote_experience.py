@@ -16,6 +16,7 @@ from recjax.hub.policy import policy_alone
 from recjax.rollout import remote
 from recjax.rollout.remote import Address
 from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Problem
 from recjax.training.run import characters
 from tests.experience.rows import read_columns
 from tests.marks import slow_except
@@ -121,6 +122,15 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
         np.testing.assert_array_equal(row.behavior_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
 
 
+def answers(engine, prompts, templates=({}, {})):
+    """Texts of each prompt's completions, and whether they were truncated."""
+    problems = [Problem(prompt, "", template=template) for prompt, template in zip(prompts, templates, strict=False)]
+    groups = engine.sample_groups(problems, 7, name="b", source="server")
+    ids = [one.id for group in groups for one in group.completions]
+    assert ids == [f"b/{number:05d}" for number in range(len(ids))]
+    return [[(one.text, one.truncated) for one in group.completions] for group in groups]
+
+
 def test_chats_are_asked_as_chats(config):
     asked = []
 
@@ -129,8 +139,8 @@ def test_chats_are_asked_as_chats(config):
         return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "length"}] * body["n"]}
 
     hello = [{"role": "user", "content": "hi"}]
-    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine:
-        assert engine.answers([hello], 7) == [[remote.Answer("hello", truncated=True)] * 2]
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config) as engine:
+        assert answers(engine, [hello]) == [[("hello", True)] * 2]
     ((path, body),) = asked
     assert path == "/v1/chat/completions" and body["messages"] == hello and body["seed"] == 7 and body["logprobs"]
 
@@ -168,9 +178,9 @@ def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, ca
     prompts = [[{"role": "user", "content": prompt}] for prompt in prompts] if kind == "chat" else prompts
     with fake(answer) as url:
         address = Address(url, retries=2, concurrency=1)
-        with remote.RemoteEngine(address, policy_of(config), config.rollout) as engine:
-            once, never = engine.answers(prompts, 7)
-            assert once == [remote.Answer("12", truncated=False)] * 2 and never == [remote.Answer("12", False)]
+        with remote.RemoteEngine(address, policy_of(config), config) as engine:
+            once, never = answers(engine, prompts)
+            assert once == [("12", False)] * 2 and never == [("12", False)]
             assert engine.left_out == {reason: 4} and engine.missing == 1
     assert seeds == [7, 9, 8, 10, 11], "another seed each time"
     assert f"4 replies were not completions of the policy ({reason} 4); after retries 1 completions are" in caplog.text
@@ -181,9 +191,9 @@ def test_a_completion_that_has_ended_is_taken_and_may_be_empty(config, reason, t
     changes = {"message": {"content": "", "refusal": None, "reasoning_content": None}, "finish_reason": reason}
     with (
         fake(lambda path, body: (200, {"choices": [choice_of(body, changes)] * body["n"]})) as url,
-        remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine,
+        remote.RemoteEngine(Address(url), policy_of(config), config) as engine,
     ):
-        assert engine.answers([[{"role": "user", "content": "hi"}]], 7) == [[remote.Answer("", truncated)] * 2]
+        assert answers(engine, [[{"role": "user", "content": "hi"}]]) == [[("", truncated)] * 2]
         assert not engine.left_out and not engine.missing
 
 
@@ -222,8 +232,8 @@ def test_a_server_gets_the_variables_of_each_chats_template(config):
     chats = [[{"role": "user", "content": text}] for text in "ab"]
     tools = [{"type": "function", "function": {"name": "add"}}]
     templates = [{}, {"enable_thinking": False, "tools": tools}]
-    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine:
-        engine.answers(chats, 7, templates)
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config) as engine:
+        answers(engine, chats, templates)
     first, second = sorted(asked, key=lambda body: body["seed"])
     assert not {"tools", "chat_template_kwargs"} & first.keys()
     assert second["tools"] == tools and second["chat_template_kwargs"] == {"enable_thinking": False}

@@ -185,18 +185,23 @@ def row_shards() -> int:
     return math.prod(sizes.get(name, 1) for name in ROWS)
 
 
-def over_rows(function: Callable, whole: Any, *rows: Array) -> Any:
+def over_rows(function: Callable, whole: Any, *rows: Any, axis: Callable[[Array], int] = lambda _: 0) -> Any:
     """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before the call.
 
     The gradient of `whole` adds up on each device and is summed over devices once, after the call. XLA alone would do
     both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
+
+    Args:
+        rows: trees of arrays with equal numbers of rows; the result has the form of the first tree, and the last is
+            one array with rows in its first axis.
+        axis: function from an array of `rows` to its axis of rows.
     """
     shards = row_shards()
-    if shards == 1 or any(len(x) % shards for x in rows):
+    if shards == 1 or len(rows[-1]) % shards:
         return function(whole, *rows)
-    split = PartitionSpec(ROWS)
-    specs = (PartitionSpec(), *[split] * len(rows))
-    return jax.shard_map(function, in_specs=specs, out_specs=split, axis_names={*ROWS}, check_vma=False)(whole, *rows)
+    own = jax.tree.map(lambda x: PartitionSpec(*(None,) * axis(x), ROWS), rows)
+    specs = {"in_specs": (PartitionSpec(), *own), "out_specs": own[0]}
+    return jax.shard_map(function, **specs, axis_names={*ROWS}, check_vma=False)(whole, *rows)
 
 
 def _sizes(mesh: AbstractMesh) -> dict[str, int]:

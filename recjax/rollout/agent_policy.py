@@ -1,34 +1,40 @@
 """The policy as an agent uses it: the agent requests replies, and recjax records them as its trajectory."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from recjax.config import Config
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
-from recjax.rollout.stops import up_to_stop
-from recjax.rollout.trajectory import Trajectory
+from recjax.rollout.trajectory import Trajectory, up_to_stop
 from recjax.tasks.grading.reward import MOST_REWARD
 
 
 class ContextFull(Exception):
     """The prompt leaves no room for a reply in `rollout.max_context_tokens`."""
 
+    failure = "context"
+
 
 class TurnsSpent(Exception):
     """The agent has used all replies that `task.agent_turns` allows."""
 
+    failure = "turns"
+
 
 class InvalidReward(ValueError):
     """The reward of a reply is not a finite number of at most MOST_REWARD in absolute value."""
+
+    failure = "invalid"
 
 
 class Reply(NamedTuple):
@@ -54,12 +60,12 @@ class Reply(NamedTuple):
         return {"role": "assistant", "content": self.text}
 
 
-class AgentLimits(NamedTuple):
-    """AgentLimits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
-
-    reply: int
-    context: int
-    turns: int
+def is_reward(value: Any) -> bool:
+    """True for a finite number of at most MOST_REWARD in absolute value."""
+    try:
+        return bool(abs(float(value)) <= MOST_REWARD)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 class AgentPolicy:
@@ -70,24 +76,24 @@ class AgentPolicy:
         live: LiveEngine,
         policy: Policy,
         sampling: Sampling,
-        limits: AgentLimits,
-        key: Callable[[int], UInt32[np.ndarray, " words"]],
-        at_work: Callable[[bool], None],
+        config: Config,
+        keys: UInt32[np.ndarray, "turns words"],
         template: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Stores the engine and everything that sampling needs.
 
         Args:
-            key: function from a turn's number, from 0, to its key data.
-            at_work: callback that gets True when the agent starts to wait for the policy, False when it has a reply.
+            config: limits of replies, of prompts with their replies, and of the number of replies.
+            keys: key data of each turn.
             template: variables that the problem gives the chat template, including `tools`.
         """
-        self._template = template
         self._live, self._policy, self._sampling = live, policy, sampling
-        self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
+        self._config, self._keys, self._template, self._asked = config, keys, template, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
         self.rewards: dict[int, float] = {}  # by turn
-        self._waiting: set[asyncio.Task] = set()
+        # The agent's time limit. The clock stands still while tasks wait for the policy.
+        self.clock: asyncio.Timeout | None = None
+        self._left, self._waiting, self._ended = 0.0, set[asyncio.Task](), False
 
     async def chat(
         self,
@@ -142,23 +148,27 @@ class AgentPolicy:
         text = prompt if isinstance(prompt, str) else None
         ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
         check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
-        room = self._limits.context - len(ids)
-        if room < 1:
-            raise ContextFull(
-                f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {self._limits.context}"
-            )
-        if self._asked == self._limits.turns:
-            raise TurnsSpent(f"task.agent_turns = {self._limits.turns}")
+        context, turns = self._config.rollout.max_context_tokens, self._config.task.agent_turns
+        longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
+        if longest < 1:
+            raise ContextFull(f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {context}")
+        if self._asked == turns:
+            raise TurnsSpent(f"task.agent_turns = {turns}")
         turn, self._asked = self._asked, self._asked + 1
-        limit = min(room, self._limits.reply, max_tokens or self._limits.reply)
-        self._at_work(True)
-        task = asyncio.current_task()
+        limit = min(longest, max_tokens or longest)
+        if self._ended or self.clock.expired():
+            raise asyncio.CancelledError("this agent has ended or reached its time limit")
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        if not self._waiting:
+            self._left = self.clock.when() - loop.time()
+            self.clock.reschedule(None)
         self._waiting.add(task)
         try:
-            sampled = await self._live.sample(Request(ids, self._key(turn), limit, self._sampling))
+            sampled = await self._live.sample(Request(ids, self._keys[turn], limit, self._sampling))
         finally:
             self._waiting.discard(task)
-            self._at_work(False)
+            if not self._waiting and not self._ended:
+                self.clock.reschedule(loop.time() + self._left)
         sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
@@ -166,6 +176,7 @@ class AgentPolicy:
 
     def stop(self) -> None:
         """Cancels waiting requests: their slots are free in the next round, and the trajectory gets no more turns."""
+        self._ended = True
         for task in self._waiting:
             task.cancel()
 
@@ -178,11 +189,7 @@ class AgentPolicy:
             InvalidReward: the value is not a finite number of at most MOST_REWARD in absolute value.
             ValueError: the policy has not replied yet.
         """
-        try:
-            sound = abs(float(value)) <= MOST_REWARD
-        except (TypeError, ValueError, OverflowError):
-            sound = False
-        if not sound:
+        if not is_reward(value):
             raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
             raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")

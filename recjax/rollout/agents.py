@@ -1,9 +1,12 @@
 """Runs all agents of a batch concurrently; each trajectory becomes a completion in its problem's group."""
 
+import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +14,57 @@ import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
-from recjax.experience.group import Completion, Group, Turn
+from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.agent_grades import AgentGrades
-from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
-from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
-from recjax.rollout.collecting import row_keys
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
+from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.named_agents import load_agent, named
+from recjax.rollout.named_agents import Agent, load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
+from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.pool import FAILURES, Answered, Grading
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights, described
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
+# Kinds of failure and their remedies. "timeout": too much time other than waiting for the policy. "invalid": not a
+# valid reward. "silent": never used the policy. "context", "turns": a request with a full context or beyond all turns.
+AGENT_FAILURES = {
+    "raised": "correct the agent",
+    "timeout": "raise task.agent_seconds, or let the agent do less",
+    "invalid": "correct what the agent returns",
+    "silent": "let the agent call the policy",
+    "context": "raise rollout.max_context_tokens, or let the agent send shorter prompts",
+    "turns": "raise task.agent_turns, or let the agent call the policy less often",
+}
+# The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
+MISTAKES = ("raised", "timeout", "invalid", "silent")
 _LAST = 2**32 - 1
 
 
-class Agents:
-    """The agent that a run uses, with its tools; a context that holds their processes.
+class Tried(NamedTuple):
+    """The result of one agent: its policy, its return value, and the kind and words of its failure, or None and ""."""
+
+    policy: AgentPolicy
+    returned: Any
+    failure: str | None
+    words: str
+
+    @property
+    def needs_reward(self) -> bool:
+        """True if the task's reward grades the agent, because it returned None."""
+        return self.failure is None and self.returned is None
+
+
+class Agents(contextlib.AbstractContextManager):
+    """The agent that a run uses, with its tools; a context that holds their processes, which start when needed.
 
     An agent that raises, hangs or returns nonsense does not affect other agents. An agent that blocks, by computing or
     sleeping without `await`, holds up all agents, and recjax cannot end it.
@@ -60,10 +89,6 @@ class Agents:
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
 
-    def __enter__(self) -> "Agents":
-        """Returns itself; processes start when they are first needed."""
-        return self
-
     def __exit__(self, *exception: object) -> None:
         """Ends the processes."""
         if self._tools:
@@ -84,7 +109,7 @@ class Agents:
         version: int,
         newer: Callable[[], Weights | None] | None = None,
         fatal: bool = True,
-    ) -> tuple[list[Group], "AgentGrades"]:
+    ) -> tuple[list[Group], Grades]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
 
         Args:
@@ -97,47 +122,41 @@ class Agents:
             ValueError: all agents failed, see `fatal`.
             RuntimeError: the engine failed.
         """
-        engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
+        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+        engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
         engine.replace_weights(params, version)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
-        tried = finished(self._all_tried(LiveEngine(engine, newer=newer), policy, problems, keys, sampling))
+        tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
-        completions = [completion_of(one, f"{name}/{place:05d}", source, sampling) for place, one in enumerate(tried)]
-        groups = []
-        for place, problem in enumerate(prompts.problems):
-            own = tuple(completions[place * group_size : (place + 1) * group_size])
-            # The group's prompt is the first prompt that one of its agents made.
-            prompts_made = (row.prompt_tokens for one in own for row in one.rows)
-            prompt = next(prompts_made, np.zeros(0, np.int32))
-            groups.append(Group(f"{name}/{place:05d}", prompt, own, problem.prompt, problem.answer))
+        completions = [completion_of(one, source, sampling) for one in tried]
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        openings = [thoughts_opening(completion, policy.tokenizer) for completion in completions]
-        return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
+        opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
+        answered = [
+            Answered(text, done.text, problem.answer, problem.columns, done.sampled_tokens, opening_of(done))
+            for one, text, problem, done in zip(tried, texts, problems, completions, strict=True)
+            if one.needs_reward
+        ]
+        grades_of = functools.partial(self._grades, tried, completions)
+        grades = Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
+        starts = range(0, len(completions), group_size)
+        return problem_groups(name, prompts.problems, [completions[at : at + group_size] for at in starts]), grades
 
     async def _all_tried(
-        self, live: LiveEngine, policy: Policy, problems: Sequence[Problem], keys: np.ndarray, sampling: Sampling
+        self,
+        live: LiveEngine,
+        policy: Policy,
+        problems: Sequence[Problem],
+        keys: UInt32[np.ndarray, "turns agents words"],
+        sampling: Sampling,
     ) -> list[Tried]:
-        rollout, task = self._config.rollout, self._config.task
-        limits = AgentLimits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
         async with live:
-
-            def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
-                def key_of(turn: int) -> np.ndarray:
-                    return keys[turn][place]
-
-                return AgentPolicy(live, policy, sampling, limits, key_of, at_work, problems[place].template)
-
-            trials = [
-                Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)
-                for place, problem in enumerate(problems)
-            ]
-            try:
-                tried = [await trial.done for trial in trials]
-            finally:
-                for trial in trials:
-                    trial.end()
+            trials = []
+            for place, problem in enumerate(problems):
+                one = AgentPolicy(live, policy, sampling, self._config, keys[:, place], problem.template)
+                trials.append(_tried(self._agent, problem, one, self._config.task.agent_seconds))
+            tried = await asyncio.gather(*trials)
             if live.error is not None:
                 raise RuntimeError("the engine has failed while agents ran") from live.error
         return tried
@@ -147,31 +166,108 @@ class Agents:
         if not failed:
             return
         self.last_failure = f"{failed[0].failure}: {failed[0].words}"
-        mistakes = [one for one in failed if one.failure in MISTAKES]
         place = f"task.agent = {self._config.task.agent!r}:"
-        if fatal and len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
+        is_lost = all(one.failure in MISTAKES for one in tried) and self._config.task.agent_failure_reward is None
+        if fatal and is_lost:
             raise ValueError(
                 f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
                 " agent, or set task.agent_failure_reward"
             )
-        counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
-        said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}"
-        (most, count), *_ = Counter(map(_reason, failed)).most_common(1)
-        if 2 * count <= len(tried) or count == 1:
-            logger.warning("%s; the first: %s", said, failed[0].words)
-            return
-        first = next(one for one in failed if _reason(one) == most)
-        logger.error(
-            "%s; most of the batch failed for the same reason, so the policy learns little from it: %s; %s",
-            said,
-            first.words,
-            FAILURES[first.failure],
-        )
+        # Raised errors are the same failure if they have the same type.
+        kinds = [(one.failure, one.words.partition(":")[0] if one.failure == "raised" else "") for one in failed]
+        (most, count), *_ = Counter(kinds).most_common(1)
+        level, problem = logging.WARNING, "the most frequent failure"
+        if count > max(1, len(tried) // 2):
+            level = logging.ERROR
+            problem = "most of the batch failed for the same reason, so the policy learns little from it"
+        counts = ", ".join(f"{reason} {number}" for reason, number in Counter(kind for kind, _ in kinds).items())
+        first = failed[kinds.index(most)]
+        said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}; {problem}: {first.words};"
+        logger.log(level, "%s %s", said, AGENT_FAILURES[first.failure])
+
+    def _grades(
+        self, tried: Sequence[Tried], completions: Sequence[Completion], of_reward: Sequence[Grade]
+    ) -> list[Grade]:
+        """Grades agents by their return values, their failures, or the grades that the task's reward gave the rest.
+
+        Raises:
+            ValueError: an agent's rewards lack a part that has a weight.
+        """
+        task, left, grades = self._config.task, iter(of_reward), []
+        weights = agent_weights(task.reward_weights)
+        for one, completion in zip(tried, completions, strict=True):
+            if one.failure:
+                grades.append(Grade(task.agent_failure_reward, None, False, one.failure))
+                continue
+            returned = one.returned if isinstance(one.returned, Mapping) else {SCORE: one.returned}
+            of_turns = one.policy.rewarded
+            grade = next(left) if one.needs_reward else Grade(None, returned, failure=FAILURES[0])
+            reward, parts = grade.reward, {part: float(value) for part, value in grade.reward_parts.items()}
+            if of_turns is not None:
+                parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
+            if not one.needs_reward:
+                parts[LENGTH] = completion.sampled_tokens / self._config.rollout.max_completion_tokens
+                unknown = [part for part in task.reward_weights if part not in {*parts, TURNS, ROWS}]
+                if unknown:
+                    raise ValueError(
+                        f"task.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
+                        f" {', '.join(parts)}"
+                    )
+                reward = sum(weights.get(part, 1.0) * value for part, value in parts.items())
+            elif reward is not None and of_turns is not None:
+                reward += weights.get(SCORE, 1.0) * of_turns
+            given, count = one.policy.rewards, len(completion.turns)
+            turns = tuple(weights.get(SCORE, 1.0) * given.get(turn, 0.0) for turn in range(count)) if given else ()
+            grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
+            grade = with_counts(grade, count, len(completion.rows), weights)
+            if not one.needs_reward:
+                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else grade.reward >= task.success
+                grade = grade._replace(accurate=is_accurate)
+            grades.append(grade)
+        return grades
 
 
-def _reason(tried: Tried) -> tuple[str | None, str]:
-    """A key that groups similar failures: their kind and, for raised errors, the error's type."""
-    return tried.failure, tried.words.partition(":")[0] if tried.failure == "raised" else ""
+def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float]) -> Grade:
+    """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
+    counts, reward = {TURNS: float(turns), ROWS: float(rows)}, grade.reward
+    if reward is not None:
+        reward = float(np.float32(reward + sum(weights[part] * value for part, value in counts.items())))
+    return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
+
+
+async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: float) -> Tried:
+    """Runs one agent to its end or its time limit, even if the agent itself keeps running."""
+
+    async def outcome() -> tuple[Any, str | None, str]:
+        try:
+            return await agent(problem, policy), None, ""
+        except (ContextFull, TurnsSpent, InvalidReward) as error:
+            return None, error.failure, str(error)
+        except BaseException as error:  # an agent may raise SystemExit, which must not end the run
+            return None, "raised", described(error)
+        finally:
+            policy.stop()
+
+    task = asyncio.create_task(outcome())
+    try:
+        async with asyncio.timeout(seconds) as policy.clock:
+            await asyncio.wait([task])
+        returned, failure, words = task.result()
+    except TimeoutError:
+        words = f"it spent task.agent_seconds = {seconds} without waiting for the policy"
+        returned, failure = None, "timeout"
+    finally:
+        policy.stop()
+        task.cancel()
+    if failure is None and not policy.trajectory.turns:
+        failure, words = "silent", "it returned without a call of the policy"
+    if failure is None and returned is not None:
+        values = [*returned.values()] if isinstance(returned, Mapping) else [returned]
+        named_parts = not isinstance(returned, Mapping) or all(isinstance(name, str) for name in returned)
+        if not values or not named_parts or not all(map(is_reward, values)):
+            form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
+            failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
+    return Tried(policy, returned, failure, words)
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:
@@ -180,17 +276,17 @@ def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "
     return row_keys(jnp.concatenate([key[None], later]), count)
 
 
-def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> Completion:
-    """Converts a trajectory to a completion without a grade; without turns, the completion has no rows."""
+def completion_of(tried: Tried, source: str, sampling: Sampling) -> Completion:
+    """Converts a trajectory to a completion without id and grade; without turns, the completion has no rows."""
     trajectory = tried.policy.trajectory
     return Completion(
-        id=name,
+        id="",
         source=source,
         text=tried.policy.last_text,
         rows=trajectory.rows,
         sampling=sampling,
-        policy_version=trajectory.oldest_version if trajectory.turns else None,
-        truncated=bool(trajectory.turns) and trajectory.truncated,
+        policy_version=trajectory.oldest_version,
+        truncated=trajectory.truncated,
         version_runs=trajectory.version_runs,
         turns=tuple(Turn(*end) for end in trajectory.ends),
     )

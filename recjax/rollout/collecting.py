@@ -1,12 +1,14 @@
 """Turns prompts into groups: the engine samples completions, and their grades may still be computed."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
@@ -15,8 +17,9 @@ from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled, Weights
-from recjax.rollout.stops import said
+from recjax.rollout.trajectory import said
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading, Scores
+from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
 
@@ -34,72 +37,58 @@ def sample_groups(
     version: int,
     newer: Callable[[], Weights | None] | None = None,
 ) -> list[Group]:
-    """A group of `group_size` completions for each prompt, without grades.
+    """A group of `group_size` completions for each prompt, without grades, from an engine of its own.
 
     Args:
         params: all parameters, in the dtype that they compute in.
+        prompts: each with at least one token.
+        keys: key data of each completion, in the order of the prompts: `row_keys` of a fresh key. Token t is
+            sampled with fold_in(its key, t), so equal keys give equal completions.
+        max_tokens: limit on a completion's length, end-of-sequence token included.
+        sampling: the distribution.
         name: unique name of this batch; ids of its groups and completions begin with it.
         source: name of the sampler.
         version: version of `params`, in optimizer updates.
-        newer: function called between rounds of tokens; returns weights that have arrived, or None. None: no updates.
-        (others): see `sample_completions`.
+        newer: returns weights that have arrived between rounds of tokens, see `Engine`.
+    Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
+    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
     engine.replace_weights(params, version)
-    asked = prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling
-    sampled = sample_completions(engine, *asked, newer)
-    prefixes = _prefixes(prompts.tokens, prompts.mask)
-    texts = [said(one, policy.tokenizer, prefixes[row // group_size]) for row, one in enumerate(sampled)]
-    completions = [
-        Completion(
-            id=f"{name}/{row:05d}",
+    prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
+    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
+    tickets, finished = engine.admit(requests, group_size), engine.drain()
+    sampled = iter([finished[ticket] for ticket in tickets])
+
+    def completion(prefix: np.ndarray, one: Sampled) -> Completion:
+        return Completion(
+            id="",
             source=source,
-            text=text,
-            rows=(Row(prefixes[row // group_size], one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
+            text=said(one, policy.tokenizer, prefix),
+            rows=(Row(prefix, one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,
             version_runs=runs_of(one.versions),
         )
-        for row, (one, text) in enumerate(zip(sampled, texts, strict=True))
-    ]
-    groups = []
-    for place, problem in enumerate(prompts.problems):
-        own = tuple(completions[place * group_size : (place + 1) * group_size])
-        groups.append(Group(f"{name}/{place:05d}", prefixes[place], own, problem.prompt, problem.answer))
-    return groups
+
+    completions = [[completion(prefix, one) for one in itertools.islice(sampled, group_size)] for prefix in prefixes]
+    return problem_groups(name, prompts.problems, completions)
 
 
-def sample_completions(
-    engine: Engine,
-    prompts: Int[np.ndarray, "prompts prompt_time"],
-    prompt_mask: Bool[np.ndarray, "prompts prompt_time"],
-    keys: UInt32[np.ndarray, "batch words"],
-    group_size: int,
-    max_tokens: int,
-    sampling: Sampling,
-    newer: Callable[[], Weights | None] | None = None,
-) -> list[Sampled]:
-    """`group_size` completions of each prompt, from an engine without other requests.
+def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+    """A group for each problem, with its completions; the group's tokens are the first prompt of a completion.
 
     Args:
-        prompts: right-padded, each row with at least one token.
-        keys: key data of each completion, in the order of the prompts: `row_keys` of a fresh key. Token t is
-            sampled with fold_in(its key, t), so equal keys give equal completions.
-        max_tokens: limit on a completion's length, end-of-sequence token included.
-        sampling: the distribution.
-        newer: function that returns new weights, see `sample_groups`.
-    Reference: arXiv 2509.24203 §2 (behavior policy μ).
+        name: beginning of the ids that groups and completions get.
     """
-    prefixes = _prefixes(prompts, prompt_mask)
-    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
-    tickets = engine.admit(requests, group_size)
-    finished = engine.drain(newer)
-    return [finished[ticket] for ticket in tickets]
-
-
-def _prefixes(prompts: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
-    return [tokens[real] for tokens, real in zip(prompts, mask, strict=True)]
+    groups, numbers = [], itertools.count()
+    for place, (problem, own) in enumerate(zip(problems, completions, strict=True)):
+        own = tuple(one._replace(id=f"{name}/{next(numbers):05d}") for one in own)
+        tokens = next((row.prompt_tokens for one in own for row in one.rows), np.zeros(0, np.int32))
+        prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+        groups.append(Group(f"{name}/{place:05d}", tokens, own, prompt, problem.answer))
+    return groups
 
 
 def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:
@@ -107,29 +96,41 @@ def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*bat
     return on_host(_row_keys(key, rows))
 
 
-_fold_rows = jax.vmap(jax.random.fold_in, (None, 0))
-_fold_batches = jax.vmap(_fold_rows, (0, None))
-_row_keys = jax.jit(
-    lambda key, rows: jax.random.key_data((_fold_batches if key.ndim else _fold_rows)(key, jnp.arange(rows))),
-    static_argnums=1,
-)
+@functools.partial(jax.jit, static_argnums=1)
+def _row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[Array, "*batches rows words"]:
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(key.ravel(), jnp.arange(rows))
+    return jax.random.key_data(folded.reshape(*key.shape, rows))
 
 
 class Grades:
-    """The grades of a batch, which may still be computed; each process grades its share of the prompts."""
+    """The grades of a batch, which may still be computed; each process grades its share of the completions."""
 
-    def __init__(self, scores: "Future[Scores]", count: int):
-        """Takes the scores of this process's share of `count` completions."""
-        self._scores, self._count = scores, count
+    def __init__(
+        self,
+        scores: "Future[Scores] | None",
+        count: int,
+        complete: Callable[[list[Grade]], list[Grade]] = list,
+    ):
+        """Takes the scores of this process's share of the completions that a reward grades.
+
+        Args:
+            scores: None if there are no such completions.
+            count: their number in all processes.
+            complete: function from their grades to the grades of the whole batch.
+        """
+        self._scores, self._count, self._complete = scores, count, complete
 
     def result(self) -> list[Grade]:
         """Waits and returns one grade per completion. Every process gets all grades, and all processes must call this.
 
         Raises:
-            ValueError: the reward function is at fault; see `recjax.tasks.grading.custom.custom_parts`.
+            ValueError: the reward function is at fault, see `recjax.tasks.grading.custom.custom_parts`; or an agent's
+                rewards are.
         """
+        if self._scores is None:
+            return self._complete([])
         rewards, parts, accurate, failures = hosts.gathered(self._scores.result(), self._count)
-        return [
+        grades = [
             Grade(
                 reward=None if np.isnan(rewards[row]) else float(rewards[row]),
                 reward_parts={name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
@@ -138,13 +139,14 @@ class Grades:
             )
             for row in range(self._count)
         ]
+        return self._complete(grades)
 
 
 def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
     """Submits completions for grading in the background; the reward sees texts without the stop token.
 
     Args:
-        groups: groups of equal size, one for each prompt.
+        groups: groups, one for each prompt.
         grading: grading pool that is open.
     """
     own = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
@@ -17,9 +17,9 @@ from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, 
 from recjax.rollout.requests import (
     Admitted,
     Begun,
+    EngineJob,
     Request,
     Sampled,
-    Started,
     Weights,
     by_sampling,
     check_requests,
@@ -35,18 +35,28 @@ class Engine:
     slot holds the beginning of a request's prefix, the request takes this slot and runs only the new tokens.
     """
 
-    def __init__(self, decoder: Decoder, stop_ids: tuple[int, ...], *, slots: int | None, prefix_time: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        stop_ids: tuple[int, ...],
+        *,
+        slots: int | None,
+        prefix_time: int,
+        newer: Callable[[], Weights | None] | None = None,
+    ):
         """Creates an engine without weights.
 
         Args:
             stop_ids: tokens that end a completion and belong to it.
             slots: completions that are sampled together; None: as many as memory holds, at most the number of requests.
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
+            newer: called before each round; returns weights that have arrived since its last call, or None. None: no
+                updates.
         """
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._most_slots, self._prefix_time = slots, prefix_time
-        self._mesh = sampling_mesh(self._decoder)
-        self._stacked, self._params, self._version, self._weights = None, None, 0, 0
+        self._mesh, self._newer = sampling_mesh(self._decoder), newer
+        self._stacked, self._params, self._version = None, None, 0
         self._numbers = itertools.count()
         self._line: deque[Admitted] = deque()
         self._begun: Begun | None = None
@@ -59,9 +69,9 @@ class Engine:
 
         Unfinished completions continue with the keys and values that they have.
         """
-        self._stacked, self._params = moved_params(self._mesh, params), None
-        self._version, self._weights = version, self._weights + 1
+        self._stacked, self._params, self._version = moved_params(self._mesh, params), None, version
         self._slots.columns.current[:] = False
+        self._begun = self._begun and self._begun._replace(current=False)
 
     def admit(self, requests: Sequence[Request], group_size: int | None = None) -> list[int]:
         """Adds requests and returns their tickets; requests without a free slot wait in line.
@@ -77,12 +87,12 @@ class Engine:
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
-        tickets = [next(self._numbers) for _ in requests]
+        jobs = [EngineJob(request, next(self._numbers)) for request in requests]
         if group_size and len({request.sampling for request in requests}) == 1:
-            self._line.append(Admitted(requests, tickets, group_size))
+            self._line.append(Admitted(jobs, group_size))
         else:
-            self._line += [Admitted([one], [ticket], None) for one, ticket in zip(requests, tickets, strict=True)]
-        return tickets
+            self._line += [Admitted([job], None) for job in jobs]
+        return [job.ticket for job in jobs]
 
     def cancel(self, tickets: Collection[int]) -> None:
         """Frees the slots of requests and their places in line; the engine returns no completions for these tickets.
@@ -93,13 +103,13 @@ class Engine:
         self._slots.free(gone)
         self._finished = {ticket: done for ticket, done in self._finished.items() if ticket not in gone}
         if self._begun:
-            left = [one for one in self._begun.started if one.ticket not in gone]
-            self._begun = self._begun._replace(started=left) if left else None
-        self._line = deque(one for one in self._line if one.group_size or one.tickets[0] not in gone)
+            left = [job for job in self._begun.jobs if job.ticket not in gone]
+            self._begun = self._begun._replace(jobs=left) if left else None
+        self._line = deque(one for one in self._line if one.group_size or one.jobs[0].ticket not in gone)
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
-        return self._slots.so_far({*tickets})
+        return {job.ticket: job.sampled(self._stop_ids) for job in self._slots.jobs if job.ticket in tickets}
 
     def round(self) -> dict[int, Sampled]:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
@@ -107,9 +117,15 @@ class Engine:
         Raises:
             ValueError: the engine has no weights yet.
         """
+        if self._newer is not None and (weights := self._newer()) is not None:
+            self.replace_weights(weights.params, weights.version)
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
         with jax.set_mesh(self._mesh):
+            if self._params is None:
+                self._params = self._stacked
+                if self._decoder.unrolled:
+                    self._params = unrolled_arrays(self._decoder.config, self._stacked)
             self._fill_slots()
             if self._slots.live.any():
                 self._fit()
@@ -117,26 +133,12 @@ class Engine:
         finished, self._finished = self._finished, {}
         return finished
 
-    def drain(self, newer: Callable[[], Weights | None] | None = None) -> dict[int, Sampled]:
-        """Runs rounds until all requests are finished; returns all completions, by ticket.
-
-        Args:
-            newer: function called before each round; returns weights that have arrived since the last call, or None.
-        """
+    def drain(self) -> dict[int, Sampled]:
+        """Runs rounds until all requests are finished; returns all completions, by ticket."""
         finished = {}
         while self._line or self._begun or self._slots.live.any():
-            if newer is not None and (weights := newer()) is not None:
-                self.replace_weights(weights.params, weights.version)
             finished |= self.round()
         return finished
-
-    def _weights_in_use(self) -> dict:
-        """The weights in the layout that the decoder takes."""
-        if self._params is None:
-            self._params = self._stacked
-            if self._decoder.unrolled:
-                self._params = unrolled_arrays(self._decoder.config, self._stacked)
-        return self._params
 
     # --- From the line into slots.
 
@@ -149,85 +151,69 @@ class Engine:
             if not self._line or (live and (self._plan.is_of_batch or self._line[0].group_size)):
                 return
             self._make_plan(live)
-            if live >= self._plan.slots[-1]:
+            if (room := self._plan.slots[-1] - live) <= 0:
                 return
-            self._begin_next(self._plan.slots[-1] - live)
+            jobs, group_size = self._line.popleft()
+            while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
+                jobs = jobs + self._line.popleft().jobs
+            self._slots.continue_slots(jobs)
+            for part in ([job for job in jobs if job.slot >= 0], [job for job in jobs if job.slot < 0]):
+                if part:
+                    self._begin(part, group_size)
 
     def _waiting(self) -> int:
         """The number of requests that wait for slots of the current plan."""
-        begun = len(self._begun.started) if self._begun else 0
-        return begun if self._plan.is_of_batch else begun + sum(len(admitted.tickets) for admitted in self._line)
+        begun = len(self._begun.jobs) if self._begun else 0
+        return begun if self._plan.is_of_batch else begun + sum(len(admitted.jobs) for admitted in self._line)
 
     def _make_plan(self, live: int) -> None:
         """Plans for the next batch in line, or for all requests if they are more than the plan is for."""
-        requests, _, group_size = self._line[0]
+        jobs, group_size = self._line[0]
         if group_size:
-            self._slots, count = Slots(self._decoder.cache_dtype), len(requests)
+            self._slots, count = Slots(self._decoder.cache_dtype), len(jobs)
         else:
-            requests = [request for admitted in self._line for request in admitted.requests]
-            count = live + len(requests)
+            jobs = [job for admitted in self._line for job in admitted.jobs]
+            count = live + len(jobs)
             if not self._plan.is_of_batch and count <= self._plan.requests:
                 return
         sizes = {"prefix_time": self._prefix_time, "slots": self._most_slots}
-        longest = max(request.limit for request in requests)
+        longest = max(job.request.limit for job in jobs)
         self._plan = plan_for(self._decoder, count, longest, group_size, **sizes)
 
-    def _begin_next(self, room: int) -> None:
-        """Begins the next batch in line, or as many requests as `room` allows."""
-        requests, tickets, group_size = self._line.popleft()
-        while not group_size and len(requests) < room and self._line and not self._line[0].group_size:
-            more = self._line.popleft()
-            requests, tickets = requests + more.requests, tickets + more.tickets
-        slots = self._slots.continuations(requests)
-        for places in map(np.flatnonzero, (slots >= 0, slots < 0)):
-            if len(places):
-                asked = [requests[place] for place in places], [tickets[place] for place in places]
-                self._begin(*asked, group_size, slots[places] if slots[places[0]] >= 0 else None)
-
-    def _begin(
-        self,
-        requests: list[Request],
-        tickets: list[int],
-        group_size: int | None,
-        slots: Int[np.ndarray, " requests"] | None,
-    ) -> None:
+    def _begin(self, jobs: list[EngineJob], group_size: int | None) -> None:
         """Runs the tokens of prefixes that no slot holds, samples first tokens, and moves completions into slots.
 
         Args:
-            slots: slot that holds the beginning of each request's prefix; None: no slot holds any of them.
+            jobs: either all of them continue the contents of slots, or none.
         """
-        tokens, mask, prompts, held = self._to_run(requests, group_size, slots)
-        cache, scores = decoding.prefill(self._weights_in_use(), tokens, mask, held, decoder=self._decoder)
-        tokens, logprobs = self._first_tokens(scores, prompts, requests)
+        tokens, mask, held = self._to_run(jobs, group_size)
+        cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
+        self._sample_first_tokens(scores, jobs)
         started = []
-        for row, (request, ticket) in enumerate(zip(requests, tickets, strict=True)):
-            if tokens[row] in self._stop_ids or request.limit == 1:
-                one, truncated = slice(row, row + 1), tokens[row] not in self._stop_ids
-                version = np.full(1, self._version, np.int32)
-                self._finished[ticket] = Sampled(tokens[one], logprobs[one], version, truncated)
+        for job in jobs:
+            done = job.sampled(self._stop_ids)
+            if done.truncated and job.request.limit > 1:
+                started.append(job)
             else:
-                slot = row if slots is None else slots[row]
-                started.append(Started(request, ticket, tokens[row], logprobs[row], prompts[row], slot))
+                self._finished[job.ticket] = done
         if started:
-            lengths, weights = mask.sum(-1, dtype=np.int32), (self._version, self._weights)
-            self._begun = Begun(started, cache, lengths, held is not None, group_size, *weights)
+            self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
 
     def _to_run(
-        self, requests: list[Request], group_size: int | None, slots: Int[np.ndarray, " requests"] | None
-    ) -> tuple[
-        Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], Int[np.ndarray, " requests"], SlotContents | None
-    ]:
-        """Right-padded tokens and their mask, each request's row, and the contents of slots before the tokens."""
-        if slots is None:
+        self, jobs: list[EngineJob], group_size: int | None
+    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], SlotContents | None]:
+        """Right-padded tokens, their mask, and the contents of slots before the tokens; sets each job's row."""
+        slots, held = np.array([job.slot for job in jobs], np.int32), None
+        if slots[0] < 0:
             # Equal prefixes are run once.
-            names = [place // group_size if group_size else one.prefix.tobytes() for place, one in enumerate(requests)]
-            runs = {name: one.prefix for name, one in zip(names, requests, strict=True)}
+            prefixes = [job.request.prefix for job in jobs]
+            names = [place // group_size if group_size else one.tobytes() for place, one in enumerate(prefixes)]
+            runs = dict(zip(names, prefixes, strict=True))
             count, time = self._plan.rows(len(runs)), self._plan.prompt_time(max(map(len, runs.values())))
-            held = None
         else:
-            names, starts = range(len(requests)), self._slots.held[slots]
-            runs = {name: requests[name].prefix[starts[name] :] for name in names}
+            names, starts = range(len(jobs)), self._slots.held[slots]
+            runs = {name: jobs[name].request.prefix[starts[name] :] for name in names}
             # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
             count = self._plan.rows(max(len(runs), plan.FEWEST_CONTINUED))
             time = power_of_two(max(plan.ROUND, *map(len, runs.values())))
@@ -235,33 +221,33 @@ class Engine:
                 self._slots.resize(self._plan.cache_time(needed, self._slots.count))
             held = self._slots.contents(slots[np.arange(count) % len(slots)])
         numbers = {name: number for number, name in enumerate(runs)}
+        for place, (job, name) in enumerate(zip(jobs, names, strict=True)):
+            job.row, job.slot = numbers[name], place if held is None else job.slot
         rows = [*itertools.islice(itertools.cycle(runs.values()), count)]
         mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
         tokens = np.zeros(mask.shape, np.int32)
         tokens[mask] = np.concatenate(rows)
-        return tokens, mask, np.array([numbers[name] for name in names], np.int32), held
+        return tokens, mask, held
 
-    def _first_tokens(
-        self, scores: Array, prompts: Int[np.ndarray, " requests"], requests: list[Request]
-    ) -> tuple[Int[np.ndarray, " requests"], Float[np.ndarray, " requests"]]:
-        """The first token of each completion and its log-probability; in memory are the scores of as many as slots."""
-        tokens, logprobs = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.float32)
-        keys, most = np.stack([request.key for request in requests]), self._plan.slots[-1]
-        for sampling, rows in by_sampling(requests).items():
-            size = min(most, self._plan.rows(len(rows)))
-            for some in np.split(rows, range(most, len(rows), most)):
+    def _sample_first_tokens(self, scores: Array, jobs: list[EngineJob]) -> None:
+        """Samples the first token of each completion; in memory are the scores of as many as there are slots."""
+        keys, rows = np.stack([job.request.key for job in jobs]), np.array([job.row for job in jobs], np.int32)
+        most = self._plan.slots[-1]
+        for sampling, places in by_sampling(jobs).items():
+            size = min(most, self._plan.rows(len(places)))
+            for some in np.split(places, range(most, len(places), most)):
                 at = some[np.arange(size) % len(some)]
-                sampled = on_host(decoding.first_tokens(scores, prompts[at], keys[at], sampling=sampling))
-                tokens[some], logprobs[some] = (column[: len(some)] for column in sampled)
-        return tokens, logprobs
+                sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], sampling=sampling))
+                columns = *sampled, np.full(size, self._version, np.int32)
+                for number, place in enumerate(some):
+                    jobs[place].rounds = [tuple(column[number : number + 1] for column in columns)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if all of them found a slot."""
         begun, slots = self._begun, self._slots
-        count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.started))
-        time, current = self._plan.cache_time(0, count), begun.weights == self._weights
-        left = begun.started[slots.seat(begun, count, time, current) :]
-        self._begun = begun._replace(started=left) if left else None
+        count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.jobs))
+        left = begun.jobs[slots.seat(begun, count, self._plan.cache_time(0, count)) :]
+        self._begun = begun._replace(jobs=left) if left else None
         return not left
 
     # --- Rounds.
@@ -292,12 +278,12 @@ class Engine:
         elif self._plan.is_of_batch and (slots.columns.limits - slots.columns.counts)[live].max() > time:
             free -= next_lower(self._plan.slots, slots.count)
         places = np.flatnonzero(live)
-        for sampling, rows in by_sampling([slots.columns.requests[place] for place in places]).items():
+        for sampling, rows in by_sampling(slots.jobs).items():
             mine = np.zeros(slots.count, bool)
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
             options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
-            arguments = self._weights_in_use(), slots.memory, slots.rows(mine), enough
+            arguments = self._params, slots.memory, slots.rows(mine), enough
             slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, **options)
             state = on_host(state)
             slots.record(mine, state, self._version)

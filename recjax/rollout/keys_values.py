@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from recjax.models.placement import ROWS, constrain, row_shards
+from recjax.models.placement import ROWS, constrain, over_rows
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
 _ROW_AXIS, _TIME_AXIS = -4, -2
@@ -85,16 +84,7 @@ def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
 
 def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
     """Runs `function(*arguments)` on each device with its own slots; arguments are caches and columns of all slots."""
-    shards = row_shards()
-    if shards == 1 or len(arguments[-1]) % shards:
-        return function(*arguments)
-
-    def spec(x: Array) -> PartitionSpec:
-        return PartitionSpec(*(None,) * max(x.ndim + _ROW_AXIS, 0), ROWS)
-
-    specs = jax.tree.map(spec, arguments)
-    on_each = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names={*ROWS}, check_vma=False)
-    return on_each(*arguments)
+    return over_rows(lambda _, *own: function(*own), (), *arguments, axis=lambda x: max(x.ndim + _ROW_AXIS, 0))
 
 
 def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: Int[Array, ""] | int) -> tuple:

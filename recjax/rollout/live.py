@@ -5,13 +5,14 @@ Rounds run in a separate thread, so that the event loop stays free for agents, t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
 from recjax.rollout.engine import Engine
-from recjax.rollout.requests import Request, Sampled, Weights
+from recjax.rollout.requests import Request, Sampled
 
 # Passes of the event loop before a round of tokens. A coroutine that has just received a completion has then sent its
 # next request, unless it waits for something else. So timing does not decide which requests share a round.
@@ -27,36 +28,26 @@ class _Asked:
         self.changed, self.so_far = asyncio.Event(), None
         self.done.add_done_callback(lambda _: self.changed.set())
 
-    def tell(self, so_far: Sampled) -> None:
-        """Passes on the tokens after a round."""
-        self.so_far = so_far
-        self.changed.set()
 
-
-class LiveEngine:
+class LiveEngine(contextlib.AbstractAsyncContextManager):
     """An engine that admits requests as they arrive; a context that belongs to one event loop.
 
     A completion follows from its request and the weights, and does not depend on other requests.
     """
 
-    def __init__(self, engine: Engine, passes: int = PASSES, newer: Callable[[], Weights | None] | None = None):
+    def __init__(self, engine: Engine, passes: int = PASSES):
         """Takes the engine, which has no other users until this context closes, and the mesh in context.
 
         Args:
             engine: engine with weights.
             passes: passes of the event loop before a round. Two are enough for a follower to close its iterator.
-            newer: called before each round; returns weights that have arrived since the last call, or None.
         """
-        self._engine, self._mesh, self._passes, self._newer = engine, jax.sharding.get_mesh(), passes, newer
+        self._engine, self._mesh, self._passes = engine, jax.sharding.get_mesh(), passes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrived: list[_Asked] = []
         self._waiting: dict[int, _Asked] = {}
         self._serving: asyncio.Task | None = None
         self.error: BaseException | None = None  # the error that ended the engine
-
-    async def __aenter__(self) -> "LiveEngine":
-        """Returns itself; work starts with the first request."""
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         """Ends after the current round; coroutines that still wait get asyncio.CancelledError."""
@@ -86,11 +77,8 @@ class LiveEngine:
         """
         asked = self._ask(request, followed=True)
         try:
-            while True:
-                await asked.changed.wait()
+            while await asked.changed.wait() and not asked.done.done():
                 asked.changed.clear()
-                if asked.done.done():
-                    break
                 yield asked.so_far
             yield asked.done.result()
         finally:
@@ -98,7 +86,7 @@ class LiveEngine:
 
     def _ask(self, request: Request, followed: bool) -> _Asked:
         if self.error is not None:
-            raise RuntimeError(f"the engine has failed: {self.error!r}") from self.error
+            raise self._failure()
         asked = _Asked(request, followed)
         self._arrived.append(asked)
         if self._serving is None:
@@ -107,8 +95,7 @@ class LiveEngine:
 
     async def replace_weights(self, params: dict, version: int) -> None:
         """Replaces the weights between two rounds, see `Engine.replace_weights`."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._on_mesh, self._engine.replace_weights, params, version)
+        await self._in_thread(self._engine.replace_weights, params, version)
 
     async def _serve(self) -> None:
         """Runs rounds until no coroutine waits."""
@@ -116,67 +103,48 @@ class LiveEngine:
             while self._arrived or self._waiting:
                 for _ in range(self._passes):
                     await asyncio.sleep(0)
-                await self._serve_round()
+                self._admit_and_cancel()
+                finished = await self._in_thread(self._engine.round)
+                followed = [ticket for ticket, asked in self._waiting.items() if asked.followed]
+                for ticket, sampled in self._engine.so_far(followed).items():
+                    self._waiting[ticket].so_far = sampled
+                    self._waiting[ticket].changed.set()
+                for ticket, sampled in finished.items():
+                    if not (asked := self._waiting.pop(ticket)).done.done():
+                        asked.done.set_result(sampled)
         except Exception as error:
             self.error = error
             for asked in [*self._waiting.values(), *self._arrived]:
                 if not asked.done.done():
-                    failure = RuntimeError(f"the engine has failed: {error!r}")
-                    failure.__cause__ = error
-                    asked.done.set_exception(failure)
-            self._waiting, self._arrived = {}, []
+                    asked.done.set_exception(self._failure())
         finally:
             for asked in [*self._waiting.values(), *self._arrived]:
                 asked.done.cancel()
-            self._serving = None
+            self._serving, self._waiting, self._arrived = None, {}, []
 
-    async def _serve_round(self) -> None:
-        arrived = [asked for asked in self._arrived if not asked.done.done()]
+    def _admit_and_cancel(self) -> None:
+        """Between rounds: cancels requests that nobody awaits anymore, and admits those that have arrived."""
         gone = [ticket for ticket, asked in self._waiting.items() if asked.done.done()]
+        self._engine.cancel(gone)
         for ticket in gone:
             del self._waiting[ticket]
-        followed = [ticket for ticket, asked in self._waiting.items() if asked.followed]
-        self._arrived = []
-        self._waiting |= {-place: asked for place, asked in enumerate(arrived, 1)}  # until they have tickets
-        round_ = self._round, gone, arrived, followed
-        tickets, so_far, finished = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._on_mesh, *round_
-        )
-        for place, ticket in enumerate(tickets, 1):
-            asked = self._waiting.pop(-place)
-            if not isinstance(ticket, ValueError):
-                self._waiting[ticket] = asked
-            elif not asked.done.done():
-                asked.done.set_exception(ticket)
-        for ticket, sampled in so_far.items():
-            self._waiting[ticket].tell(sampled)
-        for ticket, sampled in finished.items():
-            asked = self._waiting.pop(ticket)
-            if not asked.done.done():
-                asked.done.set_result(sampled)
-
-    # --- In the engine's thread.
-
-    def _on_mesh(self, function, *arguments):
-        """Runs a function with the mesh in context, which each thread must set for itself."""
-        if self._mesh.empty:
-            return function(*arguments)
-        with jax.set_mesh(self._mesh):
-            return function(*arguments)
-
-    def _round(
-        self, gone: Collection[int], arrived: Sequence[_Asked], followed: Sequence[int]
-    ) -> tuple[list[int | ValueError], dict[int, Sampled], dict[int, Sampled]]:
-        """Cancels, admits and decodes; returns tickets or refusals, followed requests' tokens so far, completions."""
-        if self._newer is not None and (weights := self._newer()) is not None:
-            self._engine.replace_weights(weights.params, weights.version)
-        self._engine.cancel(gone)
-        tickets: list[int | ValueError] = []
+        arrived, self._arrived = [asked for asked in self._arrived if not asked.done.done()], []
         for asked in arrived:
             try:
-                tickets += self._engine.admit([asked.request])
+                self._waiting |= dict.fromkeys(self._engine.admit([asked.request]), asked)
             except ValueError as error:
-                tickets.append(error)
-        finished = self._engine.round()
-        new = [ticket for ticket, asked in zip(tickets, arrived, strict=True) if asked.followed]
-        return tickets, self._engine.so_far([*followed, *new]), finished
+                asked.done.set_exception(error)
+
+    def _failure(self) -> RuntimeError:
+        failure = RuntimeError(f"the engine has failed: {self.error!r}")
+        failure.__cause__ = self.error
+        return failure
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function of the engine in its thread, which must itself set the mesh in context."""
+
+        def on_mesh() -> Any:
+            with contextlib.nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh):
+                return function(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, on_mesh)

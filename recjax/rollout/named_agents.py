@@ -4,24 +4,19 @@ import asyncio
 import hashlib
 import importlib
 import inspect
-import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from recjax.config import TaskConfig
 from recjax.rollout.agent_policy import AgentPolicy
-from recjax.rollout.tools import Tools
+from recjax.rollout.tools import Tools, parsed_calls
 from recjax.tasks.grading.reward import described
 from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
 
 Agent = Callable[[Problem, AgentPolicy], Awaitable[float | Mapping[str, float] | None]]
-
-# The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
@@ -64,14 +59,6 @@ def named(key: str, name: str) -> Any:
 # --- Tools.
 
 
-class Call(NamedTuple):
-    """A call that a model has written; `error` explains an invalid call."""
-
-    name: str
-    arguments: dict[str, Any]
-    error: str | None = None
-
-
 def tool_agent(tools: Tools, turns: int) -> Callable:
     """Returns an agent that lets the model call tools until a reply has no call; the task's reward grades that reply.
 
@@ -88,7 +75,7 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
             calls = parsed_calls(reply.text)
             if not calls or turn == turns - 1:
                 return
-            results = await asyncio.gather(*(answered(tools, call) for call in calls))
+            results = await asyncio.gather(*(tools.answer(call) for call in calls))
             # The model's text stays unchanged, so that its tokens are kept.
             messages = [*messages, reply.message]
             messages += [
@@ -97,33 +84,6 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
             ]
 
     return use_tools
-
-
-def parsed_calls(text: str) -> list[Call]:
-    """The calls in a reply, in order; text between the tags that is not a valid call gives a call with an error."""
-    calls = []
-    for written in CALL.findall(text):
-        try:
-            parsed = json.loads(written)
-        except (ValueError, RecursionError) as error:
-            calls.append(Call("", {}, f"this is not JSON: {error}"))
-            continue
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-                calls.append(Call("", {}, 'a call is {"name": …, "arguments": {…}}'))
-                continue
-            arguments = call.get("arguments", call.get("parameters", {}))
-            is_object = isinstance(arguments, dict)
-            problem = None if is_object else "arguments must be an object"
-            calls.append(Call(call["name"], arguments if is_object else {}, problem))
-    return calls
-
-
-async def answered(tools: Tools, call: Call) -> str:
-    """The text that the model gets for its call: the result or the error."""
-    if call.error is not None:
-        return f"error: {call.error}"
-    return await tools.call(call.name, call.arguments)
 
 
 # --- Environments.
@@ -143,9 +103,19 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
     """
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
-        world = environment(problem)
+        world, steps = environment(problem), []
         try:
-            return await played(world, problem, policy)
+            # The seed depends only on the problem, so that all agents of a group play the same game.
+            digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
+            observation, info = world.reset(seed=int.from_bytes(digest[:4], "big"))
+            told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
+            for _ in range(turns):
+                reply = await (policy.complete if isinstance(told, str) else policy.chat)(told)
+                observation, reward, terminated, truncated, info = world.step(reply.text)
+                steps.append((float(reward), reply))
+                if terminated or truncated:
+                    break
+                told = _told(told + reply.raw if isinstance(told, str) else [*told, reply.message], observation)
         finally:
             try:
                 closing = getattr(world, "close", lambda: None)()
@@ -153,21 +123,6 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
                     await closing
             except Exception:
                 logger.warning("an environment's close() failed", exc_info=True)
-
-    async def played(world: Any, problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
-        # The seed depends only on the problem, so that all agents of a group play the same game.
-        digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
-        observation, info = world.reset(seed=int.from_bytes(digest[:4], "big"))
-        begin = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-        told, steps = _told(begin, observation), []
-        for _ in range(turns):
-            ask = policy.complete if isinstance(told, str) else policy.chat
-            reply = await ask(told)
-            observation, reward, terminated, truncated, info = world.step(reply.text)
-            steps.append((float(reward), reply))
-            if terminated or truncated:
-                break
-            told = _told(told + reply.raw if isinstance(told, str) else [*told, reply.message], observation)
         if "parts" in info:
             return info["parts"]
         for reward, reply in steps:

@@ -3,21 +3,23 @@
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 
-from recjax.config import RolloutConfig
+from recjax.config import Config
+from recjax.experience.group import Completion, Group, Row
+from recjax.experience.store import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-
-Prompt = str | list[dict[str, str]]
+from recjax.rollout.collecting import problem_groups
+from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -46,49 +48,31 @@ class Address(NamedTuple):
     retries: int = 6
 
 
-class Answer(NamedTuple):
-    """A server's completion.
-
-    truncated: True if it reached the token limit.
-    prompt, tokens: ids in the policy's vocabulary, including the token that ended it; None: only text is known.
-    logprobs: log-prob of each token, in nats, under the distribution that sampled it; None: not known.
-    """
-
-    text: str
-    truncated: bool
-    prompt: list[int] | None = None
-    tokens: list[int] | None = None
-    logprobs: list[float] | None = None
-
-
-class RemoteEngine:
+class RemoteEngine(contextlib.AbstractContextManager):
     """A server that samples completions; a context."""
 
-    def __init__(self, address: Address, policy: Policy, rollout: RolloutConfig):
+    def __init__(self, address: Address, policy: Policy, config: Config):
         """Connects to the server and requests its list of models.
 
         Args:
             policy: policy whose tokenizer decides if the server's token ids belong to the same vocabulary.
-            rollout: sampling distribution and length limits.
+            config: sampling distribution, length limits and template variables.
         Raises:
             ValueError: the server does not answer, or lacks the model.
         """
-        self._address, self._policy, self._rollout = address, policy, rollout
+        self._address, self._policy, self._rollout = address, policy, config.rollout
+        self._template = config.model.chat_template_kwargs
         base = address.url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
         self._place, self._gives_ids, self._warned = base, True, set()
-        self.left_out, self.missing, self._counting = Counter(), 0, threading.Lock()
+        self.left_out, self.missing = Counter(), 0
         self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
         try:
             self.model = self._chosen_model()
         except BaseException:
             self.__exit__()
             raise
-
-    def __enter__(self) -> "RemoteEngine":
-        """Returns itself; the constructor has already connected."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests, then logs how many replies were skipped, by reason."""
@@ -99,90 +83,93 @@ class RemoteEngine:
             logger.warning(words, self._place, self.left_out.total(), counts, self.missing)
         self._client.close()
 
-    def answers(
-        self, prompts: Sequence[Prompt], seed: int, templates: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[list[Answer]]:
-        """Returns `rollout.group_size` answers to each prompt; fewer if the server keeps sending unusable replies.
+    def sample_groups(self, problems: Sequence[Problem], seed: int, *, name: str, source: str) -> list[Group]:
+        """A group for each problem, with `rollout.group_size` completions without grades.
 
-        `left_out` counts unusable replies by reason, and `missing` counts the missing answers.
+        A group has fewer completions if the server keeps sending unusable replies. `left_out` counts unusable replies
+        by reason, and `missing` counts the missing completions.
 
-        Answers have tokens and log-probs only if the server sends them and they certainly belong to the policy's
-        vocabulary. Otherwise answers have only text.
+        Completions have rows only if the server sends tokens and they certainly belong to the policy's vocabulary.
+        Otherwise they have only text.
 
         Args:
-            prompts: texts, or messages of chats.
-            seed: seed of the answers; servers that use seeds then repeat their answers.
-            templates: variables of the chat template for each chat prompt, including `tools`.
+            seed: seed of the completions; servers that use seeds then repeat their completions.
+            name, source: see `collecting.sample_groups`.
         Raises:
             ValueError: the server refuses, or does not answer after all retries.
         """
-        of_prompts = enumerate(zip(prompts, templates or [{}] * len(prompts), strict=True))
         asked = [
-            self._threads.submit(self._answers, prompt, template, seed + place)
-            for place, (prompt, template) in of_prompts
+            self._threads.submit(self._completions, problem, seed + place, source)
+            for place, problem in enumerate(problems)
         ]
         try:
-            return [future.result() for future in asked]
+            replies = [future.result() for future in asked]
         finally:
             for future in asked:
                 future.cancel()
+        for completions, wrong in replies:
+            self.left_out.update(wrong)
+            self.missing += self._rollout.group_size - len(completions)
+        return problem_groups(name, problems, [completions for completions, _ in replies])
 
     # --- Requests.
 
-    def _answers(self, prompt: Prompt, template: Mapping[str, Any], seed: int) -> list[Answer]:
-        found: list[Answer] = []
-        asked, retries = 0, self._address.retries
+    def _completions(self, problem: Problem, seed: int, source: str) -> tuple[list[Completion], list[str]]:
+        """Completions of a problem, still without ids, and the reasons why other replies are unusable."""
+        found, unusable, asked, retries = [], [], 0, self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers always send a single choice, for any n.
-            reply = self._reply(self._body(prompt, template, size - len(found), seed + asked))
+            reply = self._reply(self._body(problem, size - len(found), seed + asked))
             choices = reply.get("choices")
             if not choices:
                 raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
             choices = choices[: size - len(found)]
             wrong = [_wrong_with(choice) for choice in choices]
-            found += [self._answer(reply, choice) for choice, why in zip(choices, wrong, strict=True) if why is None]
+            for choice in (choice for choice, why in zip(choices, wrong, strict=True) if why is None):
+                text = choice["message"]["content"] if "message" in choice else choice["text"]
+                found.append(
+                    Completion(
+                        id="",
+                        source=source,
+                        text=text,
+                        rows=self._rows(reply, choice, text),
+                        sampling=self._rollout.sampling(),
+                        policy_version=None,
+                        truncated=choice["finish_reason"] in _CUT,
+                        metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
+                    )
+                )
             asked += len(choices)
             retries -= any(wrong)
-            with self._counting:
-                self.left_out.update(filter(None, wrong))
-        with self._counting:
-            self.missing += size - len(found)
-        # All answers to a prompt need tokens, or none: answers with tokens and text answers have no common prompt.
-        return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
+            unusable += filter(None, wrong)
+        # All completions of a prompt need tokens, or none: otherwise they would have no common prompt.
+        if not all(one.rows for one in found):
+            found = [one._replace(rows=()) for one in found]
+        return found, unusable
 
-    def _body(self, prompt: Prompt, template: Mapping[str, Any], count: int, seed: int) -> dict[str, Any]:
-        rollout, chat = self._rollout, not isinstance(prompt, str)
-        body: dict[str, Any] = {
-            "model": self.model,
-            "n": count,
-            "seed": seed,
-            "max_tokens": rollout.max_completion_tokens,
-        }
-        body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        body |= {"top_k": rollout.top_k} if rollout.top_k else {}
-        body |= {"min_p": rollout.min_p} if rollout.min_p else {}
-        body |= {"stop": list(rollout.stop)} if rollout.stop else {}
-        if not chat:
-            return body | {"prompt": prompt}
-        variables = {name: value for name, value in template.items() if name != "tools"}
-        body |= {"tools": template["tools"]} if "tools" in template else {}
-        body |= {"chat_template_kwargs": variables} if variables else {}
-        return body | {"messages": prompt}
+    def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
+        rollout, template = self._rollout, dict(self._template) | dict(problem.template)
+        fields = {"model": self.model, "n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens}
+        fields |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        optional = {"top_k": rollout.top_k, "min_p": rollout.min_p, "stop": list(rollout.stop)}
+        if isinstance(problem.prompt, str):
+            fields["prompt"] = problem.prompt
+        else:
+            fields["messages"] = list(problem.prompt)
+            optional |= {"tools": template.pop("tools", None), "chat_template_kwargs": template}
+        return fields | {name: value for name, value in optional.items() if value}
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the reply to a request, with token ids and log-probs if the server supports them."""
         path = "chat/completions" if "messages" in body else "completions"
-        if self._gives_ids:
-            extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True}
-            reply = self._sent("POST", path, body | extra)
-            if reply.status_code not in (400, 422):
-                return self._read(reply)
-            plain = self._sent("POST", path, body)
-            if plain.is_success and self._gives_ids:  # the server refused only the extra fields
+        extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True} if self._gives_ids else {}
+        reply = self._sent("POST", path, body | extra)
+        if extra and reply.status_code in (400, 422):
+            reply = self._sent("POST", path, body)
+            if reply.is_success and self._gives_ids:  # the server refused only the extra fields
                 self._gives_ids = False
                 self._warn("ids", "the server does not support return_token_ids, so the store gets only texts")
-            return self._read(plain)
-        return self._read(self._sent("POST", path, body))
+        return self._read(reply)
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Sends a request, with retries after temporary failures, and returns the response."""
@@ -190,9 +177,9 @@ class RemoteEngine:
         for left in range(tries, -1, -1):
             try:
                 reply = self._client.request(method, path, json=body)
-                failure = f"answers with status {reply.status_code}: {_words(reply)}"
                 if reply.status_code not in _PASSING:
                     return reply
+                failure = f"answers with status {reply.status_code}: {_error(reply)[0]}"
                 asked = reply.headers.get("retry-after", "")
                 wait = max(wait, float(asked)) if asked.isdecimal() else wait
             except httpx.UnsupportedProtocol as error:
@@ -209,10 +196,9 @@ class RemoteEngine:
         )
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
-        words = _words(reply)
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if reply.status_code == 400 and reply.json()["error"]["code"] == "content_filter":  # Azure refuses a prompt
-                return {"choices": [{"finish_reason": "content_filter"}]}
+        words, code = _error(reply)
+        if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
+            return {"choices": [{"finish_reason": code}]}
         if reply.status_code in (401, 403):
             raise ValueError(f"{self._place} refuses the request ({words}); give --api_key_file, a file with one key")
         if not reply.is_success:
@@ -241,31 +227,29 @@ class RemoteEngine:
 
     # --- Replies.
 
-    def _answer(self, reply: dict[str, Any], choice: dict[str, Any]) -> Answer:
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        plain = Answer(text, choice["finish_reason"] in _CUT)
+    def _rows(self, reply: dict[str, Any], choice: dict[str, Any], text: str) -> tuple[Row, ...]:
+        """The row of a choice; none unless the server sends tokens that certainly belong to the policy's vocabulary."""
+        tokenizer, vocabulary = self._policy.tokenizer, self._policy.vocabulary
         prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
         if not tokens or not prompt:
             if self._gives_ids:
                 self._warn("none", "the server sends no token ids, so the store gets only texts")
-            return plain
-        if not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
+            return ()
+        is_known = all(isinstance(token, int) and 0 <= token < vocabulary for token in (*prompt, *tokens))
+        if is_known:
+            ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
+            said = text.strip().rstrip("\ufffd")
+            # Some servers include special tokens in the text; no server includes the stop string.
+            read = [
+                tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)
+            ]
+            is_known = any(one.startswith(said) if self._rollout.stop else one == said for one in read)
+        if not is_known:
             self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
-            return plain
-        return plain._replace(prompt=prompt, tokens=tokens, logprobs=self._logprobs(reply, choice, len(tokens)))
-
-    def _is_of_vocabulary(self, tokens: Sequence[int], text: str | None) -> bool:
-        """True if the policy's tokenizer decodes the ids to the text, if given, with or without the final token."""
-        tokenizer, vocabulary = self._policy.tokenizer, self._policy.decoder.config.vocab_size
-        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
-            return False
-        if text is None:
-            return True
-        ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
-        said = text.strip().rstrip("\ufffd")
-        # Some servers include special tokens in the text; no server includes the stop string.
-        read = [tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)]
-        return any(one.startswith(said) if self._rollout.stop else one == said for one in read)
+            return ()
+        logprobs = self._logprobs(reply, choice, len(tokens))
+        logprobs = logprobs and np.array(logprobs, np.float32)
+        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs),)
 
     def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
         """Log-probs under the distribution that sampled the tokens; None unless they certainly are of this kind."""
@@ -302,11 +286,12 @@ def _wrong_with(choice: dict[str, Any]) -> str | None:
     return None if isinstance(text, str) else "no text"
 
 
-def _words(reply: httpx.Response) -> str:
-    """A short form of the message in a response."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(reply.json()["error"]["message"])[:300]
-    return reply.text[:300]
+def _error(reply: httpx.Response) -> tuple[str, str | None]:
+    """The start of the message in a response, and the code of its error, if it has one."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        error = reply.json()["error"]
+        return str(error["message"])[:300], error.get("code")
+    return reply.text[:300], None
 
 
 def read_key(file: str | None) -> str | None:

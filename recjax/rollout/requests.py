@@ -1,6 +1,7 @@
 """Input and output of the engine: requests and completions."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,22 +35,19 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         ValueError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
+        leader, prefix = requests[place - place % (group_size or 1)], request.prefix
         if request.limit < 1:
             raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
-        if not len(request.prefix):
+        if not len(prefix):
             raise ValueError(f"request {place}: its prefix is empty; give at least one token, such as the BOS")
-        leader = requests[place - place % (group_size or 1)]
-        if leader.prefix is not request.prefix and not np.array_equal(leader.prefix, request.prefix):
+        if leader.prefix is not prefix and not np.array_equal(leader.prefix, prefix):
             raise ValueError(f"request {place}: its prefix differs from its group's; change group_size, or give None")
+        if leader is request and (prefix.min() < 0 or prefix.max() >= vocabulary):
+            wrong = prefix[(prefix < 0) | (prefix >= vocabulary)][0]
+            words = f"token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
+            raise ValueError(f"request {place}: {words}")
     if group_size and len(requests) % group_size:
         raise ValueError(f"{len(requests)} requests: not a multiple of group_size = {group_size}; change group_size")
-    tokens = np.concatenate([request.prefix for request in requests[:: group_size or 1]] or [[0]])
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-        place = next(place for place, request in enumerate(requests) if wrong in request.prefix)
-        raise ValueError(
-            f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
-        )
 
 
 class Weights(NamedTuple):
@@ -82,28 +80,34 @@ class Sampled(NamedTuple):
     truncated: bool
 
 
-class Admitted(NamedTuple):
-    """A request in line, or a batch of groups of `group_size`, which has the engine for itself; with tickets."""
-
-    requests: Sequence[Request]
-    tickets: Sequence[int]
-    group_size: int | None
-
-
-class Started(NamedTuple):
-    """A completion with its first token.
+@dataclasses.dataclass(eq=False)
+class EngineJob:
+    """A request in the engine, from its place in line to its completion.
 
     Attributes:
-        prompt: row of the keys and values of its prefix.
-        slot: slot that it takes if it continues the slot's contents, or if its batch has a slot for each completion.
+        rounds: tokens, log-probs and versions of each round so far.
+        row: row of the keys and values of its prefix, after they have been run.
+        slot: slot whose contents it continues; -1 for none. After its first token, also its slot if its batch has a
+            slot for each completion.
     """
 
     request: Request
     ticket: int
-    token: int
-    logprob: float
-    prompt: int
-    slot: int
+    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    row: int = 0
+    slot: int = -1
+
+    def sampled(self, stop_ids: Container[int]) -> Sampled:
+        """The completion so far; truncated if its last token does not end it."""
+        tokens, logprobs, versions = map(np.concatenate, zip(*self.rounds, strict=True))
+        return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids)
+
+
+class Admitted(NamedTuple):
+    """A request in line, or a batch of groups of `group_size`, which has the engine for itself."""
+
+    jobs: list[EngineJob]
+    group_size: int | None
 
 
 class Begun(NamedTuple):
@@ -113,22 +117,20 @@ class Begun(NamedTuple):
         cache: keys and values of the tokens that were run; each row has `lengths` tokens.
         continues: True if the tokens follow the contents of the completions' slots; False: they are whole prefixes.
         group_size: consecutive completions of each prompt in a batch; None: other requests.
-        version: policy version of the weights that ran the tokens.
-        weights: number of these weights.
+        current: True if the weights that ran the tokens are still the engine's.
     """
 
-    started: list[Started]
+    jobs: list[EngineJob]
     cache: tuple
     lengths: Int[np.ndarray, " prompts"]
     continues: bool
     group_size: int | None
-    version: int
-    weights: int
+    current: bool = True
 
 
-def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
-    """Groups places of requests by their distributions."""
+def by_sampling(jobs: Iterable[EngineJob]) -> dict[Sampling, Int[np.ndarray, " some"]]:
+    """Groups places of jobs by the distributions of their requests."""
     found: dict[Sampling, list[int]] = {}
-    for place, request in enumerate(requests):
-        found.setdefault(request.sampling, []).append(place)
+    for place, job in enumerate(jobs):
+        found.setdefault(job.request.sampling, []).append(place)
     return {sampling: np.array(places) for sampling, places in found.items()}

@@ -13,21 +13,21 @@ from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
 from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.requests import Begun, Request, Sampled, Started
+from recjax.rollout.requests import Begun, EngineJob, Sampled
 
 
 class SlotColumns(NamedTuple):
-    """The state of each slot. A free slot (ticket -1) still holds the tokens of its last completion.
+    """The state of each slot. A free slot still holds the tokens of its last completion.
 
     Attributes:
-        tickets: ticket of the completion that the slot samples; -1 if it is free.
+        live: True if the slot samples a completion.
+        jobs: latest EngineJob of the slot.
         lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.SlotState`.
         current: True if all keys and values of the slot come from the current weights.
-        requests: latest Request of the slot.
-        samples: tokens, log-probs and versions of the latest request, a list with an entry for each round.
     """
 
-    tickets: Int[np.ndarray, " slots"]
+    live: Bool[np.ndarray, " slots"]
+    jobs: np.ndarray
     lengths: Int[np.ndarray, " slots"]
     cached: Int[np.ndarray, " slots"]
     last: Int[np.ndarray, " slots"]
@@ -35,8 +35,6 @@ class SlotColumns(NamedTuple):
     limits: Int[np.ndarray, " slots"]
     keys: UInt32[np.ndarray, "slots words"]
     current: Bool[np.ndarray, " slots"]
-    requests: np.ndarray
-    samples: np.ndarray
 
 
 class Slots:
@@ -53,12 +51,17 @@ class Slots:
     @property
     def count(self) -> int:
         """The number of slots."""
-        return len(self.columns.tickets)
+        return len(self.columns.live)
 
     @property
     def live(self) -> Bool[np.ndarray, " slots"]:
         """True for slots in which a completion is being sampled."""
-        return self.columns.tickets >= 0
+        return self.columns.live
+
+    @property
+    def jobs(self) -> np.ndarray:
+        """The jobs of live slots, in the order of the slots."""
+        return self.columns.jobs[self.columns.live]
 
     @property
     def held(self) -> Int[np.ndarray, " slots"]:
@@ -94,7 +97,7 @@ class Slots:
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
         self.columns = SlotColumns(*(column[order] for column in self.columns))
-        self.columns.tickets[again], self.columns.current[again] = -1, False
+        self.columns.live[again], self.columns.current[again] = False, False
         self.memory = keys_values.gather_slots(self.memory, order.astype(np.int32), time=time)
 
     def resize(self, time: int) -> None:
@@ -109,19 +112,18 @@ class Slots:
 
     # --- Filling slots.
 
-    def seat(self, begun: Begun, count: int, time: int, current: bool) -> int:
+    def seat(self, begun: Begun, count: int, time: int) -> int:
         """Puts completions with their first token into free slots; returns how many found a slot.
 
         Args:
             count: number of slots to provide.
             time: room behind each prompt, if there are no slots yet.
-            current: True if the tokens were run with the current weights.
         """
-        started, cache, lengths, group_size = begun.started, begun.cache, begun.lengths, begun.group_size
-        places = np.array([one.slot for one in started], int)
+        jobs, cache, lengths, group_size = begun.jobs, begun.cache, begun.lengths, begun.group_size
+        places = np.array([job.slot for job in jobs], int)
         if begun.continues:
-            self._copy("later", cache, places, started, self.columns.cached[places])
-            self.columns.cached[places] += lengths[[one.prompt for one in started]]
+            self._copy("later", cache, places, jobs, self.columns.cached[places])
+            self.columns.cached[places] += lengths[[job.row for job in jobs]]
         elif self.memory is None and group_size and count == len(lengths) * group_size:
             # With a slot for every completion, each group reads a single copy of its prompt.
             self.columns = _columns(count)
@@ -131,17 +133,16 @@ class Slots:
             self._provide(count, cache, time)
             # Slots with the fewest useful tokens are reused first.
             free = np.flatnonzero(~self.live)
-            places = free[np.argsort(self.held[free], kind="stable")][: len(started)]
-            started = started[: len(places)]
-            self._copy("prompts", cache, places, started, 0)
-            self.columns.lengths[places], self.columns.cached[places] = lengths[[one.prompt for one in started]], 0
+            places = free[np.argsort(self.held[free], kind="stable")][: len(jobs)]
+            jobs = jobs[: len(places)]
+            self._copy("prompts", cache, places, jobs, 0)
+            self.columns.lengths[places], self.columns.cached[places] = lengths[[job.row for job in jobs]], 0
         columns = self.columns
-        columns.current[places], columns.counts[places] = current, 1
-        for place, one in zip(places, started, strict=True):
-            columns.requests[place], columns.tickets[place], columns.last[place] = one.request, one.ticket, one.token
-            columns.limits[place], columns.keys[place] = one.request.limit, one.request.key
-            columns.samples[place] = [_round_of(np.array([one.token]), np.array([one.logprob]), begun.version)]
-        return len(started)
+        columns.live[places], columns.current[places], columns.counts[places] = True, begun.current, 1
+        for place, job in zip(places, jobs, strict=True):
+            columns.jobs[place], columns.last[place] = job, job.rounds[0][0].item()
+            columns.limits[place], columns.keys[place] = job.request.limit, job.request.key
+        return len(jobs)
 
     def _provide(self, count: int, cache: tuple, time: int) -> None:
         """Provides at least `count` slots, each with room for its own prompt, as long as the prompts in `cache`."""
@@ -156,13 +157,13 @@ class Slots:
             self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
 
     def _copy(
-        self, part: str, cache: tuple, slots: np.ndarray, started: list[Started], tokens: np.ndarray | int
+        self, part: str, cache: tuple, slots: np.ndarray, jobs: list[EngineJob], tokens: np.ndarray | int
     ) -> None:
         """Copies rows of `cache` into a part of the memory of slots, behind the `tokens` that it holds there."""
-        if started:
+        if jobs:
             places = np.zeros((3, self.count), np.int32)
-            places[:, : len(started)] = np.broadcast_arrays(slots, [one.prompt for one in started], tokens)
-            copied = keys_values.put_started(getattr(self.memory, part), cache, places, np.int32(len(started)))
+            places[:, : len(jobs)] = np.broadcast_arrays(slots, [job.row for job in jobs], tokens)
+            copied = keys_values.put_started(getattr(self.memory, part), cache, places, np.int32(len(jobs)))
             self.memory = self.memory._replace(**{part: copied})
 
     # --- Sampling in slots.
@@ -186,65 +187,52 @@ class Slots:
         columns, counts = self.columns, np.where(mine, state.counts, 0)
         for slot in np.flatnonzero(mine):
             tokens, logprobs = state.tokens[slot, : counts[slot]], state.logprobs[slot, : counts[slot]]
-            columns.samples[slot].append(_round_of(tokens, logprobs, version))
+            columns.jobs[slot].rounds.append((tokens, logprobs, np.full(len(tokens), version, np.int32)))
         columns.counts[:] += counts
         columns.cached[:] = np.minimum(columns.cached + counts, self.time)
         columns.last[mine] = state.last[mine]
 
     def free(self, tickets: Container[int]) -> None:
         """Frees the slots of the given tickets."""
-        self.columns.tickets[[ticket in tickets for ticket in self.columns.tickets.tolist()]] = -1
-
-    def so_far(self, tickets: Container[int]) -> dict[int, Sampled]:
-        """Tokens that live slots have sampled so far, by ticket."""
-        slots = [slot for slot in np.flatnonzero(self.live) if self.columns.tickets[slot] in tickets]
-        return {int(self.columns.tickets[slot]): Sampled(*self._sampled(slot), truncated=True) for slot in slots}
-
-    def _sampled(self, slot: int | np.integer) -> list[np.ndarray]:
-        """A slot's tokens, their log-probs and versions."""
-        return [np.concatenate(parts) for parts in zip(*self.columns.samples[slot], strict=True)]
+        self.columns.live[self.live] = [job.ticket not in tickets for job in self.jobs]
 
     def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
         """Frees slots and returns their completions by ticket."""
-        finished, columns = {}, self.columns
-        for slot in ended:
-            whole = tokens, _, _ = self._sampled(slot)
-            columns.samples[slot] = [whole]
-            finished[int(columns.tickets[slot])] = Sampled(*whole, bool(tokens[-1] not in stop_ids))
-        columns.tickets[ended] = -1
+        finished = {}
+        for job in self.columns.jobs[ended]:
+            finished[job.ticket] = done = job.sampled(stop_ids)
+            job.rounds = [done[:3]]
+        self.columns.live[ended] = False
         return finished
 
-    def continuations(self, requests: Sequence[Request]) -> Int[np.ndarray, " requests"]:
-        """The free slot that holds the longest beginning of each request's prefix; -1 if none does."""
+    def continue_slots(self, jobs: Sequence[EngineJob]) -> None:
+        """Gives each job the free slot that holds the longest beginning of its prefix, if there is one."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
-            tokens = np.concatenate([columns.requests[slot].prefix, self._sampled(slot)[0]])
+            job = columns.jobs[slot]
+            tokens = np.concatenate([job.request.prefix, *(tokens for tokens, *_ in job.rounds)])
             held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(slot)
-        sizes, slots = sorted({len(tokens) for tokens in held}, reverse=True), np.full(len(requests), -1, np.int32)
-        for place, request in enumerate(requests):
-            prefix = request.prefix.tobytes()
+        sizes = sorted({len(tokens) for tokens in held}, reverse=True)
+        for job in jobs:
+            prefix = job.request.prefix.tobytes()
             for size in sizes:
                 if size < len(prefix) and held.get(prefix[:size]):
-                    slots[place] = held[prefix[:size]].pop(0)
+                    job.slot = held[prefix[:size]].pop(0)
                     break
-        return slots
 
 
 def _columns(count: int) -> SlotColumns:
     """Columns of empty slots."""
     return SlotColumns(
-        *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
+        live=np.zeros(count, bool),
+        jobs=np.full(count, None),
+        lengths=np.ones(count, np.int32),
+        **{name: np.zeros(count, np.int32) for name in ("cached", "last", "counts", "limits")},
         keys=np.zeros((count, _key_words(jax.config.jax_default_prng_impl)), np.uint32),
         current=np.zeros(count, bool),
-        requests=np.full(count, None),
-        samples=np.full(count, None),
     )
 
 
 @functools.cache
 def _key_words(implementation: str) -> int:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).size
-
-
-def _round_of(tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tokens, logprobs, np.full(len(tokens), version, np.int32)

@@ -1,10 +1,16 @@
-"""Functions that a model may call, run in worker processes: a crash or a hang fails only its own call."""
+"""Functions that a model may call: calls as models write them, and worker processes that run them.
+
+A crash or a hang fails only its own call.
+"""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import pkgutil
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from recjax.tasks.grading.event_loop import finished
 from recjax.workers import CallFailed, Workers
@@ -12,7 +18,39 @@ from recjax.workers import CallFailed, Workers
 MOST_CHARACTERS = 20_000  # longer results are cut
 
 
-class Tools:
+# The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class Call(NamedTuple):
+    """A call that a model has written; `error` explains an invalid call."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+def parsed_calls(text: str) -> list[Call]:
+    """The calls in a reply, in order; text between the tags that is not a valid call gives a call with an error."""
+    calls = []
+    for written in CALL.findall(text):
+        try:
+            parsed = json.loads(written)
+        except (ValueError, RecursionError) as error:
+            calls.append(Call("", {}, f"this is not JSON: {error}"))
+            continue
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+                calls.append(Call("", {}, 'a call is {"name": …, "arguments": {…}}'))
+                continue
+            arguments = call.get("arguments", call.get("parameters", {}))
+            is_object = isinstance(arguments, dict)
+            problem = None if is_object else "arguments must be an object"
+            calls.append(Call(call["name"], arguments if is_object else {}, problem))
+    return calls
+
+
+class Tools(contextlib.AbstractContextManager):
     """Tools by name; a context that holds the worker processes, which start with the first call.
 
     A call returns the text of an error if it takes longer than `seconds`, kills its worker, raises, or names no known
@@ -40,22 +78,20 @@ class Tools:
         self._functions = dict(zip(names, functions.items(), strict=True))
         self._workers = Workers(workers, seconds)
 
-    def __enter__(self) -> "Tools":
-        """Returns itself; the first call starts the processes."""
-        return self
-
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, even during a call."""
         self._workers.__exit__()
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def answer(self, call: Call) -> str:
         """Returns a call's result as text: strings unchanged, other values as JSON; or "error: " and the problem."""
-        if name not in self._functions:
-            return f"error: there is no tool {name!r}; there are {', '.join(self._functions)}"
-        import_name, function = self._functions[name]
+        if call.error is not None:
+            return f"error: {call.error}"
+        if call.name not in self._functions:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self._functions)}"
+        import_name, function = self._functions[call.name]
         try:
-            inspect.signature(function).bind(**arguments)
-            return await asyncio.wrap_future(self._workers.call(_called, import_name, arguments))
+            inspect.signature(function).bind(**call.arguments)
+            return await asyncio.wrap_future(self._workers.call(_called, import_name, call.arguments))
         except (TypeError, CallFailed, RuntimeError) as error:
             return f"error: {error}"
 

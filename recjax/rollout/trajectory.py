@@ -22,25 +22,25 @@ class Trajectory:
         row: prompt a a a            turn 1 has sampled a a a
         turn 2: prompt a a a t t  →  b b
         row: prompt a a a t t b b,  mask after the prompt: 1 1 1 0 0 1 1
+
+    Attributes:
+        rows: the rows in order of their first turns.
+        turns: the completion of each turn.
+        ends: for each turn, its row, and where it ends among the row's tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         """Creates a trajectory without turns."""
         self._tokenizer = tokenizer
-        self._rows: list[Row] = []
         self._texts: list[str | None] = []  # texts of whole rows; None if the prompt was given as tokens
+        self.rows: tuple[Row, ...] = ()
         self.turns: list[Sampled] = []
-        self.ends: list[tuple[int, int]] = []  # for each turn: its row, and where it ends among the row's tokens
+        self.ends: list[tuple[int, int]] = []
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows in order of their first turns."""
-        return tuple(self._rows)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version of the weights that sampled any of its tokens."""
-        return min(int(turn.versions.min()) for turn in self.turns)
+    def oldest_version(self) -> int | None:
+        """The oldest version of the weights that sampled any of its tokens; None without turns."""
+        return min((int(turn.versions.min()) for turn in self.turns), default=None)
 
     @property
     def version_runs(self) -> tuple[tuple[int, int], ...]:
@@ -51,7 +51,7 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         """True if the last turn reached a limit."""
-        return self.turns[-1].truncated
+        return bool(self.turns) and self.turns[-1].truncated
 
     def tokens_of(self, text: str, rendered: bool = False) -> Int[np.ndarray, " time"]:
         """Tokenizes a prompt. If it begins with a row's text, the row's tokens stay and only new text is tokenized.
@@ -66,7 +66,7 @@ class Trajectory:
             return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
         place = max(places, key=lambda place: len(self._texts[place]))
         rest = text[len(self._texts[place]) :]
-        before = np.concatenate(_parts(self._rows[place]))
+        before = _tokens(self.rows[place])
         more = encode_after(self._tokenizer, before, rest, "prompt") if rest else []
         return np.concatenate([before, np.array(more, np.int32)])
 
@@ -78,30 +78,52 @@ class Trajectory:
             text: text of the prompt, if the prompt was given as text.
         """
         self.turns.append(sampled)
-        whole = [np.concatenate(_parts(row)) for row in self._rows]
-        places = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
-        ones = np.ones(len(sampled.tokens), bool)
-        if places:
-            place = max(places, key=lambda place: len(whole[place]))
-            row, between = self._rows[place], prompt[len(whole[place]) :]
-            self._rows[place] = Row(
-                row.prompt_tokens,
-                np.concatenate([row.tokens, between, sampled.tokens]),
-                np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
-                np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
-            )
-        else:
-            place = len(self._rows)
-            self._rows.append(Row(prompt, sampled.tokens, ones, sampled.logprobs))
-            self._texts.append(None)
-        self.ends.append((place, len(self._rows[place].tokens)))
+        whole, ones = list(map(_tokens, self.rows)), np.ones(len(sampled.tokens), bool)
+        begun = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
+        place = max(begun, key=lambda place: len(whole[place]), default=len(whole))
+        row = self.rows[place] if begun else Row(prompt, sampled.tokens[:0], ones[:0], sampled.logprobs[:0])
+        between = prompt[len(row.prompt_tokens) + len(row.tokens) :]
+        row = Row(
+            row.prompt_tokens,
+            np.concatenate([row.tokens, between, sampled.tokens], dtype=np.int32),
+            np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
+            np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
+        )
+        self.rows = *self.rows[:place], row, *self.rows[place + 1 :]
+        self.ends.append((place, len(row.tokens)))
         written = decode_after(self._tokenizer, prompt, sampled.tokens)
-        self._texts[place] = None if text is None else text + written
+        self._texts[place : place + 1] = [None if text is None else text + written]
         return written
 
 
-def _parts(row: Row) -> Sequence[np.ndarray]:
-    return row.prompt_tokens, row.tokens
+def _tokens(row: Row) -> Int[np.ndarray, " time"]:
+    return np.concatenate([row.prompt_tokens, row.tokens])
+
+
+def said(sampled: Sampled, tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]) -> str:
+    """The text of a completion of a prompt, without the token that ended it."""
+    return decode_after(tokenizer, prompt, sampled.tokens if sampled.truncated else sampled.tokens[:-1])
+
+
+def up_to_stop(
+    sampled: Sampled, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]
+) -> tuple[Sampled, str, bool]:
+    """Cuts a completion after its first stop string. Returns it, its text before the string, and True if one was found.
+
+    The completion keeps its sampled tokens up to the token that completes the string.
+
+    Args:
+        prompt: tokens before the completion.
+    """
+    text = said(sampled, tokenizer, prompt)
+    if not any(end in text for end in stop):
+        return sampled, text, False
+    for count in range(1, len(sampled.tokens) + 1):
+        text = decode_after(tokenizer, prompt, sampled.tokens[:count])
+        if found := [text.index(end) for end in stop if end in text]:
+            kept = Sampled(*(column[:count] for column in sampled[:3]), truncated=False)
+            return kept, text[: min(found)], True
+    return sampled, text, False
 
 
 def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.hub.tokenizers import token_bytes
-from recjax.rollout.named_agents import CALL, parsed_calls
 from recjax.rollout.requests import Sampled
+from recjax.rollout.tools import CALL, parsed_calls
 from recjax.serving.bodies import Asked
 from recjax.serving.sampler import Piece
 

@@ -13,7 +13,7 @@ from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
-from recjax.rollout.stops import up_to_stop
+from recjax.rollout.trajectory import up_to_stop
 from recjax.serving.refusals import Refused
 
 

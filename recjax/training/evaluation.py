@@ -17,8 +17,7 @@ from recjax.experience.group import Group
 from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
-from recjax.rollout.agent_trials import MISTAKES
-from recjax.rollout.agents import Agents
+from recjax.rollout.agents import MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of

@@ -24,7 +24,7 @@ from recjax.experience.store import Store
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.plots.training import draw_experience, draw_training
-from recjax.rollout import agent_trials
+from recjax.rollout.agents import AGENT_FAILURES
 from recjax.tasks.grading.pool import FAILURES
 from recjax.training import checkpoint, kept_samples, schedule
 from recjax.training.evaluation import samples_as_markdown, write_samples
@@ -229,7 +229,7 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     if run.samples:
         failures["grading"] = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
     if run.agents:
-        failures["agent"] = agent_trials.FAILURES
+        failures["agent"] = AGENT_FAILURES
     for of, reasons in failures.items():
         names = {reason: f"ungraded/{reason}" for reason in reasons}
         logged |= {f"{of}/{reason}": queue.counts[name] - before.counts[name] for reason, name in names.items()}

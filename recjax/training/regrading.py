@@ -13,7 +13,7 @@ from recjax.experience.store import problem_text
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt
 from recjax.files import read_sealed, write_sealed
-from recjax.rollout.agent_grades import with_counts
+from recjax.rollout.agents import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Answered

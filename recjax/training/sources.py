@@ -29,7 +29,6 @@ from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
-from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.generators import Generators
@@ -142,7 +141,7 @@ def sample_batch(
     prefix: str = "",
     source: str = "policy",
     newer: Callable[[], Weights | None] | None = None,
-) -> tuple[list[Group], Grades | AgentGrades]:
+) -> tuple[list[Group], Grades]:
     """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
     Args:

@@ -2,9 +2,18 @@
 
 import numpy as np
 
-from recjax.rollout.collecting import row_keys, sample_completions
+from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Request
 from tests.rollout.reference_sampler import Completions
+
+
+def sample_completions(engine, prompts, mask, keys, group_size, max_tokens, sampling):
+    """Completions of right-padded prompts, as a batch of an engine that has no other requests."""
+    prefixes = [tokens[real] for tokens, real in zip(prompts, mask, strict=True)]
+    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
+    tickets, finished = engine.admit(requests, group_size), engine.drain()
+    return [finished[ticket] for ticket in tickets]
 
 
 def engine_completions(

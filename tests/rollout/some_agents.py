@@ -162,7 +162,7 @@ async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
             await asyncio.Event().wait()
         case "overruns":
             # Its clock stands still while it waits for the policy, so its time is ended from outside.
-            asyncio.get_running_loop().call_later(0.02, policy._at_work.__self__.end, "timeout")
+            asyncio.get_running_loop().call_later(0.02, policy.clock.reschedule, 0)
             await ask_long()
     return 0.5
 

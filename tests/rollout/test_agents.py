@@ -23,15 +23,14 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
-from recjax.rollout.agent_trials import FAILURES
-from recjax.rollout.agents import Agents
+from recjax.rollout.agent_policy import AgentPolicy
+from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.named_agents import Call, environment_agent, parsed_calls
+from recjax.rollout.named_agents import environment_agent
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import Tools
+from recjax.rollout.tools import Call, Tools, parsed_calls
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
@@ -100,16 +99,20 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     post = tokenizers.processors.TemplateProcessing(single="~ $A", special_tokens=begin)
     tokenizer.backend_tokenizer.post_processor = post
     chat = [{"role": "user", "content": "hi"}]
-    key = np.zeros(2, np.uint32)
-    asker = AgentPolicy(live, policy, Sampling(), AgentLimits(5, 90, 9), lambda turn: key, lambda waits: None)
-    reply = asyncio.run(asker.chat(chat))
-    asyncio.run(asker.chat([*chat, reply.message, *chat]))
-    asyncio.run(asker.complete("hi"))
-    asyncio.run(asker.complete("[user:ho[assistant:", rendered=True))
+    asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
+
+    async def replied(asked):
+        async with asyncio.timeout(60) as asker.clock:
+            return await asked
+
+    reply = asyncio.run(replied(asker.chat(chat)))
+    asyncio.run(replied(asker.chat([*chat, reply.message, *chat])))
+    asyncio.run(replied(asker.complete("hi")))
+    asyncio.run(replied(asker.complete("[user:ho[assistant:", rendered=True)))
     tokenizer.add_tokens(["<extra>"])
     for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
         with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
-            asyncio.run(ask)
+            asyncio.run(replied(ask))
     rendered = tokenizer.apply_chat_template(chat, return_dict=False)
     assert live.asked[0] == rendered and rendered[0] != tokenizer.bos_token_id
     assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]
@@ -132,7 +135,7 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
     policy.tokenizer.chat_template = THINKS
     seen = []
     monkeypatch.setattr(Grading, "submit", lambda self, asked: seen.extend(asked) or Future())
-    monkeypatch.setattr(agents.AgentGrades, "result", lambda self: [])
+    monkeypatch.setattr(agents.Grades, "result", lambda self: [])
     sampled(config, policy, params)
     assert [one.opening for one in seen] == [opening] * 6
 
@@ -297,7 +300,7 @@ def test_failing_agents_cost_themselves_alone(made):
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]
     groups, grades = sampled(*parts, asked, group_size=1)
     assert [grade.failure for grade in grades] == ["none", *DOES.values(), "none"]
-    assert {*DOES.values()} == {*FAILURES}
+    assert {*DOES.values()} == {*AGENT_FAILURES}
     assert [grade.reward for grade in grades] == [0.5, *[None] * len(DOES), 0.5]
     alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
@@ -554,12 +557,12 @@ def test_tools_run_in_processes_of_their_own():
 
     async def main(tools):
         calls = [
-            tools.call("sleep", {"seconds": 60}),
-            tools.call("add", {"a": 2, "b": 3}),
-            tools.call("die", {}),
-            tools.call("fail", {"text": "so it is"}),
-            tools.call("add", {"a": 1, "b": 2, "c": 1}),
-            tools.call("multiply", {}),
+            tools.answer(Call("sleep", {"seconds": 60})),
+            tools.answer(Call("add", {"a": 2, "b": 3})),
+            tools.answer(Call("die", {})),
+            tools.answer(Call("fail", {"text": "so it is"})),
+            tools.answer(Call("add", {"a": 1, "b": 2, "c": 1})),
+            tools.answer(Call("multiply", {})),
         ]
         return await asyncio.gather(*calls)
 
@@ -582,15 +585,15 @@ def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
     }  # fmt: skip
 
     async def main(tools):
-        await tools.call("add", {"a": 0, "b": 0})  # the workers have started
+        await tools.answer(Call("add", {"a": 0, "b": 0}))  # the workers have started
         began = time.monotonic()
         calls = [
-            tools.call("sleep", {"seconds": 1.0}),
-            *(tools.call("give", {"what": what}) for what in given),
-            tools.call("refuse", {"text": "no"}),
-            tools.call("refuse_later", {"text": "not now"}),
-            *(tools.call("wait", {"seconds": 0.01}) for _ in range(4)),
-            tools.call("add", {"a": 2, "b": 3}),
+            tools.answer(Call("sleep", {"seconds": 1.0})),
+            *(tools.answer(Call("give", {"what": what})) for what in given),
+            tools.answer(Call("refuse", {"text": "no"})),
+            tools.answer(Call("refuse_later", {"text": "not now"})),
+            *(tools.answer(Call("wait", {"seconds": 0.01})) for _ in range(4)),
+            tools.answer(Call("add", {"a": 2, "b": 3})),
         ]
         return await asyncio.gather(*calls), time.monotonic() - began
 

@@ -17,7 +17,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import collecting, decoding, keys_values, plan
-from recjax.rollout.collecting import row_keys, sample_completions, sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
@@ -25,6 +25,7 @@ from recjax.tasks.prompts import Prompts, encode_problems
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
+from tests.rollout.padded import sample_completions
 from tests.rollout.reference_sampler import sample
 
 SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
@@ -246,8 +247,8 @@ def test_texts_of_a_batch_go_on_where_their_prompts_end(monkeypatch):
     tokens = [tokenizer.convert_tokens_to_ids(pieces) for pieces in (["▁42"], ["42"], ["4", "</s>"], ["▁Yes"])]
     kinds = np.float32, np.int32
     done = [Sampled(np.int32(ids), *(np.zeros(len(ids), kind) for kind in kinds), ids[-1] != 2) for ids in tokens]
-    monkeypatch.setattr(collecting, "Engine", mock.MagicMock())
-    monkeypatch.setattr(collecting, "sample_completions", lambda *_: done)
+    engine = mock.MagicMock(admit=lambda *_: range(4), drain=lambda: dict(enumerate(done)))
+    monkeypatch.setattr(collecting, "Engine", lambda *_, **__: engine)
     asked = encode_problems([Problem("x=", "4"), Problem("x", "4")], tokenizer, None)
     keys, names = row_keys(jax.random.key(1), 4), {"name": "batch", "source": "policy", "version": 3}
     policy = Policy(Decoder(PLAIN), tokenizer, (2,))

@@ -83,17 +83,22 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
             np.testing.assert_array_equal(found, leaf.astype(np.float32))
 
 
+def jobs_of(some):
+    """The job of each slot; None where the slot is free."""
+    return [job if live else None for job, live in zip(some.columns.jobs, some.live, strict=True)]
+
+
 @pytest.mark.slow
 def test_slots_stay_on_their_devices(monkeypatch):
     cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
     some = slots.Slots()
-    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1, 0, 0), 8, 4, True)
-    some.columns.tickets[:] = [-1, 1, -1, -1, 4, -1, -1, 7]
+    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1), 8, 4)
+    some.columns.live[[1, 4, 7]], some.columns.jobs[:] = True, range(8)
     monkeypatch.setattr(slots, "row_shards", lambda: 2)
     assert some.fewest == 4  # one device has two live ones
     some.change_number(4, 4)
-    assert some.columns.tickets.tolist() == [1, -1, 4, 7]
+    assert jobs_of(some) == [1, None, 4, 7]
     assert some.memory.prompts[0].ravel().tolist() == [1, 0, 4, 7]
     some.change_number(8, 4)
-    assert some.columns.tickets.tolist() == [1, -1, -1, -1, 4, 7, -1, -1]
+    assert jobs_of(some) == [1, None, None, None, 4, 7, None, None]
     assert some.memory.prompts[0].ravel().tolist() == [1, 0, 1, 0, 4, 7, 4, 7]
