@@ -26,7 +26,6 @@ from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar, start
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
@@ -47,7 +46,6 @@ FLAGS = flags.FLAGS
 @command
 def main(argv: list[str]) -> None:
     """Evaluates the policy, writes the folder and prints the numbers."""
-    prepare_host_memory()
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)

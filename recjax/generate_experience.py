@@ -30,7 +30,6 @@ from recjax.console import command, define_process_flags, start
 from recjax.experience.group import Completion, Group, Row
 from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
@@ -264,7 +263,6 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, generates the rows and prints the store's size."""
-    prepare_host_memory()
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):
