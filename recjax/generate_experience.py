@@ -12,9 +12,10 @@ interrupted, run it again: it writes the missing rows. A larger --steps adds row
 each gets the same command; see docs/devices.md.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.experience.group import Completion, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of, store_name
+from recjax.experience.store import CHAT_TEMPLATE, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
-from recjax.hub.policy import Policy, policy_alone
+from recjax.hub.policy import policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.rollout.collecting import Grades, with_grades
@@ -39,7 +41,7 @@ from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
-from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
+from recjax.tasks.prompts import batch_indices, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.rounds import sample_batch
@@ -62,41 +64,20 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     Raises:
         ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
-    known, model, name = known_ids(place), config.model, None
+    model, name = config.model, None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         digest = _name(config, None, 0)
-        dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+        dates = (row[len(digest) + 1 :].partition("/")[0] for row in known_ids(place) if row.startswith(f"{digest}-"))
         chat_date = min(dates, default=date.today().isoformat())
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
         name = f"{digest}-{chat_date}"
     sampler, params, version = _sampler(config, run, step)
     name = name or _name(config, run, version)
-    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
-    missing = [number for number in range(1, steps + 1) if number not in done]
-    hosts.wait_for_all("looked into the store")
     tokenizer = tokenizer_name(sampler.policy.tokenizer)
-    with sampler.grading, step_bar("generate", steps, initial=steps - len(missing)) as bar:
-
-        def keep(groups: list[Group], grades: Grades) -> None:
-            records = records_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
-            if hosts.is_first():
-                with Store(place, create=True) as store:
-                    store.append(records)
-            rewards = _rewards(records)
-            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
-            bar.update()
-
-        # Overlap the grading of a batch with the sampling of the next.
-        before = None
-        for number in missing:
-            sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
-            if before:
-                keep(*before)
-            before = sampled
-        if before:
-            keep(*before)
-    return len(missing)
+    with sampler.grading:
+        batch = functools.partial(sample_batch, sampler, params, version, prefix=f"{name}/", source=source)
+        return _fill(place, name, steps, tokenizer, batch)
 
 
 def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
@@ -108,34 +89,101 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
         ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
     _refuse_agents(config)
-    config, known = untrained(config), known_ids(place)
+    config = untrained(config)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    count = config.rollout.prompts_per_step
     with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
         name = _name(config, f"{engine.model} of a server", 0)
-        done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
-        missing = [number for number in range(1, steps + 1) if number not in done]
-        count = config.rollout.prompts_per_step
-        with step_bar("generate", steps, initial=steps - len(missing)) as bar:
-            for number in missing:
-                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
-                seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                common = config.model.chat_template_kwargs
-                templates = [{**common, **problem.template} for problem in asked.problems]
-                answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
-                records = _remote_records(
-                    config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
-                )
-                own = asked.take(np.repeat(np.arange(count), [*map(len, answers)]))
-                records = _graded(records, own, grading, policy)
-                if records:
-                    with Store(place, create=True) as store:
-                        store.append(records)
-                rewards = _rewards(records)
-                bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
-                bar.update()
+
+        def batch(number: int) -> tuple[list[Group], Grades | None]:
+            asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
+            seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
+            templates = [{**config.model.chat_template_kwargs, **problem.template} for problem in asked.problems]
+            answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
+            groups, answered = [], []
+            common = {"source": source or engine.model, "sampling": config.rollout.sampling()}
+            for index, (prompt, problem) in enumerate(zip(asked.texts, asked.problems, strict=True)):
+                completions = []
+                for answer in answers[index]:
+                    names = common | {"id": f"{name}/{number:06d}/{len(answered):05d}"}
+                    completion, to_grade = _read_answer(answer, prompt, problem, policy.tokenizer, **names)
+                    completions.append(completion)
+                    answered.append(to_grade)
+                if completions:
+                    tokens = completions[0].rows[0].prompt_tokens if completions[0].rows else np.zeros(0, np.int32)
+                    shown = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+                    group = f"{name}/{number:06d}/{index:05d}"
+                    groups.append(Group(group, tokens, tuple(completions), shown, problem.answer))
+            return groups, Grades(grading.submit(answered), len(answered)) if answered else None
+
+        return _fill(place, name, steps, tokenizer_name(policy.tokenizer), batch)
+
+
+def _read_answer(
+    answer: Answer, prompt: str, problem: Problem, tokenizer: PreTrainedTokenizerBase, **names: Any
+) -> tuple[Completion, Answered]:
+    """A server's answer as a completion, and for grading.
+
+    Args:
+        prompt: the problem's prompt as text; grading gets the prompt that the server's model saw, if it is known.
+        names: the completion's id, source and sampling distribution.
+    """
+    rows = ()
+    if answer.tokens is not None:
+        tokens, length = np.array(answer.tokens, np.int32), len(answer.tokens)
+        logprobs = answer.logprobs and np.array(answer.logprobs, np.float32)
+        rows = (Row(np.array(answer.prompt, np.int32), tokens, np.ones(length, bool), logprobs),)
+        prompt = tokenizer.decode(answer.prompt)
+    else:
+        try:
+            length = len(encode_after(tokenizer, (), answer.text))
+        except ValueError:
+            length = len(answer.text)  # text outside the vocabulary: counts characters
+    metadata = {CHAT_TEMPLATE: dict(problem.template)} if problem.template else {}
+    known = {"text": answer.text, "rows": rows, "policy_version": None, "truncated": answer.truncated}
+    completion = Completion(**names, **known, metadata=metadata)
+    return completion, Answered(prompt, answer.text, problem.answer, problem.columns, length)
+
+
+def _fill(
+    place: str | Path, name: str, steps: int, tokenizer: str, batch: Callable[[int], tuple[list[Group], Grades | None]]
+) -> int:
+    """Adds the batches 1 to `steps` that the store lacks; returns their number.
+
+    Args:
+        name: first part of the completions' ids, before the batch's number.
+        tokenizer: name of the tokens' vocabulary.
+        batch: samples a batch, by its number; returns its groups, and their grades if there are groups.
+    """
+    done = {int(row.split("/")[1]) for row in known_ids(place) if row.startswith(f"{name}/")}
+    missing = [number for number in range(1, steps + 1) if number not in done]
+    hosts.wait_for_all("looked into the store")
+    with step_bar("generate", steps, initial=steps - len(missing)) as bar:
+
+        def keep(groups: list[Group], grades: Grades | None) -> None:
+            groups = with_grades(groups, grades.result()) if grades else []
+            records = records_of(groups, tokenizer, datetime.now(UTC))
+            records = [record if record.completion.rows else record._replace(tokenizer=None) for record in records]
+            if records and hosts.is_first():
+                with Store(place, create=True) as store:
+                    store.append(records)
+            rewards = [record.completion.grade.reward for record in records]
+            rewards = [reward for reward in rewards if reward is not None]
+            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
+            bar.update()
+
+        # Overlap the grading of a batch with the sampling of the next.
+        before = None
+        for number in missing:
+            sampled = batch(number)
+            if before:
+                keep(*before)
+            before = sampled
+        if before:
+            keep(*before)
     return len(missing)
 
 
@@ -145,64 +193,6 @@ def known_ids(place: str | Path) -> Collection[str]:
         return ()
     with Store(place, create=True) as store:
         return store.numbers("id")
-
-
-def _rewards(records: Sequence[Record]) -> list[float]:
-    grades = [record.completion.grade for record in records]
-    return [grade.reward for grade in grades if grade and grade.reward is not None]
-
-
-def _remote_records(
-    config: Config, policy: Policy, problems: list[Problem], answers: list[list[Answer]], name: str, source: str
-) -> list[Record]:
-    """One completion per answer, without a reward."""
-    now, vocabulary, records = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
-    for place, (problem, own) in enumerate(zip(problems, answers, strict=True)):
-        for answer in own:
-            prompt, rows = np.zeros(0, np.int32), ()
-            if answer.tokens is not None:
-                prompt, tokens = np.array(answer.prompt, np.int32), np.array(answer.tokens, np.int32)
-                logprobs = answer.logprobs and np.array(answer.logprobs, np.float32)
-                rows = (Row(prompt, tokens, np.ones(len(tokens), bool), logprobs),)
-            completion = Completion(
-                id=f"{name}/{len(records):05d}",
-                source=source,
-                text=answer.text,
-                rows=rows,
-                sampling=config.rollout.sampling(),
-                policy_version=None,
-                truncated=answer.truncated,
-                metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
-            )
-            asked = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-            group = Group(f"{name}/{place:05d}", prompt, (completion,), asked, problem.answer)
-            records.append(Record(group, now, vocabulary if rows else None))
-    return records
-
-
-def _graded(records: list[Record], own: Prompts, grading: Grading, policy: Policy) -> list[Record]:
-    """Adds the task's rewards to the completions.
-
-    Args:
-        own: prompts of the completions, one for each.
-    """
-    if not records:
-        return []
-    answered = []
-    for prompt, problem, record in zip(own.texts, own.problems, records, strict=True):
-        one = record.completion
-        if one.rows:
-            prompt = policy.tokenizer.decode(one.rows[0].prompt_tokens)  # the prompt that the server's model saw
-            length = len(one.rows[0].tokens)
-        else:
-            try:
-                length = len(encode_after(policy.tokenizer, (), one.text))
-            except ValueError:
-                length = len(one.text)  # text outside the vocabulary: counts characters
-        answered.append(Answered(prompt, one.text, problem.answer, problem.columns, length))
-    grades = Grades(grading.submit(answered), len(records)).result()
-    groups = with_grades([record.group for record in records], grades)
-    return [record._replace(group=group) for record, group in zip(records, groups, strict=True)]
 
 
 def _refuse_agents(config: Config) -> None:

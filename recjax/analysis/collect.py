@@ -38,14 +38,10 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     Raises:
         ValueError: none of the runs has metrics yet.
     """
-    table = _joined([(run.settings, Path(run.config.output)) for run in runs])
-    if table is None:
-        raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
-    return table
+    return _joined([(run.settings, Path(run.config.output)) for run in runs])
 
 
-def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | None:
-    """The table of run folders, each with its settings; None if no folder has metrics."""
+def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
     tables = []
     for settings, folder in folders:
         if rows := read_metrics(folder / "metrics.jsonl"):
@@ -57,7 +53,9 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | No
             evaluated = evaluated.dropna(how="all").groupby(table["step"]).mean()
             table = windows.join(evaluated, how="outer").reset_index()
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
-    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32")) if tables else None
+    if not tables:
+        raise ValueError(f"{folders[0][1]}: no metrics yet; start the run, or wait for its first evaluation")
+    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
 
 
 def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
@@ -69,12 +67,7 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
             raise ValueError(f"{str(folder)!r} has no metrics.jsonl; name folders of runs that have started")
-    table = _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
-    if table is None:
-        raise ValueError(
-            f"{', '.join(map(str, folders))}: no metrics yet; wait for the evaluation before the first step"
-        )
-    return table
+    return _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
