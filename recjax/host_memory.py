@@ -55,8 +55,11 @@ def with_tunables(given: str) -> str:
 
 
 def has_glibc() -> bool:
-    """True with glibc 2.33 or later."""
-    return hasattr(ctypes.CDLL(None), "mallinfo2")
+    """True if this process's malloc is that of glibc 2.33 or later, not of a library such as tcmalloc."""
+    libc = ctypes.CDLL(None)
+    names = ("malloc", "__libc_malloc", "mallinfo2")
+    found = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names if hasattr(libc, name)]
+    return len(found) == len(names) and found[0] == found[1]
 
 
 def close_gaps() -> int:
