@@ -29,7 +29,6 @@ from recjax.experience.sources import groups_at
 from recjax.experience.store import Record, Store
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, policy_alone
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "offline_from_file.yaml"
@@ -154,6 +153,5 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    prepare_host_memory()
     define_flags()
     app.run(main)

@@ -20,7 +20,6 @@ from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import pack, row_shape
-from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
@@ -71,7 +70,6 @@ def make_batch(shape: flags.FlagValues, random: np.random.Generator) -> Batch:
 
 def main(_) -> None:
     """Prints each way's seconds and padding, and their ratio."""
-    prepare_host_memory()
     shape, random = flags.FLAGS, np.random.default_rng(0)
     overrides = {"reference_kl": {"coefficient": 0.1}} if shape.reference_kl else {}
     algorithm, params = build_algorithm("grpo", overrides), init_params(CONFIG, jax.random.key(0))

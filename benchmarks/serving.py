@@ -36,7 +36,6 @@ from benchmarks.inputs import word_tokenizer, write_random_model
 from benchmarks.run import machine
 from benchmarks.shapes import SMALL
 from recjax.cache import keep_compiled_programs
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.tokenizers import encode_prompts
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
@@ -282,7 +281,6 @@ def measured(model: str, folder: Path) -> list[Turn]:
 
 def main(argv: list[str]) -> None:
     """Measures and prints."""
-    prepare_host_memory()
     asked = flags.FLAGS
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:

@@ -26,7 +26,6 @@ from benchmarks.tables import show
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
-from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
@@ -177,7 +176,6 @@ def draw(seconds: dict[Size, dict[str, np.ndarray]], path: str) -> None:
 
 def main(_) -> None:
     """Measures, then writes the table and the picture."""
-    prepare_host_memory()
     where, rounds = machine(), flags.FLAGS.repeats
     seconds = measure(rounds)
     about = (

@@ -16,7 +16,6 @@ from benchmarks.run import machine
 from experiments.claims.map import HERE
 from experiments.claims.programs import Programs, Regime, seed_of
 from recjax.analysis.sweeps import read_sweep
-from recjax.host_memory import prepare_host_memory
 
 FLAGS = flags.FLAGS
 SETTINGS = {"algorithm": "grpo", "regime": "interval_20", "seed": "0"}
@@ -24,7 +23,6 @@ SETTINGS = {"algorithm": "grpo", "regime": "interval_20", "seed": "0"}
 
 def main(argv: list[str]) -> None:
     """Times both."""
-    prepare_host_memory()
     runs = [run for run in read_sweep(HERE / "map.yaml")[1] if SETTINGS.items() <= run.settings.items()]
     runs = [runs[place % len(runs)] for place in range(FLAGS.runs)]
     config = runs[0].config

@@ -5,8 +5,8 @@
 checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
 Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
 config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
-rollout.prompts_per_step (number of problems sampled at a time). The same command repeats an interrupted evaluation.
-Several processes evaluate together if each gets the same command; see docs/devices.md.
+rollout.prompts_per_step (number of problems sampled at a time). The same command repeats an evaluation, also an
+interrupted one. Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
@@ -26,7 +26,6 @@ from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar, start
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
@@ -47,7 +46,6 @@ FLAGS = flags.FLAGS
 @command
 def main(argv: list[str]) -> None:
     """Evaluates the policy, writes the folder and prints the numbers."""
-    prepare_host_memory()
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)
@@ -90,18 +88,12 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    samples = folder / "samples.parquet"
-    if not open_folder(folder, what_decides(config, evaluated)):
-        rows = sampled_rows(config, evaluated, prompts, task)
-        if hosts.is_first():
-            with whole_file(samples) as file:
-                rows.to_parquet(file, index=False, compression="zstd")
+    open_folder(folder, what_decides(config, evaluated))
+    rows = sampled_rows(config, evaluated, prompts, task)
     if not hosts.is_first():
         return folder, {}
-    try:
-        rows = pd.read_parquet(samples)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{samples} is damaged ({error}); delete it and run the same command again") from error
+    with whole_file(folder / "samples.parquet") as file:
+        rows.to_parquet(file, index=False, compression="zstd")
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
@@ -135,33 +127,29 @@ def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     }
 
 
-def open_folder(folder: Path, decides: dict[str, Any]) -> bool:
-    """Creates the folder with its config.yaml, or checks that its samples are those of the same evaluation.
+def open_folder(folder: Path, decides: dict[str, Any]) -> None:
+    """Creates the folder with its config.yaml, or checks that it belongs to the same evaluation.
 
-    Returns:
-        True if the folder has all samples.
     Raises:
         ValueError: the folder holds another evaluation or other files.
     """
-    stored, samples = folder / "config.yaml", folder / "samples.parquet"
+    stored = folder / "config.yaml"
     with writing(folder):
         found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     hosts.wait_for_all("looked into the evaluation's folder")
-    is_done = hosts.any_says(samples.name in found)
-    if is_done and stored.name in found:
+    if "samples.parquet" in found and stored.name in found:
         theirs = read_yaml_file(stored)
         if not isinstance(theirs, dict):
             raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
         if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     # An interrupted evaluation leaves these files.
-    elif found - {stored.name, partial_of(stored.name), partial_of(samples.name)}:
+    elif found - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
         raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(stored, write_yaml(decides))
-    return is_done
 
 
 def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:

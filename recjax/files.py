@@ -112,15 +112,6 @@ def locked_file(path: Path, seconds: float = -1) -> Iterator[None]:
         yield
 
 
-def sync_folder(folder: Path) -> None:
-    """Forces a folder's list of files to disk."""
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def json_text(value: Any, **options: Any) -> str:
     """Standard JSON text; NaN and infinity, which JSON lacks, become null.
 
@@ -166,7 +157,11 @@ def write_manifest(folder: Path) -> None:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST]
     write_sealed(folder / MANIFEST, dict(zip(names, _sizes_and_digests(folder, names), strict=True)))
-    sync_folder(folder)
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the folder's list of files
+    finally:
+        os.close(directory)
 
 
 def check_manifest(folder: Path) -> None:

@@ -15,14 +15,13 @@ each gets the same command; see docs/devices.md.
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
-from tqdm import tqdm
 
 from recjax import hosts
 from recjax.algorithms.options import require
@@ -32,7 +31,6 @@ from recjax.console import command, define_process_flags, start
 from recjax.experience.group import Group
 from recjax.experience.store import Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
@@ -75,25 +73,13 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
         name = f"{digest}-{chat_date}"
     sampler, params, version = _sampler(config, run, step)
     name = name or _name(config, run, version)
-    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
-    missing = [number for number in range(1, steps + 1) if number not in done]
-    hosts.wait_for_all("looked into the store")
-    agents = sampler.agents or contextlib.nullcontext()
-    with sampler.grading, agents, step_bar("generate", steps, initial=steps - len(missing)) as bar:
+    with sampler.grading, sampler.agents or contextlib.nullcontext():
 
-        def keep(groups: list[Group], grades: Grades) -> None:
-            _keep(place, kept_records(sampler, with_grades(groups, grades.result())), bar)
+        def batch(number: int) -> Callable[[], list[Record]]:
+            groups, grades = sample_batch(sampler, params, version, number, f"{name}/", source)
+            return lambda: kept_records(sampler, with_grades(groups, grades.result()))
 
-        # Overlap the grading of a batch with the sampling of the next.
-        before = None
-        for number in missing:
-            sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
-            if before:
-                keep(*before)
-            before = sampled
-        if before:
-            keep(*before)
-    return len(missing)
+        return _fill(place, name, steps, batch)
 
 
 def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
@@ -106,26 +92,63 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     """
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
-    config, known = untrained(config), known_ids(place)
+    config = untrained(config)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
-        name = _name(config, f"{engine.model} of a server", 0)
-        done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
-        missing = [number for number in range(1, steps + 1) if number not in done]
-        count = config.rollout.prompts_per_step
-        with step_bar("generate", steps, initial=steps - len(missing)) as bar:
-            for number in missing:
-                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
-                seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
-                groups = _graded(engine.sample_groups(asked.problems, seed, **names), asked, grading, policy)
-                vocabulary, now, records = tokenizer_name(policy.tokenizer), datetime.now(UTC), []
-                for group in groups:
-                    records += records_of([group], vocabulary if len(group.prompt_tokens) else None, now)
-                _keep(place, records, bar)
+        name, count = _name(config, f"{engine.model} of a server", 0), config.rollout.prompts_per_step
+
+        def batch(number: int) -> Callable[[], list[Record]]:
+            asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
+            seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
+            groups = engine.sample_groups(
+                asked.problems, seed, name=f"{name}/{number:06d}", source=source or engine.model
+            )
+            grades = _submitted(groups, asked, grading, policy)
+
+            def records() -> list[Record]:
+                made = records_of(
+                    with_grades(groups, grades.result()), tokenizer_name(policy.tokenizer), datetime.now(UTC)
+                )
+                return [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
+
+            return records
+
+        return _fill(place, name, steps, batch)
+
+
+def _fill(place: str | Path, name: str, steps: int, batch: Callable[[int], Callable[[], list[Record]]]) -> int:
+    """Adds the batches 1 to `steps` that the store lacks; returns their number.
+
+    Args:
+        name: first part of the completions' ids, before the batch's number.
+        batch: samples a batch, by its number; the function that it returns waits for the grades and makes records.
+    """
+    done = {int(row.split("/")[1]) for row in known_ids(place) if row.startswith(f"{name}/")}
+    missing = [number for number in range(1, steps + 1) if number not in done]
+    hosts.wait_for_all("looked into the store")
+    with step_bar("generate", steps, initial=steps - len(missing)) as bar:
+
+        def keep(records: list[Record]) -> None:
+            if records and hosts.is_first():
+                with Store(place, create=True) as store:
+                    store.append(records)
+            grades = [record.completion.grade for record in records]
+            rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
+            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
+            bar.update()
+
+        # Overlap the grading of a batch with the sampling of the next.
+        before = None
+        for number in missing:
+            sampled = batch(number)
+            if before:
+                keep(before())
+            before = sampled
+        if before:
+            keep(before())
     return len(missing)
 
 
@@ -137,19 +160,8 @@ def known_ids(place: str | Path) -> Collection[str]:
         return store.numbers("id")
 
 
-def _keep(place: str | Path, records: Sequence[Record], bar: tqdm) -> None:
-    """Appends a batch to the store and shows its mean reward."""
-    if records and hosts.is_first():
-        with Store(place, create=True) as store:
-            store.append(records)
-    grades = [record.completion.grade for record in records]
-    rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
-    bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
-    bar.update()
-
-
-def _graded(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy: Policy) -> list[Group]:
-    """Adds the task's rewards to a server's completions, which may have only text."""
+def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy: Policy) -> Grades:
+    """Submits a server's completions for grading; they may have only text."""
     answered = []
     for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
         if len(group.prompt_tokens):
@@ -162,7 +174,7 @@ def _graded(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy:
                 except ValueError:
                     length = len(one.text)  # text outside the vocabulary: counts characters
             answered.append(Answered(text, one.text, problem.answer, problem.columns, length))
-    return with_grades(groups, Grades(grading.submit(answered) if answered else None, len(answered)).result())
+    return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
@@ -215,7 +227,6 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, generates the rows and prints the store's size."""
-    prepare_host_memory()
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):

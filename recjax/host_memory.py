@@ -1,52 +1,65 @@
 """Configures glibc's memory allocator for processes that compute on the CPU."""
 
-import contextlib
 import ctypes
 import mmap
 import os
-import sys
+import resource
 
-# Settings that glibc reads from GLIBC_TUNABLES at process start: one heap for all threads, which keeps freed memory,
-# also holds large arrays, grows by 64 MiB and requests huge pages (glibc 2.35 or later, if the kernel provides them on
-# request).
+# glibc's settings, by their names in GLIBC_TUNABLES: the value, and the setting's number in mallopt, which has none for
+# huge pages. One heap for all threads keeps freed memory, also holds large arrays, grows by 64 MiB and requests huge
+# pages (if the kernel provides them on request; child processes need glibc 2.35 or later).
 TUNABLES = {
-    "glibc.malloc.arena_max": 1,
-    "glibc.malloc.mmap_max": 0,
-    "glibc.malloc.trim_threshold": 2**64 - 1,
-    "glibc.malloc.top_pad": 64 << 20,
-    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.arena_max": (1, -8),
+    "glibc.malloc.mmap_max": (0, -4),
+    "glibc.malloc.trim_threshold": (2**64 - 1, -1),
+    "glibc.malloc.top_pad": (64 << 20, -2),
+    "glibc.malloc.hugetlb": (1, None),
 }
+HEAP_SHARE = 0.75  # of this machine's memory; arrays beyond this part of the heap get ordinary pages
 LEAST_GAP = 8192  # bytes; smaller gaps of the heap stay available to small arrays
 SETTLING_STEPS = 2  # first training steps, which leave permanent allocations: call `close_gaps` after each
 
 
 def prepare_host_memory() -> None:
-    """Restarts the command with glibc settings that keep freed memory for reuse; commands call it first.
+    """Lets glibc keep freed memory for reuse, in huge pages; this must come before libraries start threads.
 
     On CPUs, XLA allocates its temporary arrays in every call. By default glibc gets large arrays from the kernel and
-    returns them each time, and the kernel fills every page with zeros again: a large part of an update's time. Only an
-    environment variable changes this for all of glibc, so the command restarts itself once with that variable. Settings
-    already in GLIBC_TUNABLES stay. The function does nothing without glibc, and in notebooks and tests.
+    returns them each time, and the kernel fills every page with zeros again: a large part of an update's time. Child
+    processes get the same settings as GLIBC_TUNABLES; settings that are already there stay. The function does nothing
+    without glibc.
     """
-    given, spec = os.environ.get("GLIBC_TUNABLES", ""), getattr(sys.modules["__main__"], "__spec__", None)
-    is_command = spec is not None and spec.name.split(".")[0] in ("recjax", "benchmarks")
-    if with_tunables(given) == given or not is_command or not has_glibc():
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    if with_tunables(given) == given or not has_glibc():
         return
+    libc = ctypes.CDLL(None)
+    for name, (value, number) in TUNABLES.items():
+        if number and f"{name}=" not in given:
+            libc.mallopt(number, ctypes.c_int(value))
+    # The kernel makes huge pages only in space that the heap already has. Space without content takes no memory, but a
+    # limit on addresses would count it.
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if "glibc.malloc.hugetlb=" not in given and not is_limited:
+        libc.malloc.restype = ctypes.c_size_t
+        size = int(HEAP_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        if start := libc.malloc(ctypes.c_size_t(size)):
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(start + size - first), mmap.MADV_HUGEPAGE)
+            libc.free(ctypes.c_void_p(start))
     os.environ["GLIBC_TUNABLES"] = with_tunables(given)
-    with contextlib.suppress(OSError):
-        os.execv(sys.executable, sys.orig_argv)
-    os.environ["GLIBC_TUNABLES"] = given
 
 
 def with_tunables(given: str) -> str:
     """The value of GLIBC_TUNABLES with recjax's settings added to `given`."""
-    added = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
+    added = [f"{name}={value}" for name, (value, _) in TUNABLES.items() if f"{name}=" not in given]
     return ":".join(filter(None, [given, *added]))
 
 
 def has_glibc() -> bool:
-    """True with glibc 2.33 or later."""
-    return hasattr(ctypes.CDLL(None), "mallinfo2")
+    """True if this process's malloc is that of glibc 2.33 or later, not of a library such as tcmalloc."""
+    libc = ctypes.CDLL(None)
+    names = ("malloc", "__libc_malloc", "mallinfo2")
+    found = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names if hasattr(libc, name)]
+    return len(found) == len(names) and found[0] == found[1]
 
 
 def close_gaps() -> int:

@@ -8,14 +8,15 @@ page is a single file and needs no network.
 """
 
 import json
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from recjax.console import command, start
-from recjax.files import write_whole
-from recjax.plots.sample_page import sample_page
+from recjax.files import json_text, write_whole
 from recjax.training.kept_samples import folder_of
 from recjax.training.trained import run_config
 
@@ -38,6 +39,21 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
     return rows
+
+
+def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The page; texts of prompts and completions reach it as data and are never read as HTML.
+
+    Args:
+        name: name of the run.
+        about: description of the run in a few words.
+        rows: as `recjax.training.kept_samples` writes them, in order of steps.
+    """
+    data = json_text({"name": name, "about": about, "rows": list(rows)}, ensure_ascii=False)
+    # "<" would end the element that holds the data, were it of "</script>".
+    data = data.replace("<", "\\u003c")
+    template = files("recjax.plots").joinpath("sample_page.html").read_text(encoding="utf-8")
+    return template.replace("{{data}}", data)
 
 
 def write_page(run: Path, output: Path) -> int:

@@ -21,7 +21,6 @@ from absl import flags
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config
 from recjax.console import command, start
-from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy
 from recjax.models.placement import put_params
 from recjax.rollout.requests import Weights
@@ -119,7 +118,6 @@ def check_extra() -> None:
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy and serves it."""
-    prepare_host_memory()
     if len(argv) > 1:
         raise ValueError(f"{argv[1]!r}: unknown argument; give only flags, such as --run runs/NAME")
     check_extra()

@@ -20,7 +20,6 @@ from rich.text import Text
 from recjax.config import load_config
 from recjax.config.help import help_text
 from recjax.console import command, define_process_flags, plain_console, start
-from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
@@ -37,7 +36,6 @@ flags.DEFINE_string("device", None, "With --dry_run: device to plan for, such as
 @command
 def main(argv: list[str]) -> None:
     """Reads the config, trains and prints the result."""
-    prepare_host_memory()
     if FLAGS.device and not FLAGS.dry_run:
         raise ValueError(f"--device {FLAGS.device!r} applies only with --dry_run; add it, or remove --device")
     if not FLAGS.dry_run:

@@ -1,7 +1,7 @@
 """Commands in processes that a server forks once JAX and the package are imported.
 
 A command imports for six seconds, and a tiny run lasts one. A forked command differs from `python -m` in two ways: its
-imports are done, and its memory allocator has the settings for which a command restarts itself.
+imports are done, and its memory allocator got its settings from the environment.
 """
 
 import atexit

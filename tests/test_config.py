@@ -7,6 +7,8 @@ import sys
 import typing
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import yaml
 
@@ -27,6 +29,7 @@ from recjax.config import (
     TaskConfig,
     load_config,
     make_config,
+    stored_values,
     to_yaml,
 )
 from recjax.config import help as config_help
@@ -255,6 +258,22 @@ def test_file_errors_name_the_file(tmp_path):
     broken.write_text("seed: 0\n")
     with pytest.raises(ValueError, match="output has no value"):
         load_config(broken)
+
+
+ODD_PIECES = ("${", "\\", "$", "{", "}", "\n", "\x85", "\u2028", ": ", " #", "'", '"', "null", "1e5", "\ufeff", "010")
+ODD = st.lists(st.text() | st.sampled_from(ODD_PIECES)).map("".join)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(ODD, ODD, st.dictionaries(ODD, st.lists(ODD | st.dictionaries(ODD, ODD))))
+@hypothesis.example("${HOME}", "\\${HOME}", {"${key}": [{"deep": "a\\\\${b} $ {c}"}]})
+def test_a_stored_config_keeps_odd_texts(tmp_path_factory, prompt, stop, arguments):
+    stored = tmp_path_factory.getbasetemp() / "odd.yaml"
+    task, tracking = {"gsm8k": {}, "system_prompt": prompt}, {"wandb": arguments}
+    config = Config(output="runs/x", model={"decoder": {}}, task=task, rollout={"stop": [stop]}, tracking=tracking)
+    stored.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(stored) == config
+    assert stored_values(stored) == config.model_dump()
 
 
 def test_stored_config_loads_back_to_the_same(tmp_path):

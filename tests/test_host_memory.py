@@ -1,5 +1,6 @@
-"""Commands begin anew, once, with what glibc reads as a process starts."""
+"""Commands set glibc's allocator before other libraries start threads."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import recjax
 from recjax import cache, host_memory
 from recjax.host_memory import with_tunables
 
@@ -21,19 +23,46 @@ def test_what_the_user_says_stays():
     assert own.count("hugetlb") == 1
 
 
-def test_a_command_begins_anew_once(tmp_path):
+def test_a_command_starts_once(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
     command = [sys.executable, "-X", "importtime", "-m", "recjax.train", f"--config={tmp_path / 'none.yaml'}"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("none.yaml") == 1
-    starts = sum(line.endswith(" recjax.host_memory") for line in ended.stderr.splitlines())
-    assert starts == 1 + host_memory.has_glibc()
+    assert sum(line.endswith(" recjax.host_memory") for line in ended.stderr.splitlines()) == 1
+
+
+AS_COMMAND = """
+import sys
+sys.orig_argv = ["python", "-m", "recjax.train", "--config=none.yaml"]
+import recjax
+"""
+REUSED = """
+import ctypes, os, resource
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+for start in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        piece = libc.malloc(ctypes.c_size_t(64 << 20))
+        ctypes.memset(piece, 1, 64 << 20)
+        libc.free(ctypes.c_void_p(piece))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "arena_max" in os.environ.get("GLIBC_TUNABLES", ""))
+"""
+
+
+@pytest.mark.skipif(not host_memory.has_glibc(), reason="needs glibc")
+def test_a_command_reuses_freed_memory_and_a_library_changes_nothing():
+    environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    for program, is_command in ((AS_COMMAND, True), ("import recjax", False)):
+        command = [sys.executable, "-c", f"{program}\n{REUSED}"]
+        faults, are_passed_on = subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split()
+        assert (int(faults) < 100, are_passed_on) == (is_command, str(is_command))
 
 
 def test_a_test_is_no_command(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setattr(host_memory.os, "execv", lambda *_: pytest.fail("a test began again"))
-    host_memory.prepare_host_memory()
+    importlib.reload(recjax)
     assert "GLIBC_TUNABLES" not in os.environ
 
 
@@ -67,11 +96,11 @@ print(without_huge_pages(pieces[10_001]), without_huge_pages(libc.malloc(ctypes.
 
 @pytest.mark.skipif(not host_memory.has_glibc(), reason="of glibc alone")
 @pytest.mark.slow
-@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("prepared", ["environment", "command", None])
 def test_gaps_are_taken_and_their_pages_given_back(prepared):
-    given = with_tunables("") if prepared else ""
+    given = with_tunables("") if prepared == "environment" else ""
     ended = subprocess.run(
-        [sys.executable, "-c", GAPS],
+        [sys.executable, "-c", f"{AS_COMMAND if prepared == 'command' else ''}{GAPS}"],
         env=os.environ | {"GLIBC_TUNABLES": given},
         capture_output=True,
         text=True,
@@ -80,7 +109,7 @@ def test_gaps_are_taken_and_their_pages_given_back(prepared):
     counts, huge = ended.stdout.splitlines()
     taken, given_back, taken_again, changed = map(int, counts.split())
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert huge == f"{prepared} False"  # around the gaps, and in what is asked for later
+        assert huge == f"{prepared is not None} False"  # around the gaps, and in what is asked for later
     if prepared:
         assert taken >= 10_000 and given_back > 0.5e9 and taken_again < 100
     else:

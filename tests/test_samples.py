@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from recjax.plots.sample_page import sample_page
-from recjax.samples import write_page
+from recjax.samples import sample_page, write_page
 from tests.training.tiny_run import TINY
 
 HOSTILE = "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">"

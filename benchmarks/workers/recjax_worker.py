@@ -15,7 +15,7 @@ from recjax.config import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
 from recjax.experience.layout import choose_layout
-from recjax.host_memory import SETTLING_STEPS, close_gaps, prepare_host_memory
+from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -216,6 +216,5 @@ def _peaks(inputs: Inputs) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    prepare_host_memory()
     keep_compiled_programs()
     serve(prepare)

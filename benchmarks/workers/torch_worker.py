@@ -10,7 +10,6 @@ from benchmarks.workers import torch_grpo as grpo
 from benchmarks.workers import torch_llama as llama
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from benchmarks.workers.torch_decode import decode_step, generate
-from recjax.host_memory import prepare_host_memory
 
 MOST_WHOLE = 8  # layers; a program of more takes minutes to compile, one of a layer serves them all
 
@@ -125,5 +124,4 @@ def _device_name() -> str:
 
 
 if __name__ == "__main__":
-    prepare_host_memory()  # faster here too
     serve(prepare)

@@ -42,7 +42,6 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
 
 
 def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
-    """The table of run folders, each with its settings."""
     tables = []
     for settings, folder in folders:
         if rows := read_metrics(folder / "metrics.jsonl"):
@@ -55,11 +54,7 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
             table = windows.join(evaluated, how="outer").reset_index()
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
     if not tables:
-        first = folders[0][1]
-        raise ValueError(
-            f"none of the {len(folders)} runs has metrics yet, the first is {first}; start them, or wait for the"
-            " evaluation before the first step"
-        )
+        raise ValueError(f"{folders[0][1]}: no metrics yet; start the run, or wait for its first evaluation")
     return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
 
 

@@ -11,7 +11,7 @@ from recjax.config.experience import (
     ReplayConfig,
     RolloutConfig,
 )
-from recjax.config.load import load_config, make_config, to_yaml, unknown_keys
+from recjax.config.load import load_config, make_config, stored_values, to_yaml, unknown_keys
 from recjax.config.model import (
     Attention,
     DecoderShape,

@@ -41,13 +41,10 @@ def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
 
 # Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
-
-
-def _read_switch(value: Any) -> Any:
-    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
-
-
-Bool = Annotated[bool, pydantic.BeforeValidator(_read_switch)]
+Bool = Annotated[
+    bool,
+    pydantic.BeforeValidator(lambda value: _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value),
+]
 Int = checked(
     Annotated[int, pydantic.BeforeValidator(read_decimal)],
     lambda value: None if abs(value) < 2**63 else "must be a 64-bit number",
@@ -278,11 +275,3 @@ def wrong_with_variables(values: Any) -> str | None:
     if "tools" in reserved:
         return "tools are no variable of this kind; give them by themselves, as a column or field `tools`"
     return f"{reserved[0]} is set by recjax; remove it" if reserved else None
-
-
-def require_one(name: str, values: Mapping[str, Any]) -> None:
-    """Refuses a block unless exactly one of the values that exclude each other is given."""
-    given = [choice for choice, value in values.items() if value is not None]
-    if len(given) != 1:
-        found = f"found {' and '.join(given)}" if given else "found none"
-        raise ValueError(f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in values)}; {found}")

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,11 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
         ValueError: a text has `${…}`, which other tools replace and recjax does not.
     """
 
-    def literal(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: literal(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [literal(each) for each in value]
-        if isinstance(value, str) and re.search(r"(?<!\\)\$\{", value):
+    def literal(text: str) -> str:
+        if re.search(r"(?<!\\)\$\{", text):
             remedy = "write the value itself, or \\${ where these characters are meant"
-            raise ValueError(f"{source}: {name} = {value!r}: ${{…}} is not replaced; {remedy}")
-        return value.replace("\\${", "${") if isinstance(value, str) else value
+            raise ValueError(f"{source}: {name} = {text!r}: ${{…}} is not replaced; {remedy}")
+        return text.replace("\\${", "${")
 
     for key, value in layer.items():
         sources[name := f"{prefix}{key}"] = source
@@ -85,7 +81,16 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
             into[key] = old if isinstance(old, dict) else {}
             _merge(into[key], value, source, sources, f"{name}.")
         else:
-            into[key] = literal(value)
+            into[key] = _with_texts(value, literal)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a value with every text in it changed; names stay."""
+    if isinstance(value, dict):
+        return {key: _with_texts(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _parse_override(text: str) -> dict:
@@ -113,7 +118,17 @@ def unknown_keys(values: Any) -> list[str]:
     return []
 
 
+def stored_values(path: str | Path) -> Any:
+    """The values in a file that `to_yaml` wrote.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    return _with_texts(read_yaml_file(path), lambda text: text.replace("\\${", "${"))
+
+
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML, the algorithm with every axis and option spelled out below it as a comment."""
+    """The config as YAML for `load_config`; a comment below it spells out every axis and option of the algorithm."""
     comment = "".join(f"#   {axis}: {options}\n" for axis, options in config.algorithm.resolved().items())
-    return write_yaml(config.model_dump()) + "# algorithm, resolved:\n" + comment
+    values = _with_texts(config.model_dump(), lambda text: text.replace("${", "\\${"))
+    return write_yaml(values) + "# algorithm, resolved:\n" + comment

@@ -22,7 +22,6 @@ from recjax.config.fields import (
     broken_rules,
     checked,
     key,
-    require_one,
     schema_keys,
     value_of,
 )
@@ -190,10 +189,15 @@ class TrainingConfig(ConfigBlock):
 
 _SAMPLED = "evaluation.temperature above 0"
 
-
-def _no_temperature(value: float) -> str | None:
-    takes = f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
-    return None if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE else takes
+# 0 or within the range of rollout.temperature.
+_Temperature = checked(
+    Float,
+    lambda value: (
+        None
+        if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
+        else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    ),
+)
 
 
 class EvaluationConfig(ConfigBlock):
@@ -203,7 +207,7 @@ class EvaluationConfig(ConfigBlock):
     problems: Int = key(256, "Number of held-out problems", ge=1)
     samples: Int = key(1, "Completions of each problem", ge=1)
     initial_kl: Bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
-    temperature: checked(Float, _no_temperature) = key(1.0, "Sampling temperature; 0: greedy")
+    temperature: _Temperature = key(1.0, "Sampling temperature; 0: greedy")
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)
     top_p: Float = key(
         1.0, "Sample only from the most likely tokens with this total probability; 1: all", needs=_SAMPLED, gt=0, le=1
@@ -266,8 +270,13 @@ class Config(ConfigBlock):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
         """Refuses settings that contradict each other or that nothing would read."""
-        require_one("model", {"path": self.model.path, "decoder": self.model.decoder})
-        require_one("task", {name: getattr(self.task, name) for name in TASKS})
+        for name, choices in {"model": ("path", "decoder"), "task": TASKS}.items():
+            given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
+            if len(given) != 1:
+                found = f"found {' and '.join(given) or 'none'}"
+                raise ValueError(
+                    f"{name}: give exactly one of {', '.join(f'{name}.{one}' for one in choices)}; {found}"
+                )
         blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
         for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
             value = value_of(self, name)

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,41 +17,13 @@ from recjax.serving.bodies import Asked
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
 from recjax.serving.refusals import Refused
-from recjax.serving.replies import CALL_BEGINS, PREFIXES, Form, place_of
+from recjax.serving.replies import CALL_BEGINS, PREFIXES, Job, Prompt, place_of
 from recjax.serving.sampler import Piece, Sampler
 from recjax.serving.served import Served
 from recjax.serving.units import Session
 from recjax.serving.versions import Versions
 
 READ = {"chat": bodies.read_chat, "text": bodies.read_text, "generate": bodies.read_generate}
-
-
-class Prompt(NamedTuple):
-    """A prompt as the model reads it: tokens, text, and its messages if they fully determine the text."""
-
-    tokens: np.ndarray
-    text: str
-    messages: list[dict[str, str]] | None
-
-
-class Job(NamedTuple):
-    """A request that is being answered."""
-
-    form: Form
-    prompts: list[Prompt]
-    limits: list[int]
-    session: str | None
-    began: float
-
-    @property
-    def asked(self) -> Asked:
-        """The parsed request."""
-        return self.form.asked
-
-    @property
-    def count(self) -> int:
-        """Number of completions."""
-        return len(self.prompts) * self.asked.n
 
 
 class Answering:
@@ -94,10 +66,8 @@ class Answering:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
         limits = [self.sampler.limit(prompt.tokens, asked.max_tokens) for prompt in prompts]
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
-        form = Form(
-            kind, reply, int(time.time()), self.name, self.versions.version, asked, self.sampler.policy.tokenizer
-        )
-        return Job(form, prompts, limits, session, began)
+        created, version, tokenizer = int(time.time()), self.versions.version, self.sampler.policy.tokenizer
+        return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
 
     def require_recorder(self) -> Recorder:
         """The recorder.
@@ -174,16 +144,15 @@ class Answering:
         Args:
             pieces: whole completions, in order.
         """
-        n, form = job.asked.n, job.form
-        prompts = job.prompts
+        n, prompts = job.asked.n, job.prompts
         if self.recorder:
-            now, metadata = datetime.now(UTC), {"endpoint": form.kind} | job.asked.metadata
+            now, metadata = datetime.now(UTC), {"endpoint": job.kind} | job.asked.metadata
             metadata |= {"session": job.session} if job.session else {}
             metadata |= {"run": self.versions.run} if self.versions.run else {}
             served = [
                 Served(
-                    id=form.id if len(prompts) == 1 else f"{form.id}/prompt{place}",
-                    reply=form.id,
+                    id=job.id if len(prompts) == 1 else f"{job.id}/prompt{place}",
+                    reply=job.id,
                     first=place * n,
                     session=job.session,
                     time=now,

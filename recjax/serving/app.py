@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from recjax.serving.answering import Answering, Job
+from recjax.serving.answering import Answering
 from recjax.serving.bodies import CompletionReward, RewardBody, SessionReward, read_body
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
-from recjax.serving.replies import Chunks, full_reply, last_chunk
+from recjax.serving.replies import Chunks, Job, full_reply, last_chunk
 from recjax.serving.sampler import Piece
 from recjax.serving.units import session_row
 
@@ -66,7 +66,7 @@ class Server:
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
-            return JSONResponse(full_reply(job.form, [prompt.tokens for prompt in job.prompts], pieces))
+            return JSONResponse(full_reply(job, pieces))
 
         async def complete(job: Job) -> list[Piece]:
             found: dict[int, Piece] = {}
@@ -81,8 +81,7 @@ class Server:
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        prompts = [prompt.tokens for prompt in job.prompts]
-        chunks = [Chunks(job.form, index, prompts[index // job.asked.n]) for index in range(job.count)]
+        chunks = [Chunks(job, index) for index in range(job.count)]
         for one in chunks:
             for chunk in one.first():
                 yield chunk
@@ -100,7 +99,7 @@ class Server:
             for chunk in one.next(piece):
                 yield chunk
         if job.asked.usage:
-            yield last_chunk(job.form, prompts, ended)
+            yield last_chunk(job, ended)
 
     # --- Feedback.
 

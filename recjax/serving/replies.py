@@ -19,14 +19,24 @@ OBJECTS = {"chat": "chat.completion", "text": "text_completion", "generate": "ge
 PREFIXES = {"chat": "chatcmpl", "text": "cmpl", "generate": "gen"}
 
 
-class Form(NamedTuple):
-    """The form of a request's reply.
+class Prompt(NamedTuple):
+    """A prompt as the model reads it: tokens, text, and its messages if they fully determine the text."""
+
+    tokens: np.ndarray
+    text: str
+    messages: list[dict[str, str]] | None
+
+
+class Job(NamedTuple):
+    """A request that is being answered.
 
     kind: chat, text or generate.
     id: id of the reply.
     created: seconds since 1970.
     model: name of the model.
     version: policy version when the request arrived.
+    limits: largest number of tokens of a completion, for each prompt.
+    began: time of the request's arrival, by time.monotonic.
     """
 
     kind: str
@@ -36,24 +46,31 @@ class Form(NamedTuple):
     version: int
     asked: Asked
     tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    limits: list[int]
+    session: str | None
+    began: float
+
+    @property
+    def count(self) -> int:
+        """Number of completions."""
+        return len(self.prompts) * self.asked.n
 
 
-def full_reply(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+def full_reply(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     """The complete reply to a request.
 
     Args:
-        prompts: tokens of each prompt.
-        pieces: whole completions, `form.asked.n` for each prompt.
+        pieces: whole completions, `job.asked.n` for each prompt.
     """
-    n = form.asked.n
-    choices = [_choice(form, index, prompts[index // n], piece) for index, piece in enumerate(pieces)]
-    if form.kind == "generate":
-        reply = {"request_id": form.id, "choices": choices, "prompt_logprobs": None}
+    choices = [_choice(job, index, piece) for index, piece in enumerate(pieces)]
+    if job.kind == "generate":
+        reply = {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
     else:
-        reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces)}
+        reply = _head(job, OBJECTS[job.kind]) | {"choices": choices, "usage": usage(job, pieces)}
     reply["policy_version"] = oldest_sampled_version(pieces)
-    if form.asked.token_ids and len(prompts) == 1:
-        reply["prompt_token_ids"] = prompts[0].tolist()
+    if job.asked.token_ids and len(job.prompts) == 1:
+        reply["prompt_token_ids"] = job.prompts[0].tokens.tolist()
     return reply
 
 
@@ -62,33 +79,38 @@ def oldest_sampled_version(pieces: Sequence[Piece]) -> int:
     return min(int(piece.sampled.versions.min()) for piece in pieces)
 
 
-def _head(form: Form, object_: str) -> dict[str, Any]:
-    return {"id": form.id, "object": object_, "created": form.created, "model": form.model}
+def _head(job: Job, object_: str) -> dict[str, Any]:
+    return {"id": job.id, "object": object_, "created": job.created, "model": job.model}
 
 
-def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, int]:
+def usage(job: Job, pieces: Sequence[Piece]) -> dict[str, int]:
     """Token counts; a prompt counts once for all its completions."""
-    asked, given = sum(map(len, prompts)), sum(len(piece.sampled.tokens) for piece in pieces)
+    asked = sum(len(prompt.tokens) for prompt in job.prompts)
+    given = sum(len(piece.sampled.tokens) for piece in pieces)
     return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
 
 
-def _choice(form: Form, index: int, prompt: np.ndarray, piece: Piece) -> dict[str, Any]:
+def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
-    if form.asked.logprobs:
-        choice["logprobs"] = logprobs(form, piece.sampled, 0)
-    if form.asked.token_ids:
+    if job.asked.logprobs:
+        choice["logprobs"] = logprobs(job, piece.sampled, 0)
+    if job.asked.token_ids:
         choice |= _token_lists(piece.sampled)
-    if form.kind == "text":
-        extra = {"prompt_token_ids": prompt.tolist()} if form.asked.token_ids else {}
-        return choice | {"text": piece.text} | extra
-    if form.kind == "chat":
-        content, calls = message_parts(form, index, piece.text)
+    if job.kind == "text":
+        return choice | {"text": piece.text} | _prompt_ids(job, index)
+    if job.kind == "chat":
+        content, calls = message_parts(job, index, piece.text)
         message = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             choice["finish_reason"] = _finish(piece, calls)
             message["tool_calls"] = calls
         choice["message"] = message
     return choice
+
+
+def _prompt_ids(job: Job, index: int) -> dict[str, list[int]]:
+    """The tokens of a choice's prompt, if the request asks for token ids."""
+    return {"prompt_token_ids": job.prompts[index // job.asked.n].tokens.tolist()} if job.asked.token_ids else {}
 
 
 def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
@@ -99,12 +121,12 @@ def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
     }
 
 
-def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
+def logprobs(job: Job, sampled: Sampled, start: int) -> dict[str, Any]:
     """Log-probs of a completion's tokens from token `start`, under the distribution that sampled them."""
-    pieces = [token_bytes(form.tokenizer, token) for token in sampled.tokens.tolist()]
+    pieces = [token_bytes(job.tokenizer, token) for token in sampled.tokens.tolist()]
     texts = [piece.decode(errors="replace") for piece in pieces]
     values = [min(value, 0.0) for value in sampled.logprobs.tolist()]
-    if form.kind == "text":
+    if job.kind == "text":
         offsets = _character_offsets(pieces)
         columns = {"tokens": texts[start:], "token_logprobs": values[start:], "text_offset": offsets[start:]}
         return columns | {"top_logprobs": None, "bytes": [list(piece) for piece in pieces[start:]]}
@@ -134,14 +156,14 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 # --- Tool calls.
 
 
-def message_parts(form: Form, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
-    calls = parsed_calls(text) if form.asked.tools else []
+    calls = parsed_calls(text) if job.asked.tools else []
     if not calls or any(call.error for call in calls):
         return text, []
     written = [
         {
-            "id": call_id(form.id, index, place),
+            "id": call_id(job.id, index, place),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
@@ -174,52 +196,50 @@ def place_of(call: Any) -> tuple[str, int] | None:
 class Chunks:
     """The chunks of one choice in a stream; each contains only new text and tokens."""
 
-    def __init__(self, form: Form, index: int, prompt: np.ndarray):
+    def __init__(self, job: Job, index: int):
         """Starts with no text and no tokens sent."""
-        self._form, self._index, self._prompt, self._text, self._tokens = form, index, prompt, "", 0
-        self._version = form.version
+        self._job, self._index, self._version, self._text, self._tokens = job, index, job.version, "", 0
 
     def first(self) -> list[dict[str, Any]]:
         """The chunk before the first token: the role, and the prompt's tokens if requested."""
-        form = self._form
-        delta = {"delta": {"role": "assistant", "content": ""}} if form.kind == "chat" else {"text": ""}
-        asked = {"prompt_token_ids": self._prompt.tolist()} if form.asked.token_ids else {}
-        return [self._chunk(delta, asked)] if form.kind == "chat" or asked else []
+        is_chat, prompt = self._job.kind == "chat", _prompt_ids(self._job, self._index)
+        delta = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
+        return [self._chunk(delta, prompt)] if is_chat or prompt else []
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
         """The new content of a piece; the last piece also has the finish reason."""
         self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
         text, calls = piece.text, []
-        if self._form.asked.tools and self._form.kind == "chat":
+        if self._job.asked.tools and self._job.kind == "chat":
             # Until the completion ends, only text before a tool call is certain.
             if piece.finish is None:
                 text = piece.text.partition(CALL_BEGINS)[0].rstrip()
             else:
-                content, calls = message_parts(self._form, self._index, piece.text)
+                content, calls = message_parts(self._job, self._index, piece.text)
                 text = content or ""
         new = text[len(self._text) :] if text.startswith(self._text) else ""
         finish = _finish(piece, calls)
-        if not (new or finish or (self._form.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
+        if not (new or finish or (self._job.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
             return []
         self._text += new
-        delta = {"delta": {"content": new} if new else {}} if self._form.kind == "chat" else {"text": new}
+        delta = {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
         if calls:
             delta["delta"]["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         extra: dict[str, Any] = {"finish_reason": finish}
-        if self._form.asked.logprobs:
-            extra["logprobs"] = logprobs(self._form, piece.sampled, self._tokens)
-        if self._form.asked.token_ids:
+        if self._job.asked.logprobs:
+            extra["logprobs"] = logprobs(self._job, piece.sampled, self._tokens)
+        if self._job.asked.token_ids:
             extra |= _token_lists(piece.sampled, self._tokens)
         self._tokens = len(piece.sampled.tokens)
         return [self._chunk(delta, extra)]
 
     def _chunk(self, delta: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, **delta, "logprobs": None, "finish_reason": None} | extra
-        object_ = OBJECTS[self._form.kind] + (".chunk" if self._form.kind == "chat" else "")
-        return _head(self._form, object_) | {"choices": [choice], "policy_version": self._version}
+        object_ = OBJECTS[self._job.kind] + (".chunk" if self._job.kind == "chat" else "")
+        return _head(self._job, object_) | {"choices": [choice], "policy_version": self._version}
 
 
-def last_chunk(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+def last_chunk(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     """The token counts at the end of a stream."""
-    object_ = OBJECTS[form.kind] + (".chunk" if form.kind == "chat" else "")
-    return _head(form, object_) | {"choices": [], "usage": usage(prompts, pieces)}
+    object_ = OBJECTS[job.kind] + (".chunk" if job.kind == "chat" else "")
+    return _head(job, object_) | {"choices": [], "usage": usage(job, pieces)}

@@ -17,8 +17,7 @@ from flax.traverse_util import flatten_dict
 
 import recjax
 from recjax import hosts
-from recjax.config import KEYS, Config, to_yaml, unknown_keys
-from recjax.config.yaml_values import read_yaml_file
+from recjax.config import KEYS, Config, stored_values, to_yaml, unknown_keys
 from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
@@ -205,7 +204,7 @@ def _stored_config(output: Path) -> dict[str, Any]:
     """The values in config.yaml of a run; if the file is damaged, the values in the newest whole checkpoint."""
     path = output / "config.yaml"
     try:
-        values = read_yaml_file(path)
+        values = stored_values(path)
         if isinstance(values, dict) and "output" in values:
             return values
         reason = "it is empty" if values is None else "it lacks keys that recjax writes, such as output"

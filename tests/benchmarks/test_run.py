@@ -13,7 +13,6 @@ from benchmarks import tables
 from benchmarks.costs import shares, work_of
 from benchmarks.rows import make_rows
 from benchmarks.systems import named
-from recjax.host_memory import with_tunables
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,7 +23,6 @@ def result(tmp_path_factory) -> dict:
     command = [sys.executable, "-m", "benchmarks.run", "--shape", "toy", "--out", str(out)]
     command += ["--systems", "recjax,trl", "--python", "trl=/no/such/python", "--repeats", "2", "--warmups", "1"]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment["GLIBC_TUNABLES"] = with_tunables("")  # so that no command starts twice
     subprocess.run([*command, "--patience", "0"], check=True, env=environment, cwd=REPOSITORY)
     return json.loads(out.read_text())
 

@@ -19,7 +19,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
 from recjax.serving.bodies import read_chat
-from recjax.serving.replies import Chunks, Form, full_reply, message_parts, place_of
+from recjax.serving.replies import Chunks, Job, Prompt, full_reply, message_parts, place_of
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, POLICY, SHAPE, TOKENIZER, chunks, initial, post, serve
@@ -267,6 +267,9 @@ def a_piece(text, finish):
     return Piece(Sampled(tokens, tokens * -0.5, tokens * 0, True), text, finish)
 
 
+PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
+
+
 @pytest.mark.parametrize(
     ("written", "content", "names"),
     [
@@ -278,11 +281,11 @@ def a_piece(text, finish):
 )
 def test_tool_calls_are_read_and_streamed(written, content, names):
     asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
-    form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
-    said, calls = message_parts(form, 2, written)
+    job = Job("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER, [PROMPT], [16], None, 0.0)
+    said, calls = message_parts(job, 2, written)
     assert said == content and [call["function"]["name"] for call in calls] == names
     assert all(place_of(call["id"]) == ("chatcmpl-1", 2) for call in calls)
-    one, deltas = Chunks(form, 2, np.zeros(1, np.int32)), []
+    one, deltas = Chunks(job, 2), []
     for size in range(1, len(written) + 1):
         deltas += one.next(a_piece(certain(written[:size], ["<tool_call>"]), None))
     deltas += one.next(a_piece(written, "stop"))
@@ -291,16 +294,16 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
     assert streamed.rstrip() == (content or "")
     assert [{"index": place} | call for place, call in enumerate(calls)] == choices[-1]["delta"].get("tool_calls", [])
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert _finishes(form, written, "length") == ["length"] * 2, "what was cut off says so, whatever it calls"
-    without = form._replace(asked=asked._replace(tools=None))
+    assert _finishes(job, written, "length") == ["length"] * 2, "what was cut off says so, whatever it calls"
+    without = job._replace(asked=asked._replace(tools=None))
     assert message_parts(without, 0, written) == (written, []), "who gives no tools gets text"
 
 
-def _finishes(form, written, finish):
+def _finishes(job, written, finish):
     """Why a reply has ended, whole and streamed."""
-    piece, prompt = a_piece(written, finish), np.zeros(1, np.int32)
-    (choice,) = full_reply(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
-    return [choice["finish_reason"], Chunks(form, 0, prompt).next(piece)[-1]["choices"][0]["finish_reason"]]
+    piece = a_piece(written, finish)
+    (choice,) = full_reply(job, [piece])["choices"]
+    return [choice["finish_reason"], Chunks(job, 0).next(piece)[-1]["choices"][0]["finish_reason"]]
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -311,9 +314,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 )
 def test_a_reply_that_is_cut_off_inside_a_call_says_length(more):
     asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
-    form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
-    assert _finishes(form, CALL + more, "length") == ["length"] * 2
-    assert _finishes(form, CALL + more, "stop") == ["tool_calls"] * 2
+    job = Job("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER, [PROMPT], [16], None, 0.0)
+    assert _finishes(job, CALL + more, "length") == ["length"] * 2
+    assert _finishes(job, CALL + more, "stop") == ["tool_calls"] * 2
 
 
 BAD = [

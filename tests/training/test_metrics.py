@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from recjax.analysis.collect import read_folders
-from recjax.plots.sample_page import sample_page
 from recjax.plots.training import draw_experience, draw_training
+from recjax.samples import sample_page
 from recjax.training.evaluation import Evaluation, write_samples
 from recjax.training.metrics import MetricsWriter, read_metrics
 
