@@ -86,6 +86,7 @@ GSPO = {
     "weight": IMPORTANCE,
     "reduction": BY_SEQUENCE,
 }
+DAPO = {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}}
 DPPO = {"clip": {"name": "probability_difference"}, "weight": {"name": "truncated", "cap": 20.0}}
 SUMMARY = "read in a summary only"
 
@@ -154,7 +155,7 @@ FIELD = {
         "DAPO",
         "2503.14476",
         "ρA·one-side(ρ; 0.2, 0.28), A over σ",
-        {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}},
+        DAPO,
         "dynamic sampling is experience.refill, the soft penalty of long completions task.overlong_tokens",
     ),
     "dual_clip_ppo": Preset(
@@ -253,11 +254,7 @@ FIELD = {
         "Beyond the 80/20 rule",
         "2506.01939",
         "ρA·one-side(ρ; 0.2, 0.28) at the 20 % of tokens of highest entropy",
-        {
-            **CLIPPED,
-            "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28},
-            "mask": {"name": "high_entropy"},
-        },
+        {**DAPO, "mask": {"name": "high_entropy"}},
     ),
     # --- Ratios of completions.
     "gspo": Preset(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recjax.tasks.grading.math_equality import is_right, unnamed
+from recjax.tasks.grading.math_equality import is_right, unnamed, without_thousands
 from recjax.tasks.grading.notation import braced, depths, plain
 from recjax.tasks.grading.quantities import quantity
 from recjax.tasks.grading.thinking import after_thoughts, one_thought
@@ -124,7 +124,7 @@ def _spelling(find: Callable[[str], str | None], completion: str) -> str | None:
     given = find(completion)
     if given is None:
         return None
-    text = unnamed(plain(given))
+    text = unnamed(without_thousands(plain(given)))
     number = quantity(text)
     if number is not None and not number.percent:
         return str(number.value)

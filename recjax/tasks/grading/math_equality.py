@@ -92,10 +92,9 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):
         texts = [_TUPLE.sub(_assigned, text) for text in texts]
-    truth, given = map(_without_thousands, texts)
-    if "," not in truth and _THOUSANDS.fullmatch(given):
-        given = given.replace(",", "")
-    return truth, given
+    truth, given = texts
+    is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
+    return without_thousands(truth), given if is_list else without_thousands(given)
 
 
 def _assigned(match: re.Match) -> str:
@@ -103,16 +102,16 @@ def _assigned(match: re.Match) -> str:
     return ",".join(map("=".join, itertools.zip_longest(*map(split_outside_brackets, match.groups()), fillvalue="")))
 
 
-def _without_thousands(text: str) -> str:
+def without_thousands(text: str) -> str:
     """Removes the commas that separate thousands, but not the commas of a list.
 
     A comma between digits separates thousands if the text separates its items in another way, or has no items.
     """
     has_items = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
     in_brackets = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
-    if has_items or not (in_brackets or _THOUSANDS.sub("", text).strip() == ""):
-        return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-    return text
+    if in_brackets and not has_items:
+        return text
+    return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
 
 
 def unnamed(text: str) -> str:

@@ -47,13 +47,13 @@ class Quantity(NamedTuple):
         return self._replace(value=self.value * factor, last_place=last)
 
 
-_WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?! ?\d)|\d+"
+_WHOLE = r"\d{1,3}(?: \d{3})+(?! ?\d)|\d+"
 _DECIMAL = re.compile(
     rf"(?P<whole>{_WHOLE})?(?:\.(?P<decimals>\d*)(?:\\overline\{{(?P<bar>\d+)\}}|\((?P<cycle>\d+)\))?)?", re.A
 )
-_INTEGER = r"\{?(-?\d+(?:,\d{3})*)\}?"
+_INTEGER = r"\{?(-?\d+)\}?"
 _FRACTIONS = [  # each with the groups whole number, numerator and denominator
-    re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?[\d,]+) ?\}\{ ?(-?[\d,]+) ?\}", re.A),
+    re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?\d+) ?\}\{ ?(-?\d+) ?\}", re.A),
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
     re.compile(rf"(){_INTEGER} ?[/:] ?{_INTEGER}", re.A),
 ]
@@ -137,7 +137,7 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
     if match.group() in ("", ".") or len(match.group()) > _MOST_DIGITS:
         return None, text
     if fraction:
-        whole, over, under = (int((each or "0").replace(",", "") or 0) for each in fraction.groups())
+        whole, over, under = (int(each or 0) for each in fraction.groups())
         number = Quantity(whole + Fraction(over, under)) if under and (not whole or over * under >= 0) else None
     else:
         number = _decimal(**match.groupdict(default=""))
