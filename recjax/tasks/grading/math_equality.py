@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from recjax.tasks.grading import expressions, literal
 from recjax.tasks.grading.literal import TEXT
-from recjax.tasks.grading.notation import depths, plain, split_outside_brackets, squeezed
+from recjax.tasks.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
 from recjax.tasks.grading.quantities import Quantity, quantity, same_quantity
 
 _NAME = (
@@ -217,12 +217,12 @@ def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
 def structure(text: str) -> Structure | None:
     """The structure of a whole text in the notation of `notation.plain`; None if the text is a single item."""
     if match := _CASES.fullmatch(text):
-        return Structure("list", [_case(row) for row in re.split(r"\\\\", match[2]) if row.strip()])
+        return Structure("list", [*map(_case, rows_of(match[2]))])
     if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
         return Structure("<>", split_outside_brackets(match[1]))
     if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-        return Structure(f"{len(rows)} rows", [item.strip() for item in sum(rows, [])])
+        rows = rows_of(match[2])
+        return Structure(f"{len(rows)} rows", sum(rows, []))
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])
     # "x<1 or x>2" is one region and not a list.
@@ -246,9 +246,9 @@ def structure(text: str) -> Structure | None:
     return None
 
 
-def _case(row: str) -> str:
+def _case(row: list[str]) -> str:
     """A row of cases: a statement, or a pair of a value and its condition."""
-    parts = [_CONDITION.sub("", _CONDITION.sub("", part.strip())).strip() for part in row.split("&")]
+    parts = [_CONDITION.sub("", _CONDITION.sub("", part)).strip() for part in row]
     if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
         return "".join(parts)  # a relation with an alignment mark
     return parts[0] if len(parts) == 1 else f"({','.join(parts)})"

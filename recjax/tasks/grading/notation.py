@@ -162,6 +162,12 @@ def split_outside_brackets(text: str, separators: str = ",;") -> list[str]:
     return [text[start + 1 : end].strip() for start, end in ends]
 
 
+def rows_of(text: str) -> list[list[str]]:
+    r"""The entries of each row of a matrix or of cases, from the text between \begin and \end."""
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", text) if row.strip()]
+    return [[entry.strip() for entry in row.split("&")] for row in rows]
+
+
 def squeezed(text: str) -> str:
     """Removes spaces, except a space between two letters or digits."""
     return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)

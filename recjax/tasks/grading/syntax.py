@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from recjax.tasks.grading.notation import rows_of
+from recjax.tasks.grading.quantities import Quantity, quantity
+
 CONSTANTS = {r"\pi", "e", "i", r"\infty"}
 
 
@@ -108,7 +111,9 @@ ACCENTS = set(
     " mathbb mathcal mathscr mathfrak".split()
 )
 FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A)
+_TOKEN = re.compile(
+    r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+ ?\\frac\{\d+\}\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A
+)
 
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 _BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
@@ -167,8 +172,7 @@ class _Reader:
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
 
     def _set_apart(self, match: re.Match) -> str:
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-        entries = tuple(tuple(parse_math(entry.strip()) for entry in row) for row in rows)
+        entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
         if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
             raise Unreadable(match.group())
         node = Node("matrix", entries)
@@ -301,20 +305,11 @@ class _Reader:
         return self.command(token)
 
     def numeral(self, token: str) -> Node:
-        if self.token and (self.token[0].isdigit() or self.token[0] in "._" or self.token == r"\overline"):
+        """A decimal, or a mixed number such as 3\\frac{1}{2}, which is no product."""
+        found = quantity(token) if "\\" in token else Quantity(Fraction(token))
+        if found is None or (self.token or "")[:1] in tuple("0123456789._") or self.token == r"\overline":
             raise Unreadable("numbers apart")
-        if "overline" in token:
-            whole, decimals, cycle = re.fullmatch(r"(\d*)\.(\d*)\\overline\{(\d+)\}", token).groups()
-            part = Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(decimals))
-            return number(Fraction(f"{whole or 0}.{decimals or 0}") + part)
-        start = self.place
-        if token.isdigit() and self.accept(r"\frac"):
-            # 3\frac{1}{2} is a mixed number and not a product.
-            parts = [self.enclosed() for _ in range(2)]
-            if all(part.isdigit() for part in parts) and int(parts[1]):
-                return number(int(token) + Fraction(int(parts[0]), int(parts[1])))
-            self.place = start
-        return number(Fraction(token))
+        return number(found.value)
 
     def group(self, opening: str) -> Node:
         bars, self.bars = self.bars, ""
