@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from recjax.algorithms.options import described
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent
 from recjax.rollout.named_agents import Agent
-from recjax.tasks.grading.reward import MOST_REWARD, described
+from recjax.tasks.grading.reward import MOST_REWARD
 from recjax.tasks.problems import Problem
 
 # Kinds of failure and their remedies. "timeout": too much time other than waiting for the policy. "invalid": not a

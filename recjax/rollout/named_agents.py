@@ -10,10 +10,10 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
+from recjax.algorithms.options import described
 from recjax.config import TaskConfig
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools
-from recjax.tasks.grading.reward import described
 from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 
 logger = logging.getLogger(__name__)
 
