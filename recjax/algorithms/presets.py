@@ -16,7 +16,10 @@ from recjax.algorithms.reading import base, is_of_whole_batch, names_read
 
 REINFORCE = {axis: {"name": next(iter(table))} for axis, table in AXES.items()} | {term: {} for term in ADDED_TERMS}
 # Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.
-PRESETS = {name: preset.changes for name, preset in {**PAPER, **FIELD}.items()}
+PRESETS = {
+    name: {axis: {"name": change} if isinstance(change, str) else change for axis, change in preset.changes.items()}
+    for name, preset in {**PAPER, **FIELD}.items()
+}
 # Axes that the pairwise objective does not read; its row weights depend on group-mean advantages.
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
 

@@ -62,7 +62,7 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     tree, answer = parse_math(wanted), parse_math(said)
     if tree is None or answer is None:
         return False
-    if factors and factors[0] != 1:
+    if factors:
         answer = Node("mul", (number(factors[0]), answer))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
@@ -116,6 +116,8 @@ def _words_fit(truth: str, given: str) -> bool:
 
 
 def _same(wanted: Node, said: Node, is_periodic: bool) -> bool:
+    if wanted.args[0] == said.args[0] == r"\pmod":
+        return values.equal(wanted.args[2], said.args[2]) and _same(wanted.args[1], said.args[1], is_periodic)
     if wanted.kind == said.kind == "relation":
         return _same_relation(wanted, said, is_periodic)
     if wanted.kind == "relation":

@@ -176,8 +176,8 @@ class Structure(NamedTuple):
 
 def _spread(text: str) -> Structure | None:
     r"""A text's structure; a text with a single \pm is the list of its two values."""
-    if text.count(r"\pm") == 1 and not structure(text):
-        return Structure("list", [text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in ("+", "-")])
+    if len(parts := re.split(r"\\pm(?!od)", text)) == 2 and not structure(text):
+        return Structure("list", [sign.join(parts).strip().removeprefix("+").strip() for sign in ("+", "-")])
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)
