@@ -12,9 +12,15 @@ Singleton = Literal["zero", "reward"]
 
 
 def deviations(
-    rewards: Float[Array, " batch"], index: Int[Array, " batch"], kept: Bool[Array, " batch"]
+    rewards: Float[Array, " batch"],
+    index: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    weights: Int[Array, " batch"] | None = None,
 ) -> Float[Array, " batch"]:
     """Kept rewards minus their group's mean (`index` by `group_index`); 0 where not kept, exactly 0 for equal rewards.
+
+    Args:
+        weights: weight of each row in the mean; None: all rows weigh the same.
 
     Examples:
         >>> print(deviations(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1]), jnp.array([True, True, True])))
@@ -23,7 +29,8 @@ def deviations(
     # Measured from the group's lowest reward, equal rewards are all 0, so their mean has no rounding error.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
-    means = group_sums(above, index) / jnp.maximum(group_sizes(index, kept), 1.0)
+    weights = kept.astype(above.dtype) if weights is None else jnp.where(kept, weights, 0).astype(above.dtype)
+    means = group_sums(weights * above, index) / jnp.maximum(group_sums(weights, index), 1.0)
     return jnp.where(kept, above - means, 0.0)
 
 

@@ -17,105 +17,95 @@ from recjax.algorithms import (
 from recjax.algorithms.options import did_you_mean, require, user_function
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
 
-OBJECTIVES = {
-    "policy_gradient": None,
-    "pairwise_consistency": reduce.pairwise_consistency_loss,
-}
-SELECTIONS = {
-    "all": None,
-    "drop_excess_negatives": weighting.drop_excess_negatives,
-}
-ADVANTAGES = {
-    "group_mean": advantages.group_mean_advantages,
-    "group_normalized": advantages.group_normalized_advantages,
-    "leave_one_out": advantages.leave_one_out_advantages,
-    "asymmetric": advantages.asymmetric_advantages,
-    "raw_reward": advantages.raw_reward_advantages,
-    "batch_whitened": batch_advantages.batch_whitened_advantages,
-    "batch_deviation": batch_advantages.batch_deviation_advantages,
-    "length_weighted": batch_advantages.length_weighted_advantages,
-    "mean_relative": batch_advantages.mean_relative_advantages,
-    "signal_scaled": batch_advantages.signal_scaled_advantages,
-    "part_normalized": batch_advantages.part_normalized_advantages,
-    "log_mean_exp": batch_advantages.log_mean_exp_advantages,
-    "discounted": batch_advantages.discounted_advantages,
-    "turn_returns": batch_advantages.turn_return_advantages,
-    "none": batch_advantages.no_advantages,
-}
-ANCHORS = {
-    "behavior": ratios.behavior_anchor,
-    "proximal": ratios.proximal_anchor,
-    "interpolated": ratios.interpolated_anchor,
-}
-RATIOS = {
-    "token": ratios.token_ratio,
-    "sequence_mean": ratios.sequence_mean_ratio,
-    "sequence_product": ratios.sequence_product_ratio,
-    "clipped_sequence_mean": ratios.clipped_sequence_mean_ratio,
-}
-CLIPS = {
-    "none": None,
-    "one_side": clipping.one_side_mask,
-    "two_side": clipping.two_side_mask,
-    "ring": clipping.ring_mask,
-    "dual": clipping.dual_clip_mask,
-    "log_one_side": clipping.log_one_side_mask,
-    "probability_difference": clipping.probability_difference_mask,
-    "binary_kl": clipping.binary_kl_mask,
-    "balanced": clipping.balanced_mask,
-}
-MASKS = {
-    "none": None,
-    "off_policy_negatives": masks.off_policy_negatives_mask,
-    "sequence_band": masks.sequence_band_mask,
-    "second_moment": masks.second_moment_mask,
-    "one_side_second_moment": masks.one_side_second_moment_mask,
-    "high_entropy": masks.high_entropy_mask,
-    "covariance": masks.covariance_mask,
-}
-TOKEN_WEIGHTS = {
+_TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
     "truncated": token_weighting.truncated_weights,
     "banded": token_weighting.banded_weights,
     "bounded": token_weighting.bounded_weights,
 }
-WEIGHTS = {
-    "none": None,
-    **TOKEN_WEIGHTS,
-    "tapered": token_weighting.tapered_weights,
-    "inverse": token_weighting.inverse_weights,
-    "soft": token_weighting.soft_weights,
-    "peaked": token_weighting.peaked_weights,
-    "expert_shaped": token_weighting.expert_shaped_weights,
-    "effective_size_capped": token_weighting.effective_size_capped_weights,
-    "exp_advantage": weighting.exp_advantage_weights,
-    "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
-}
-CORRECTIONS = {"none": None, **TOKEN_WEIGHTS}
-REGULARIZERS = {
-    "none": None,
-    "log_likelihood_bonus": regularizers.log_likelihood_bonus,
-    "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
-    "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
-}
-REDUCTIONS = {
-    "token_mean": reduce.token_mean,
-    "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
-    "sequence_mean_token_sum": reduce.sequence_mean_token_sum,
-    "fixed_length": reduce.fixed_length,
-}
+# Functions of each axis by name. The first function of each axis is that of REINFORCE.
 AXES = {
-    "objective": OBJECTIVES,
-    "selection": SELECTIONS,
-    "advantage": ADVANTAGES,
-    "anchor": ANCHORS,
-    "ratio": RATIOS,
-    "clip": CLIPS,
-    "mask": MASKS,
-    "weight": WEIGHTS,
-    "correction": CORRECTIONS,
-    "regularizer": REGULARIZERS,
-    "reduction": REDUCTIONS,
+    "objective": {
+        "policy_gradient": None,
+        "pairwise_consistency": reduce.pairwise_consistency_loss,
+    },
+    "selection": {
+        "all": None,
+        "drop_excess_negatives": weighting.drop_excess_negatives,
+    },
+    "advantage": {
+        "group_mean": advantages.group_mean_advantages,
+        "group_normalized": advantages.group_normalized_advantages,
+        "leave_one_out": advantages.leave_one_out_advantages,
+        "asymmetric": advantages.asymmetric_advantages,
+        "raw_reward": advantages.raw_reward_advantages,
+        "batch_whitened": batch_advantages.batch_whitened_advantages,
+        "batch_deviation": batch_advantages.batch_deviation_advantages,
+        "length_weighted": batch_advantages.length_weighted_advantages,
+        "mean_relative": batch_advantages.mean_relative_advantages,
+        "signal_scaled": batch_advantages.signal_scaled_advantages,
+        "part_normalized": batch_advantages.part_normalized_advantages,
+        "log_mean_exp": batch_advantages.log_mean_exp_advantages,
+        "discounted": batch_advantages.discounted_advantages,
+        "turn_returns": batch_advantages.turn_return_advantages,
+        "none": batch_advantages.no_advantages,
+    },
+    "anchor": {
+        "behavior": ratios.behavior_anchor,
+        "proximal": ratios.proximal_anchor,
+        "interpolated": ratios.interpolated_anchor,
+    },
+    "ratio": {
+        "token": ratios.token_ratio,
+        "sequence_mean": ratios.sequence_mean_ratio,
+        "sequence_product": ratios.sequence_product_ratio,
+        "clipped_sequence_mean": ratios.clipped_sequence_mean_ratio,
+    },
+    "clip": {
+        "none": None,
+        "one_side": clipping.one_side_mask,
+        "two_side": clipping.two_side_mask,
+        "ring": clipping.ring_mask,
+        "dual": clipping.dual_clip_mask,
+        "log_one_side": clipping.log_one_side_mask,
+        "probability_difference": clipping.probability_difference_mask,
+        "binary_kl": clipping.binary_kl_mask,
+        "balanced": clipping.balanced_mask,
+    },
+    "mask": {
+        "none": None,
+        "off_policy_negatives": masks.off_policy_negatives_mask,
+        "sequence_band": masks.sequence_band_mask,
+        "second_moment": masks.second_moment_mask,
+        "one_side_second_moment": masks.one_side_second_moment_mask,
+        "high_entropy": masks.high_entropy_mask,
+        "covariance": masks.covariance_mask,
+    },
+    "weight": {
+        "none": None,
+        **_TOKEN_WEIGHTS,
+        "tapered": token_weighting.tapered_weights,
+        "inverse": token_weighting.inverse_weights,
+        "soft": token_weighting.soft_weights,
+        "peaked": token_weighting.peaked_weights,
+        "expert_shaped": token_weighting.expert_shaped_weights,
+        "effective_size_capped": token_weighting.effective_size_capped_weights,
+        "exp_advantage": weighting.exp_advantage_weights,
+        "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
+    },
+    "correction": {"none": None, **_TOKEN_WEIGHTS},
+    "regularizer": {
+        "none": None,
+        "log_likelihood_bonus": regularizers.log_likelihood_bonus,
+        "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
+        "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
+    },
+    "reduction": {
+        "token_mean": reduce.token_mean,
+        "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
+        "sequence_mean_token_sum": reduce.sequence_mean_token_sum,
+        "fixed_length": reduce.fixed_length,
+    },
 }
 # Terms without a name, on if their coefficient is above 0. The last adds to advantages, the first three to the loss.
 ADDED_TERMS = {

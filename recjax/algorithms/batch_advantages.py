@@ -138,12 +138,7 @@ def length_weighted_advantages(
         >>> print(length_weighted_advantages(rewards, group_ids, kept, jnp.array([2, 1, 1])))
         [ 1.5 -1.5 -1.5]
     """
-    index = group_index(group_ids)
-    # Measured from the group's lowest reward, equal rewards are all 0, without rounding errors.
-    above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
-    above, weights = jnp.where(kept, above, 0.0), jnp.where(kept, lengths, 0).astype(rewards.dtype)
-    means = group_sums(weights * above, index) / jnp.maximum(group_sums(weights, index), 1.0)
-    return jnp.where(kept, above - means, 0.0)
+    return deviations(rewards, group_index(group_ids), kept, lengths)
 
 
 def mean_relative_advantages(

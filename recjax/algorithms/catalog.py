@@ -13,14 +13,14 @@ class Preset(NamedTuple):
     title: name in the literature.
     paper: arXiv id or URL; empty without a source.
     coefficient: factor of ∇log π(y_t) before the reduction.
-    changes: axis → name and options.
+    changes: axis → name, or name and options.
     note: differences from paper or reference code, and doubts.
     """
 
     title: str
     paper: str
     coefficient: str
-    changes: Mapping[str, Mapping[str, Any]]
+    changes: Mapping[str, str | Mapping[str, Any]]
     note: str = ""
 
 
@@ -32,18 +32,16 @@ def changes_of(preset: Preset) -> str:
         'advantage: group_normalized; clip: one_side; weight: importance'
     """
     parts = []
-    for axis, block in preset.changes.items():
-        options = [f"{name} {value}" for name, value in block.items() if name != "name"]
-        parts.append(f"{axis}: {' '.join([*([block['name']] if 'name' in block else []), *options])}")
+    for axis, change in preset.changes.items():
+        block = {"name": change} if isinstance(change, str) else change
+        words = [value if option == "name" else f"{option} {value}" for option, value in block.items()]
+        parts.append(f"{axis}: {' '.join(words)}")
     return "; ".join(parts) or "none"
 
 
 REC = "2509.24203"
-IMPORTANCE = {"name": "importance"}
-ONE_SIDE = {"name": "one_side"}
-NORMALIZED = {"name": "group_normalized"}
 # PPO's clipping as most papers write it, with advantages divided by the group's standard deviation.
-CLIPPED = {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": IMPORTANCE}
+CLIPPED = {"advantage": "group_normalized", "clip": "one_side", "weight": "importance"}
 
 PAPER = {
     "reinforce": Preset("REINFORCE", REC, "A", {}),
@@ -54,49 +52,45 @@ PAPER = {
         CLIPPED,
         "no KL to a reference, as in 2509.24203; σ has ddof 0, common code has 1",
     ),
-    "rec_one_side_is": Preset("REC-OneSide-IS", REC, "ρA·one-side(ρ)", {"clip": ONE_SIDE, "weight": IMPORTANCE}),
-    "rec_one_side_nois": Preset("REC-OneSide-NoIS", REC, "A·one-side(ρ)", {"clip": ONE_SIDE}),
-    "rec_two_side_is": Preset(
-        "REC-TwoSide-IS", REC, "ρA·two-side(ρ)", {"clip": {"name": "two_side"}, "weight": IMPORTANCE}
-    ),
-    "rec_two_side_nois": Preset("REC-TwoSide-NoIS", REC, "A·two-side(ρ)", {"clip": {"name": "two_side"}}),
-    "rec_ring_is": Preset("REC-Ring-IS", REC, "ρA·ring(ρ)", {"clip": {"name": "ring"}, "weight": IMPORTANCE}),
-    "rec_ring_nois": Preset("REC-Ring-NoIS", REC, "A·ring(ρ)", {"clip": {"name": "ring"}}),
-    "asymre": Preset("AsymRE", "2506.20520", "A + β", {"regularizer": {"name": "log_likelihood_bonus"}}),
-    "opmd": Preset("OPMD", REC, "A − τ Σ_t log ρ_t", {"regularizer": {"name": "squared_log_ratio_per_completion"}}),
-    "opmd_token": Preset(
-        "OPMD by token", REC, "A − τ log ρ_t", {"regularizer": {"name": "squared_log_ratio_per_token"}}
-    ),
-    "red_drop": Preset("RED-Drop", REC, "A over the kept set", {"selection": {"name": "drop_excess_negatives"}}),
-    "red_weight": Preset("RED-Weight", REC, "A·exp(A/τ)", {"weight": {"name": "exp_advantage"}}),
+    "rec_one_side_is": Preset("REC-OneSide-IS", REC, "ρA·one-side(ρ)", {"clip": "one_side", "weight": "importance"}),
+    "rec_one_side_nois": Preset("REC-OneSide-NoIS", REC, "A·one-side(ρ)", {"clip": "one_side"}),
+    "rec_two_side_is": Preset("REC-TwoSide-IS", REC, "ρA·two-side(ρ)", {"clip": "two_side", "weight": "importance"}),
+    "rec_two_side_nois": Preset("REC-TwoSide-NoIS", REC, "A·two-side(ρ)", {"clip": "two_side"}),
+    "rec_ring_is": Preset("REC-Ring-IS", REC, "ρA·ring(ρ)", {"clip": "ring", "weight": "importance"}),
+    "rec_ring_nois": Preset("REC-Ring-NoIS", REC, "A·ring(ρ)", {"clip": "ring"}),
+    "asymre": Preset("AsymRE", "2506.20520", "A + β", {"regularizer": "log_likelihood_bonus"}),
+    "opmd": Preset("OPMD", REC, "A − τ Σ_t log ρ_t", {"regularizer": "squared_log_ratio_per_completion"}),
+    "opmd_token": Preset("OPMD by token", REC, "A − τ log ρ_t", {"regularizer": "squared_log_ratio_per_token"}),
+    "red_drop": Preset("RED-Drop", REC, "A over the kept set", {"selection": "drop_excess_negatives"}),
+    "red_weight": Preset("RED-Weight", REC, "A·exp(A/τ)", {"weight": "exp_advantage"}),
     "pairwise_consistency": Preset(
         "Pairwise consistency",
         REC,
         "(2τ/K)(a − ā), a = r − τ log π/μ of the completion",
-        {"objective": {"name": "pairwise_consistency"}},
+        {"objective": "pairwise_consistency"},
     ),
 }
 
 
-BY_SEQUENCE = {"name": "sequence_mean_token_mean"}
 GSPO = {
-    "advantage": NORMALIZED,
-    "ratio": {"name": "sequence_mean"},
+    "advantage": "group_normalized",
+    "ratio": "sequence_mean",
     "clip": {"name": "one_side", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
-    "weight": IMPORTANCE,
-    "reduction": BY_SEQUENCE,
+    "weight": "importance",
+    "reduction": "sequence_mean_token_mean",
 }
-DPPO = {"clip": {"name": "probability_difference"}, "weight": {"name": "truncated", "cap": 20.0}}
+DAPO = {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}}
+DPPO = {"clip": "probability_difference", "weight": {"name": "truncated", "cap": 20.0}}
 SUMMARY = "read in a summary only"
 
 FIELD = {
     # --- Advantages.
-    "rloo": Preset("RLOO", "2402.14740", "K/(K−1)·A", {"advantage": {"name": "leave_one_out"}}),
+    "rloo": Preset("RLOO", "2402.14740", "K/(K−1)·A", {"advantage": "leave_one_out"}),
     "dr_grpo": Preset(
         "Dr.GRPO",
         "2503.20783",
         "ρA·one-side(ρ)",
-        {"clip": ONE_SIDE, "weight": IMPORTANCE, "reduction": {"name": "sequence_mean_token_sum"}},
+        {"clip": "one_side", "weight": "importance", "reduction": "sequence_mean_token_sum"},
         "the paper divides by a fixed length as well: reduction={name: fixed_length, length: N}",
     ),
     "reinforce_pp": Preset(
@@ -118,25 +112,25 @@ FIELD = {
         "LitePPO",
         "2508.08221",
         "ρA·one-side(ρ), A = (r − r̄)/σ of the batch",
-        {**CLIPPED, "advantage": {"name": "batch_deviation"}},
+        {**CLIPPED, "advantage": "batch_deviation"},
         SUMMARY,
     ),
     "opo": Preset(
-        "OPO", "2505.23585", "A = r − Σ L r / Σ L", {"advantage": {"name": "length_weighted"}}, "on-policy in the paper"
+        "OPO", "2505.23585", "A = r − Σ L r / Σ L", {"advantage": "length_weighted"}, "on-policy in the paper"
     ),
     "gpg": Preset(
         "GPG",
         "2504.02546",
         "A·G/G₊",
-        {"advantage": {"name": "signal_scaled"}},
+        {"advantage": "signal_scaled"},
         "groups with different rewards are counted; verl counts rewards that are not zero",
     ),
-    "maxrl": Preset("MaxRL", "2602.02710", "A = (r − r̄)/r̄", {"advantage": {"name": "mean_relative"}}),
+    "maxrl": Preset("MaxRL", "2602.02710", "A = (r − r̄)/r̄", {"advantage": "mean_relative"}),
     "gdpo": Preset(
         "GDPO",
         "2601.05242",
         "ρA·one-side(ρ), A = Σ_p w_p (r_p − r̄_p)/σ_p, whitened over the batch",
-        {**CLIPPED, "advantage": {"name": "part_normalized"}},
+        {**CLIPPED, "advantage": "part_normalized"},
         "over completions with ddof 0; the authors' verl code has over=tokens and ddof=1, their TRL code ddof=1 only",
     ),
     "oapl": Preset(
@@ -154,17 +148,17 @@ FIELD = {
         "DAPO",
         "2503.14476",
         "ρA·one-side(ρ; 0.2, 0.28), A over σ",
-        {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}},
+        DAPO,
         "dynamic sampling is experience.refill, the soft penalty of long completions task.overlong_tokens",
     ),
     "dual_clip_ppo": Preset(
-        "Dual-clip PPO", "1912.09729", "ρA·one-side(ρ), 0 where A < 0 and ρ > 3", {**CLIPPED, "clip": {"name": "dual"}}
+        "Dual-clip PPO", "1912.09729", "ρA·one-side(ρ), 0 where A < 0 and ρ > 3", {**CLIPPED, "clip": "dual"}
     ),
     "icepop": Preset(
         "IcePop",
         "2510.18855",
         "ρA where 0.5 ≤ ρ ≤ 5",
-        {"clip": {"name": "two_side", "epsilon_low": 0.5, "epsilon_high": 4.0}, "weight": IMPORTANCE},
+        {"clip": {"name": "two_side", "epsilon_low": 0.5, "epsilon_high": 4.0}, "weight": "importance"},
         "REC-TwoSide-IS with other bounds; on π/μ at once, where the paper has π/π_old clipped beside it",
     ),
     "dppo_tv": Preset(
@@ -178,7 +172,7 @@ FIELD = {
         "DPPO-KL",
         "2602.04879",
         "min(ρ, 20)A, 0 where π has gone with A beyond 0.05 nats of KL(μ ‖ π) of this token or another",
-        {**DPPO, "clip": {"name": "binary_kl"}},
+        {**DPPO, "clip": "binary_kl"},
         "δ = 0.05 is uncertain",
     ),
     "prime_rl": Preset(
@@ -186,8 +180,8 @@ FIELD = {
         "https://github.com/PrimeIntellect-ai/prime-rl/pull/2187",
         "ρA·DPPO-TV(π, μ) − 0.002 log ρ",
         {
-            "clip": {"name": "probability_difference"},
-            "weight": IMPORTANCE,
+            "clip": "probability_difference",
+            "weight": "importance",
             "regularizer": {"name": "squared_log_ratio_per_token", "tau": 2e-3},
         },
     ),
@@ -195,7 +189,7 @@ FIELD = {
         "Kimi K1.5, K2",
         "2501.12599",
         "A − τ Σ_t log ρ_t",
-        {"regularizer": {"name": "squared_log_ratio_per_completion"}},
+        {"regularizer": "squared_log_ratio_per_completion"},
         "OPMD by another name; τ = 0.1 is this package's",
     ),
     "kimi_k25": Preset(
@@ -203,9 +197,9 @@ FIELD = {
         "2602.02276",
         "ρA·two-side(ρ) − τ log ρ",
         {
-            "clip": {"name": "two_side"},
-            "weight": IMPORTANCE,
-            "regularizer": {"name": "squared_log_ratio_per_token"},
+            "clip": "two_side",
+            "weight": "importance",
+            "regularizer": "squared_log_ratio_per_token",
         },
         f"{SUMMARY}; bounds and τ are this package's",
     ),
@@ -213,14 +207,14 @@ FIELD = {
         "Off-policy sequence masking",
         "2512.02556",
         "ρA·one-side(ρ), 0 in completions with A < 0 and mean log(μ/π) > 0.5",
-        {**CLIPPED, "mask": {"name": "off_policy_negatives"}},
+        {**CLIPPED, "mask": "off_policy_negatives"},
         "the threshold is TRL's suggestion; slime's default is 1e-4. The paper's KL is unbiased_reference_kl",
     ),
     "mis": Preset(
         "Masked importance sampling",
         "",
         "ρA·one-side(ρ), 0 in completions whose mean ratio leaves 0.99 to 1.01",
-        {**CLIPPED, "mask": {"name": "sequence_band"}},
+        {**CLIPPED, "mask": "sequence_band"},
         "on the geometric mean, as SkyRL's docs prefer; TRL's default is the product up to 3, which masks long"
         " completions for their length alone: mask={level: product, low: 0.0, high: 3.0}",
     ),
@@ -228,7 +222,7 @@ FIELD = {
         "M2PO",
         "2510.01161",
         "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
-        {"advantage": NORMALIZED, "weight": IMPORTANCE, "mask": {"name": "one_side_second_moment"}},
+        {"advantage": "group_normalized", "weight": "importance", "mask": "one_side_second_moment"},
         "as in the authors' code, but with b of the whole batch instead of a micro-batch; AReaL's form masks the"
         " largest (log ρ)² whatever A: mask={name: second_moment}",
     ),
@@ -236,7 +230,7 @@ FIELD = {
         "BAPO",
         "2510.18927",
         "ρA·one-side(ρ; bounds that rise until A > 0 has half)",
-        {**CLIPPED, "clip": {"name": "balanced"}},
+        {**CLIPPED, "clip": "balanced"},
         "as in the paper, with bounds of the whole batch; the authors' verl code has bounds of each micro-batch,"
         " raises the lower one first, counts tokens outside of the bounds at the bound, and clips A < 0 at ρ = 3 as"
         " well; its example starts from 0.8 to 0.95 and 1.2 to 2",
@@ -245,7 +239,7 @@ FIELD = {
         "Clip-Cov",
         "2505.22617",
         "ρA·one-side(ρ), 0 at the 0.02 % of tokens of highest covariance of log π and A",
-        {**CLIPPED, "mask": {"name": "covariance"}},
+        {**CLIPPED, "mask": "covariance"},
         "the authors pick as many at random among unclipped tokens with a covariance of 1 to 5; here the highest. A"
         " share of 0.002 is KL-Cov's",
     ),
@@ -253,11 +247,7 @@ FIELD = {
         "Beyond the 80/20 rule",
         "2506.01939",
         "ρA·one-side(ρ; 0.2, 0.28) at the 20 % of tokens of highest entropy",
-        {
-            **CLIPPED,
-            "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28},
-            "mask": {"name": "high_entropy"},
-        },
+        {**DAPO, "mask": "high_entropy"},
     ),
     # --- Ratios of completions.
     "gspo": Preset(
@@ -274,18 +264,18 @@ FIELD = {
         "LUSPO",
         "2602.05261",
         "L·sA·one-side(s; 3e-4, 4e-4)",
-        {**GSPO, "reduction": {"name": "sequence_mean_token_sum"}},
+        {**GSPO, "reduction": "sequence_mean_token_sum"},
     ),
     "gmpo": Preset(
         "GMPO",
         "2507.20673",
         "sA where log ρ_t is inside ±0.4 on A's side, s = exp(mean log ρ clipped there); mean over completions",
         {
-            "advantage": NORMALIZED,
-            "ratio": {"name": "clipped_sequence_mean"},
-            "clip": {"name": "log_one_side"},
-            "weight": IMPORTANCE,
-            "reduction": BY_SEQUENCE,
+            "advantage": "group_normalized",
+            "ratio": "clipped_sequence_mean",
+            "clip": "log_one_side",
+            "weight": "importance",
+            "reduction": "sequence_mean_token_mean",
         },
         "±0.4 is the paper's; verl's code has ±0.2",
     ),
@@ -293,14 +283,14 @@ FIELD = {
         "TOPR",
         "2503.14286",
         "A where A ≥ 0, min(s, 1)A where A < 0, s = exp(Σ log ρ)",
-        {"ratio": {"name": "sequence_product"}, "weight": {"name": "tapered"}},
+        {"ratio": "sequence_product", "weight": "tapered"},
         f"{SUMMARY}; of whole completions, where Trinity and ROLL have it token by token",
     ),
     "vespo": Preset(
         "VESPO",
         "2602.10693",
         "s^k exp(λ(1−s))A, s = exp(Σ log ρ); k, λ = 2, 3 where A > 0, else 3, 2",
-        {"advantage": NORMALIZED, "ratio": {"name": "sequence_product"}, "weight": {"name": "peaked"}},
+        {"advantage": "group_normalized", "ratio": "sequence_product", "weight": "peaked"},
         "mean over tokens, as in the authors' scripts; their code bounds each token's log ρ to ±20 before the sum as"
         " well, and multiplies a correction for the engine into s",
     ),
@@ -309,14 +299,14 @@ FIELD = {
         "CISPO, ScaleRL",
         "2506.13585",
         "min(ρ, 5)A, A over σ",
-        {"advantage": NORMALIZED, "weight": {"name": "truncated", "cap": 5.0}},
+        {"advantage": "group_normalized", "weight": {"name": "truncated", "cap": 5.0}},
         "TRL and verl read the cap as 0.2, which makes every weight at most that",
     ),
     "aspo": Preset(
         "ASPO",
         "2510.06062",
         "min(1/ρ, 3)A·one-side(ρ) where A > 0, min(ρ, 3)A·one-side(ρ) where A < 0",
-        {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": {"name": "inverse"}},
+        {"advantage": "group_normalized", "clip": "one_side", "weight": "inverse"},
         "beyond 3 tokens keep their gradient, as in the authors' code, whose range is 0.4 at each completion's 20 % of"
         " tokens of highest entropy",
     ),
@@ -324,14 +314,14 @@ FIELD = {
         "SAPO",
         "2511.20347",
         "4σ(1−σ)ρA, σ = sigmoid(τ(ρ−1)), τ = 1 where A > 0, else 1.05; mean over completions",
-        {"advantage": NORMALIZED, "weight": {"name": "soft"}, "reduction": BY_SEQUENCE},
+        {"advantage": "group_normalized", "weight": "soft", "reduction": "sequence_mean_token_mean"},
         "Trinity detaches the gate, whose weight then grows with ρ",
     ),
     "luffy": Preset(
         "LUFFY",
         "2504.14945",
         "ρA on own tokens, γp/(p+γ)²·A on an expert's, γ = 0.1",
-        {"advantage": NORMALIZED, "weight": {"name": "expert_shaped"}},
+        {"advantage": "group_normalized", "weight": "expert_shaped"},
         "an expert's completions are those without a policy version: experience.mix. The authors' script has A = r − r̄"
         " without σ and the sum over tokens by a fixed length: advantage={name: group_mean}, reduction={name:"
         " fixed_length, length: N}",
@@ -340,7 +330,7 @@ FIELD = {
         "P3O",
         "2605.12380",
         "min(ρ, effective share of the batch)A",
-        {"weight": {"name": "effective_size_capped"}},
+        {"weight": "effective_size_capped"},
         SUMMARY,
     ),
     # --- Anchors.
@@ -348,21 +338,21 @@ FIELD = {
         "TIS",
         "",
         "min(π_prox/μ, 2)·ρA·one-side(ρ), ρ = π/π_prox",
-        {**CLIPPED, "anchor": {"name": "proximal"}, "correction": {"name": "truncated", "cap": 2.0}},
+        {**CLIPPED, "anchor": "proximal", "correction": {"name": "truncated", "cap": 2.0}},
         "a run makes one update of a batch, in which ρ = 1",
     ),
     "decoupled_ppo": Preset(
         "Decoupled PPO",
         "2505.24298",
         "π_prox/μ·ρA·one-side(ρ), ρ = π/π_prox",
-        {**CLIPPED, "anchor": {"name": "proximal"}, "correction": IMPORTANCE},
+        {**CLIPPED, "anchor": "proximal", "correction": "importance"},
         "a run makes one update of a batch, in which ρ = 1",
     ),
     "a3po": Preset(
         "A-3PO",
         "2512.06547",
         "as `decoupled_ppo`, log π_prox = α log μ + (1−α) log π",
-        {**CLIPPED, "anchor": {"name": "interpolated"}, "correction": IMPORTANCE},
+        {**CLIPPED, "anchor": "interpolated", "correction": "importance"},
         "α = 0.5; in the paper it follows from a token's staleness",
     ),
     # --- Without rewards.
@@ -370,7 +360,7 @@ FIELD = {
         "On-policy distillation",
         "2306.13649",
         "log π_teacher − log π",
-        {"advantage": {"name": "none"}, "distillation": {"coefficient": 1.0}},
+        {"advantage": "none", "distillation": {"coefficient": 1.0}},
         "added to the reward's advantage with any other preset and distillation.coefficient",
     ),
 }

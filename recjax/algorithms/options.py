@@ -1,11 +1,16 @@
-"""Checks of hyperparameters: their names, types and ranges."""
+"""Checks of hyperparameters: their names, types and ranges; users' own functions by name."""
 
 import difflib
 import importlib
 import inspect
+import sysconfig
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def require(condition: bool, name: str, value: Any, remedy: str) -> None:
@@ -36,7 +41,20 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def user_function(place: str, name: str) -> Callable:
+def described(error: BaseException) -> str:
+    """An exception's type and message, then a line for each frame of the traceback in the user's own code.
+
+    Examples:
+        >>> described(ValueError("too long"))
+        'ValueError: too long'
+    """
+    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
+    places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    return f"{type(error).__name__}: {error}" + "".join(places)
+
+
+def user_function(place: str, name: str) -> Callable[..., Any]:
     """Imports the user's own function, named module:function.
 
     Args:
@@ -50,14 +68,21 @@ def user_function(place: str, name: str) -> Callable:
     """
     module, _, function = name.partition(":")
     try:
-        loaded = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        loaded = importlib.import_module(module)
+    except SystemExit as error:
         raise ValueError(
-            f"{place} = {name!r}: {error}; install the module, or start in a folder from which Python can import it"
+            f"{place} = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
+            ' script does under `if __name__ == "__main__":`'
         ) from error
-    if not callable(loaded):
-        raise ValueError(f"{place} = {name!r}: {function} is not a function; name a function of the module")
-    return loaded
+    except (ImportError, ValueError) as error:
+        remedy = "the module must be importable from the folder you start in or installed"
+        raise ValueError(f"{place} = {name!r}: {described(error)}; {remedy}") from error
+    except Exception as error:
+        raise ValueError(f"{place} = {name!r}: importing it failed with {described(error)}") from error
+    if not callable(found := getattr(loaded, function, None)):
+        own = [name for name, value in vars(loaded).items() if callable(value)]
+        raise ValueError(f"{place} = {name!r}: {module} has no function {function!r}{did_you_mean(function, own)}")
+    return found
 
 
 def readable_options(function: Callable | None) -> dict[str, inspect.Parameter]:

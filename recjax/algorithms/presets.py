@@ -9,36 +9,23 @@ import jax.numpy as jnp
 
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import RATIO, Algorithm
-from recjax.algorithms.axes import ADDED_TERMS, AXES, WEIGHTS, function_of
+from recjax.algorithms.axes import ADDED_TERMS, AXES, function_of
 from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.options import did_you_mean, require, resolved_options
 from recjax.algorithms.reading import base, is_of_whole_batch, names_read
 
-REINFORCE = {
-    "objective": {"name": "policy_gradient"},
-    "selection": {"name": "all"},
-    "advantage": {"name": "group_mean"},
-    "anchor": {"name": "behavior"},
-    "ratio": {"name": "token"},
-    "clip": {"name": "none"},
-    "mask": {"name": "none"},
-    "weight": {"name": "none"},
-    "correction": {"name": "none"},
-    "regularizer": {"name": "none"},
-    "reduction": {"name": "token_mean"},
-    "reference_kl": {},
-    "unbiased_reference_kl": {},
-    "entropy": {},
-    "distillation": {},
-}
+REINFORCE = {axis: {"name": next(iter(table))} for axis, table in AXES.items()} | {term: {} for term in ADDED_TERMS}
 # Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.
-PRESETS = {name: preset.changes for name, preset in {**PAPER, **FIELD}.items()}
+PRESETS = {
+    name: {axis: {"name": change} if isinstance(change, str) else change for axis, change in preset.changes.items()}
+    for name, preset in {**PAPER, **FIELD}.items()
+}
 # Axes that the pairwise objective does not read; its row weights depend on group-mean advantages.
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
 
 
 # Weights that it takes: they read only advantages and kept rows.
-ROW_WEIGHTS = [name for name, function in WEIGHTS.items() if {*names_read(function)} <= {"advantages", "kept"}]
+ROW_WEIGHTS = [name for name, function in AXES["weight"].items() if {*names_read(function)} <= {"advantages", "kept"}]
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -149,7 +136,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         own = ":" in block.get("name", "")
         if options or own:
             # The default algorithm never reads its anchor; importance weights do.
-            reader = {"token_weight": WEIGHTS["importance"]} if axis == "anchor" else {}
+            reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
             _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), own)
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, overrides)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
+from recjax.algorithms.options import described
 from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
@@ -28,7 +29,7 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights, described
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from recjax.algorithms.options import described
 from recjax.config import TaskConfig
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools, parsed_calls
-from recjax.tasks.grading.reward import described
 from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import pkgutil
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toola
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import ROWS, TURNS, Reward, imported, load_reward
+from recjax.tasks.grading.reward import ROWS, TURNS, Reward, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -79,7 +80,7 @@ def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Pr
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
     """Refuses answers that no completion can match, before the run samples anything."""
     if reward.name in ("math", "guru_math", "math_dapo"):
-        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        check = pkgutil.resolve_name("recjax.tasks.grading.math_answers:check_answer")
         for problem in problems:
             check(problem.answer)
     if reward.function.__module__ == rewards.__name__ and not by_agent:

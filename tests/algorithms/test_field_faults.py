@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms import losses, masks, ratios, token_weighting
-from recjax.algorithms.axes import CORRECTIONS, WEIGHTS
+from recjax.algorithms.axes import AXES
 from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
@@ -325,7 +325,7 @@ def test_on_policy_every_method_of_the_ratio_is_reinforce():
         own = gradient_of(name, {"reduction": {"name": "token_mean"}}, ON_POLICY)
         np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=name)
     for weight in [
-        name for name in WEIGHTS if name not in ("expert_shaped", "exp_advantage", "bisected_exp_advantage")
+        name for name in AXES["weight"] if name not in ("expert_shaped", "exp_advantage", "bisected_exp_advantage")
     ]:
         own = gradient_of("reinforce", {"weight": {"name": weight}}, ON_POLICY)
         np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=weight)
@@ -339,7 +339,7 @@ def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             build_algorithm("reinforce", {axis: block})
-    assert set(CORRECTIONS) - {"none"} <= set(WEIGHTS)
+    assert set(AXES["correction"]) - {"none"} <= set(AXES["weight"])
 
 
 def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behavior_policy():

@@ -1,11 +1,11 @@
 """The built-in rewards on answers that are right in odd notation, and on ones that only look right."""
 
 import time
+from pkgutil import resolve_name
 
 import pytest
 
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.reward import imported
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 from tests.tasks.reward_cases import CASES, THOUGHTS, TWO
@@ -13,7 +13,7 @@ from tests.tasks.reward_cases import CASES, THOUGHTS, TWO
 
 def answer_parser(reward):
     """What takes a completion to the text by which votes are counted."""
-    return imported(GRADERS[reward].parse)
+    return resolve_name(GRADERS[reward].parse)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def answer_parser(reward):
 def test_the_verdict_is_the_right_one(reward, completion, answer, verdict):
     part = "format" if reward == "gsm8k_format" else "accuracy"
     grader = GRADERS[reward.removesuffix("_format")]
-    parts = imported(grader.grade)(completion, answer, {})
+    parts = resolve_name(grader.grade)(completion, answer, {})
     assert parts[part] == verdict and parts.keys() == grader.weights.keys()
 
 
@@ -65,7 +65,7 @@ def test_the_order_of_calls_does_not_split_the_vote():
 @pytest.mark.parametrize("answer", ["f", *(f'[{{"name": "f", "arguments": {{"a": {x}}}}}]' for x in ("NaN", "1e999"))])
 def test_an_answer_that_holds_no_calls_is_refused(answer):
     with pytest.raises(ValueError, match="answers that are JSON lists.*f"):
-        imported(GRADERS["tool_calls"].grade)("<think>t</think>[]", answer, {})
+        resolve_name(GRADERS["tool_calls"].grade)("<think>t</think>[]", answer, {})
     assert answer_parser("tool_calls")(f"<think>t</think>{answer}") is None
 
 
@@ -92,7 +92,7 @@ def test_hostile_completions_are_read_at_once_and_raise_nothing(completion):
     started = time.monotonic()
     for reward in ("math", "gsm8k", "math_dapo", "tool_calls"):
         answer_parser(reward)(completion)
-        assert imported(GRADERS[reward].grade)(completion, "[]", {})["accuracy"] == 0
+        assert resolve_name(GRADERS[reward].grade)(completion, "[]", {})["accuracy"] == 0
     assert number_match([""], [completion], ["5"]) == last_number_match([""], [completion], ["7"]) == [0]
     assert time.monotonic() - started < 2
 

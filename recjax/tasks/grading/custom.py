@@ -1,18 +1,20 @@
 """Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,14 @@ def check_weights(reward: Reward, row: Row) -> None:
 def _call(reward: Reward, rows: Sequence[Row]) -> Any:
     """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
     for retry in itertools.count():
+        arguments = [list(column) for column in zip(*rows, strict=True)]
+        columns = arguments.pop()
+        with contextlib.suppress(TypeError):  # of a function that takes no columns
+            inspect.signature(reward.function).bind(*arguments, columns)
+            names = dict.fromkeys(name for row in columns for name in row)
+            arguments.append({name: [row.get(name) for row in columns] for name in names})
         try:
-            result = reward.function(*_arguments(reward.function, rows))
+            result = reward.function(*arguments)
             return finished(_within(result, reward.seconds) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
@@ -82,17 +90,6 @@ async def _within(result: Awaitable[Any], seconds: float | None) -> Any:
         if seconds is None:
             raise
         raise TimeoutError(f"no reward within task.reward_seconds = {seconds:g}") from error
-
-
-def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> list[Any]:
-    prompts, completions, answers, columns = (list(column) for column in zip(*rows, strict=True))
-    arguments = [prompts, completions, answers]
-    try:
-        inspect.signature(function).bind(*[None] * 4)
-    except TypeError:  # the function takes no columns
-        return arguments
-    names = dict.fromkeys(name for row in columns for name in row)
-    return [*arguments, {name: [row.get(name) for row in columns] for name in names}]
 
 
 def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.ndarray:

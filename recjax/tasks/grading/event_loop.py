@@ -19,8 +19,14 @@ def finished(result: Any) -> Any:
     A thread runs the loop as long as the process lives. A client, lock or semaphore in a user's module works with only
     one loop, so agents, rewards and tools share this loop, in training and in evaluations.
     """
+    global _loop
     if not inspect.isawaitable(result):
         return result
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_run_forever, args=(_loop,), name="event loop", daemon=True).start()
+            atexit.register(_cancel_all, _loop)
     outcome: futures.Future = futures.Future()
 
     async def run() -> None:
@@ -29,23 +35,13 @@ def finished(result: Any) -> Any:
         except BaseException as error:  # includes SystemExit, which would end the loop
             outcome.set_exception(error)
 
-    task = asyncio.run_coroutine_threadsafe(run(), _event_loop())
+    task = asyncio.run_coroutine_threadsafe(run(), _loop)
     try:
         return outcome.result()
     finally:
         if not outcome.done():  # Ctrl-C in the waiting thread
             task.cancel()
             futures.wait([outcome], _END_SECONDS)
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    global _loop
-    with _starting:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_forever, args=(_loop,), name="event loop", daemon=True).start()
-            atexit.register(_cancel_all, _loop)
-    return _loop
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

@@ -3,21 +3,42 @@
 `syntax` reads both answers, `values` compares expressions, and SymPy solves inequalities and factors equations.
 """
 
-import functools
 import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
-from recjax.tasks.grading import algebra, syntax, values
-from recjax.tasks.grading.notation import plain
+import sympy
+
+from recjax.tasks.grading import values
+from recjax.tasks.grading.notation import plain, split_outside_brackets
 from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
-from recjax.tasks.grading.tree import Node, difference, names, number
+from recjax.tasks.grading.syntax import (
+    FUNCTIONS,
+    Node,
+    Unreadable,
+    contains,
+    difference,
+    names,
+    number,
+    parse_math,
+    tokens,
+)
 from recjax.tasks.grading.units import NOTHING, Unit
 
-_FUNCTIONS = syntax.FUNCTIONS | {"sqrt", "mod", "pi"}
+_KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
+OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
+_AND = re.compile(r" ?(?:\\text ?\{ ?and ?\}|\band\b|\\wedge) ?")
+_TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\subseteq", r"\gg": r"\ll"}
+_ORDERS = ("<", r"\le")
+_INEQUALITIES = {"<": sympy.Lt, r"\le": sympy.Le, r"\neq": sympy.Ne}
+_INTERVALS = ("()", "(]", "[)", "[]")
+_NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
+_MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
 def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
@@ -34,14 +55,14 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     if (unit and other and not factors) or not _words_fit(wanted, said):
         return False
     if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
-        value = values.decimal(_read(match["exact"]) or _INFINITE)
+        value = values.decimal(parse_math(match["exact"]) or _INFINITE)
         if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
             return False
         said = match["exact"]
-    tree, answer = _read(wanted), _read(said)
+    tree, answer = parse_math(wanted), parse_math(said)
     if tree is None or answer is None:
         return False
-    if factors and factors[0] != 1:
+    if factors:
         answer = Node("mul", (number(factors[0]), answer))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
@@ -52,7 +73,7 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
 def same_angle(degrees: Quantity, radians: str) -> bool:
     r"""True if a quantity in degrees equals an angle in radians, such as \frac{\pi}{2}; False for other units."""
     core, unit = _without_unit(radians)
-    said = _read(core)
+    said = parse_math(core)
     if r"\pi" not in core or said is None or names(said) or (unit and unit[0].dimensions != (("radian", 1),)):
         return False
     turned = Node("mul", (number(degrees.value / 180), Node("name", (r"\pi",))))
@@ -61,7 +82,7 @@ def same_angle(degrees: Quantity, radians: str) -> bool:
 
 def is_constant(text: str) -> bool:
     """True if a text, in the notation of `notation.plain`, is an expression without unknowns."""
-    tree = _read(text)
+    tree = parse_math(text)
     return tree is not None and tree.kind != "relation" and not names(tree)
 
 
@@ -84,22 +105,19 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
 def _words_fit(truth: str, given: str) -> bool:
     """True if every word of an answer is also in the truth."""
     pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
-    truth, given = (re.sub(pattern, " ", algebra.OR.sub(" ", text)) for text in (truth, given))
+    truth, given = (re.sub(pattern, " ", OR.sub(" ", text)) for text in (truth, given))
     given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # the differential of an integral
-    words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
+    words = {*re.findall(r"[A-Za-z]{2,}", given)} - _KNOWN_WORDS - {*re.findall(r"[A-Za-z]{2,}", truth)}
     # Up to three letters are a product if the truth has these letters; more letters are a word.
-    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(syntax.tokens(word)) == len(word))
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> Node | None:
-    return syntax.parse_math(text)
+    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(tokens(word)) == len(word))
 
 
 # --- Expressions and equations.
 
 
 def _same(wanted: Node, said: Node, is_periodic: bool) -> bool:
+    if wanted.args[0] == said.args[0] == r"\pmod":
+        return values.equal(wanted.args[2], said.args[2]) and _same(wanted.args[1], said.args[1], is_periodic)
     if wanted.kind == said.kind == "relation":
         return _same_relation(wanted, said, is_periodic)
     if wanted.kind == "relation":
@@ -120,7 +138,7 @@ def _value_of(relation: Node) -> Node | None:
 
 
 def _is_name(node: Node) -> bool:
-    return node.kind == "name" or (node.kind == "call" and node.args[0] not in syntax.FUNCTIONS | {"^*", "transpose"})
+    return node.kind == "name" or (node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "transpose"})
 
 
 def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
@@ -152,16 +170,16 @@ def _renamed(node: Any, old: str, new: str) -> Any:
 def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
     (operators, sides), (others, parts) = wanted.args, said.args
     if {*operators} == {*others} == {"="} and len(sides) == len(parts) > 2:
-        return algebra.matched(sides, parts, values.equal)
-    pairs, answers = algebra.relation_pairs(wanted), algebra.relation_pairs(said)
+        return matched(sides, parts, values.equal)
+    pairs, answers = relation_pairs(wanted), relation_pairs(said)
     if len(pairs) > 1 or len(answers) > 1:
-        return len(pairs) == len(answers) and algebra.matched(pairs, answers, _same_pair)
+        return len(pairs) == len(answers) and matched(pairs, answers, _same_pair)
     if operators == others == ("=",):
         said = _in_the_same_letters(wanted, said)
         value, got = _value_of(wanted), _value_of(said)
         if value is not None and got is not None and values.equal(sides[0], said.args[1][0]):
             return _same(value, got, is_periodic)
-    return _same_pair(*algebra.relation_pairs(wanted), *algebra.relation_pairs(said))
+    return _same_pair(*relation_pairs(wanted), *relation_pairs(said))
 
 
 def _in_the_same_letters(wanted: Node, said: Node) -> Node:
@@ -185,13 +203,168 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    if operator not in (*algebra.ORDERS, "=", r"\neq"):
+    if operator not in (*_ORDERS, "=", r"\neq"):
         return False
     whole, answer = difference(a, b), difference(x, y)
     sign = values.ratio(whole, answer)
     if sign is not None:
-        return operator not in algebra.ORDERS or sign > 0
-    return operator not in algebra.ORDERS and algebra.same_factors(whole, answer)
+        return operator not in _ORDERS or sign > 0
+    return operator not in _ORDERS and same_factors(whole, answer)
+
+
+# --- Zeros of equations and regions of inequalities, with SymPy.
+
+
+def relation_pairs(relation: Node) -> list[tuple[str, Node, Node]]:
+    """Splits a chain such as a < b < c into single statements; > and similar operators are turned to < and so on."""
+    operators, sides = relation.args
+    triples = zip(operators, sides, sides[1:], strict=False)
+    return [(_TURNED[mark], b, a) if mark in _TURNED else (mark, a, b) for mark, a, b in triples]
+
+
+def matched(wanted: Sequence[Any], said: Sequence[Any], are_same: Callable[[Any, Any], bool]) -> bool:
+    """True if the elements of `wanted` and `said` can be paired one to one."""
+    rest = list(said)
+    for each in wanted:
+        place = next((place for place, other in enumerate(rest) if are_same(each, other)), None)
+        if place is None:
+            return False
+        del rest[place]
+    return not rest
+
+
+def same_factors(a: Node, b: Node) -> bool:
+    """True if two polynomials have the same irreducible factors and are therefore 0 at the same points."""
+    if not names(a) or names(a) != names(b) or contains((a, b), r"\infty") or max(map(_size, (a, b))) > _MOST_PARTS:
+        return False
+    try:
+        factors = [_factors(_symbolic(each)) for each in (a, b)]
+    except (Unreadable, sympy.PolynomialError, NotImplementedError, ValueError):
+        return False
+    return bool(factors[0]) and matched(*factors, lambda x, y: (x / y).is_number)
+
+
+def _factors(expression: sympy.Expr) -> list[sympy.Expr]:
+    numerator, _ = sympy.fraction(sympy.together(expression))
+    return [factor for factor, _ in sympy.factor_list(numerator)[1]]
+
+
+def _size(node: Any) -> int:
+    """Number of parts of a tree; a power counts its base once for each unit of the exponent, and once more."""
+    if not isinstance(node, tuple):
+        return 1
+    if isinstance(node, Node) and node.kind == "pow" and node.args[1].kind == "number":
+        return int(abs(node.args[1].args[0]) + 1) * _size(node.args[0])
+    return sum(map(_size, node.args if isinstance(node, Node) else node))
+
+
+def _symbolic(node: Node) -> sympy.Expr:
+    if node.kind == "number":
+        return sympy.Rational(node.args[0].numerator, node.args[0].denominator)
+    if node.kind == "name":
+        constants = {r"\pi": sympy.pi, "e": sympy.E, "i": sympy.I, r"\infty": sympy.oo}
+        return constants.get(node.args[0]) or sympy.Symbol(node.args[0], real=True)
+    if node.kind == "call" and node.args[0] in ("sin", "cos", "tan", "exp", "ln", "abs"):
+        function = {"ln": sympy.log, "abs": sympy.Abs}.get(node.args[0]) or getattr(sympy, node.args[0])
+        return function(_symbolic(node.args[1]))
+    if node.kind not in ("add", "mul", "pow"):
+        raise Unreadable(node.kind)
+    parts = [_symbolic(each) for each in node.args]
+    if node.kind == "pow" and not (parts[1].is_Rational and abs(parts[1]) < 10_000):
+        raise Unreadable("power")
+    return {"add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow}[node.kind](*parts)
+
+
+def same_region(wanted: str, said: str) -> bool | None:
+    """True if two texts describe the same set of numbers, and False if they name different unknowns; else None."""
+    if not all(
+        re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, said)
+    ):
+        return None
+    try:
+        (name, region), (other, answer) = _region_of(wanted), _region_of(said)
+    except (Unreadable, sympy.PolynomialError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
+    if name and other and name != other:
+        return False
+    return True if region == answer != sympy.S.EmptySet else None
+
+
+def _region_of(text: str) -> tuple[set[str], sympy.Set]:
+    """The unknown, in an empty set if the text names none, and the union of the regions that "or" separates."""
+    unknown, regions = set(), []
+    for part in OR.split(text):
+        statements = split_outside_brackets(_AND.sub(",", part))
+        name, unequal, _ = statements[0].partition("\\neq")
+        if unequal:  # "x\\neq 1, 2 and x > 0" is three statements about x
+            statements = [each if re.search(r"\\|[<>A-Za-z]", each) else f"{name}\\neq {each}" for each in statements]
+        trees = [parse_math(statement) for statement in statements]
+        named = [{name for name in names(tree) if not name.startswith(r"\mathbb")} for tree in trees]
+        if len(trees) > 1 and (not named[0] or any(each != named[0] for each in named)):
+            raise Unreadable("no region")
+        unknown |= named[0]
+        regions.append(sympy.Intersection(*map(_region, trees)))
+    if len(unknown) > 1:
+        raise Unreadable(text)
+    return unknown, sympy.Union(*regions)
+
+
+def _region(node: Node | None) -> sympy.Set:
+    match node:
+        case Node("call", (str(brackets), low, high)) if brackets in _INTERVALS:
+            low, high = _constant(low), _constant(high)
+            if not low < high:
+                raise Unreadable("no interval")
+            return sympy.Interval(low, high, brackets[0] == "(", brackets[1] == ")")
+        case Node("call", ("set", *items)):
+            return sympy.FiniteSet(*map(_constant, items))
+        case Node("name", (str(name),)) if name.startswith(r"\mathbb{") and name[8:-1] in _NUMBER_SETS:
+            return _NUMBER_SETS[name[8:-1]]
+        case Node("call", ("^+", Node("name", (r"\mathbb{R}",)))):
+            return sympy.Interval.open(0, sympy.oo)
+        case Node("call", (r"\cup" | r"\cap" | r"\setminus" as operator, a, b)):
+            a, b = _region(a), _region(b)
+            return {r"\cup": a.union, r"\cap": a.intersect, r"\setminus": a.__sub__}[operator](b)
+        case Node("add", (a, Node("mul", (Node("number", (Fraction(numerator=-1, denominator=1),)), b)))):
+            return _region(a) - _region(b)
+        case Node("relation", ((r"\in",), (Node("name", _), b))):
+            return _region(b)
+        case Node("relation", _):
+            return _solved(node)
+    raise Unreadable("no region")
+
+
+def _constant(node: Node) -> sympy.Expr:
+    if names(node) or _size(node) > 10_000:
+        raise Unreadable("no constant")
+    return _symbolic(node)
+
+
+def _solved(relation: Node) -> sympy.Set:
+    """The region in which inequalities of one unknown hold.
+
+    SymPy solves rational functions with one |…| at most, whose factors have degree 2 at most.
+    """
+    if len(names(relation)) != 1 or _size(relation) > _MOST_PARTS:
+        raise Unreadable("not of one unknown")
+    variable, region = Node("name", (*names(relation),)), sympy.S.Reals
+    for operator, a, b in relation_pairs(relation):
+        if operator not in _INEQUALITIES:
+            raise Unreadable(operator)
+        if variable in (a, b):  # SymPy takes 20 times as long for these
+            end = _constant(b if a == variable else a)
+            low, high = (-sympy.oo, end) if a == variable else (end, sympy.oo)
+            below = sympy.Interval(low, high, operator == "<", operator == "<")
+            region = region - sympy.FiniteSet(end) if operator == r"\neq" else region & below
+            continue
+        quotient = sympy.together(_symbolic(a) - _symbolic(b))
+        parts = sympy.fraction(quotient.replace(sympy.Abs, lambda inside: inside)) if quotient.free_symbols else ()
+        factors = [factor for part in parts for factor in _factors(part)]
+        is_hard = any(sympy.Poly(factor, *factor.free_symbols).degree() > 2 for factor in factors)
+        if is_hard or len(quotient.atoms(sympy.Abs)) > 1:
+            raise Unreadable("degree")
+        region &= _INEQUALITIES[operator](quotient, 0).as_set()
+    return region
 
 
 # The workers' program imports this module before it forks. This call does the setup of the first comparison.

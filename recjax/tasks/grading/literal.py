@@ -1,4 +1,4 @@
-"""Comparison of choices, words, times of day, ratios, congruences, and digits in a named base, mostly as written.
+"""Comparison of choices, words, times of day, congruences, and digits in a named base, mostly as written.
 
 Each function returns True or False, or None if the truth is not of its kind.
 """
@@ -26,7 +26,7 @@ _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]
 
 def decided(truth: str, given: str) -> bool | None:
     """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
-    kinds = (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_ratio, _as_congruence)
+    kinds = (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_congruence)
     return next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)
 
 
@@ -112,8 +112,6 @@ def _as_words(truth: str, given: str) -> bool | None:
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
             return None  # abc may be the product a·b·c, but cat is not act
-    elif max(map(len, words)) < 2 and "-" not in bare:
-        return None
     if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
         return sorted(re.findall(r"\w+", words_of(given))) == sorted(re.findall(r"\w+", words_of(truth)))
     return words_of(given) == words_of(truth)
@@ -126,17 +124,6 @@ def _in_a_base(truth: str, given: str) -> bool | None:
         digits = said[1] if said else given
         return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
     return int(said[2]) == 10 and _is_number(truth, said[1]) if said and quantity(truth) else None
-
-
-def _as_ratio(truth: str, given: str) -> bool | None:
-    """Compares ratios of three or more parts, such as 1:2:3; a ratio of two parts is a number."""
-    if not re.fullmatch(r"\d+(?: ?: ?\d+){2,}", truth):
-        return None
-    parts = [[quantity(part) for part in text.split(":")] for text in (truth, given)]
-    if None in parts[1] or len(parts[0]) != len(parts[1]):
-        return False
-    wanted, said = ([part.value for part in each] for each in parts)
-    return all(a * said[0] == b * wanted[0] for a, b in zip(wanted, said, strict=True)) and said[0] != 0
 
 
 def _is_number(truth: str, given: str) -> bool:

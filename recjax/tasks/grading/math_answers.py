@@ -4,11 +4,12 @@ Only text after the thoughts that is marked as the answer counts as one, so that
 `boxed` and `tagged`.
 """
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from recjax.tasks.grading.math_equality import is_right, unnamed
+from recjax.tasks.grading.math_equality import is_right, unnamed, without_thousands
 from recjax.tasks.grading.notation import braced, depths, plain
 from recjax.tasks.grading.quantities import quantity
 from recjax.tasks.grading.thinking import after_thoughts, one_thought
@@ -69,21 +70,6 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
     return {"accuracy": float(is_right(answer_line(completion), _truth(answer), finished=True))}
 
 
-def parse_line(completion: str) -> str | None:
-    """The answer on the last line `Answer: …` in a canonical spelling: equal numbers give equal texts."""
-    return _spelling(answer_line(completion))
-
-
-def parse_boxed(completion: str) -> str | None:
-    r"""The content of the last \boxed in a canonical spelling: equal numbers give equal texts."""
-    return _spelling(boxed(completion))
-
-
-def parse_tagged(completion: str) -> str | None:
-    """The marked answer in a canonical spelling: equal numbers give equal texts."""
-    return _spelling(tagged(completion))
-
-
 def boxed(completion: str) -> str | None:
     r"""The content of the last \boxed{…}; None if there is no box, or if it is empty or never closed.
 
@@ -133,11 +119,16 @@ def _short(answer: str | None) -> str | None:
     return answer if 0 < len(answer) <= LONGEST and max(depths(answer)) <= DEEPEST else None
 
 
-def _spelling(given: str | None) -> str | None:
+def _spelling(find: Callable[[str], str | None], completion: str) -> str | None:
+    """A completion's answer in a canonical spelling: equal numbers give equal texts."""
+    given = find(completion)
     if given is None:
         return None
-    text = unnamed(plain(given))
+    text = unnamed(without_thousands(plain(given)))
     number = quantity(text)
     if number is not None and not number.percent:
         return str(number.value)
     return re.sub(r"\s", "", text)
+
+
+parse_line, parse_boxed, parse_tagged = (functools.partial(_spelling, find) for find in (answer_line, boxed, tagged))

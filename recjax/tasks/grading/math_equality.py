@@ -1,18 +1,18 @@
 """Comparison of a mathematical answer with the true answer; an answer with an unreadable part is wrong.
 
 `literal` compares choices, words, times and similar answers, and `quantities` compares numbers with units.
-`structures` splits sets, tuples and matrices into items. `expressions` compares all other answers.
+`structure` splits sets, lists, tuples and matrices into items. `expressions` compares all other answers.
 """
 
 import functools
 import itertools
 import re
+from typing import NamedTuple
 
-from recjax.tasks.grading import algebra, expressions, literal
+from recjax.tasks.grading import expressions, literal
 from recjax.tasks.grading.literal import TEXT
-from recjax.tasks.grading.notation import plain, split_outside_brackets, squeezed
+from recjax.tasks.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
 from recjax.tasks.grading.quantities import Quantity, quantity, same_quantity
-from recjax.tasks.grading.structures import Structure, structure
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
@@ -31,6 +31,11 @@ _COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? 
 _TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
+_MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
+_CASES = re.compile(r"\\begin\{(d?cases|aligned)\}(.*)\\end\{\1\}")
+_CONDITION = re.compile(r"^(?:\\text ?\{ ?(?:if|for|when|where)? ?\}|if|for|when) ?|[,;.] ?$", re.I)
+_WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
+_ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
 def is_right(given: str | None, answer: str, finished: bool) -> bool:
@@ -66,7 +71,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
             words = squeezed(TEXT.sub(r" \1", match["words"]))
             given = TEXT.sub(r" \1", given)
             return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
-    if (decided := algebra.same_region(truth, given)) is not None:
+    if (decided := expressions.same_region(truth, given)) is not None:
         return decided
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
@@ -87,10 +92,9 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):
         texts = [_TUPLE.sub(_assigned, text) for text in texts]
-    truth, given = map(_without_thousands, texts)
-    if "," not in truth and _THOUSANDS.fullmatch(given):
-        given = given.replace(",", "")
-    return truth, given
+    truth, given = texts
+    is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
+    return without_thousands(truth), given if is_list else without_thousands(given)
 
 
 def _assigned(match: re.Match) -> str:
@@ -98,16 +102,16 @@ def _assigned(match: re.Match) -> str:
     return ",".join(map("=".join, itertools.zip_longest(*map(split_outside_brackets, match.groups()), fillvalue="")))
 
 
-def _without_thousands(text: str) -> str:
+def without_thousands(text: str) -> str:
     """Removes the commas that separate thousands, but not the commas of a list.
 
     A comma between digits separates thousands if the text separates its items in another way, or has no items.
     """
     has_items = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
     in_brackets = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
-    if has_items or not (in_brackets or _THOUSANDS.sub("", text).strip() == ""):
-        return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-    return text
+    if in_brackets and not has_items:
+        return text
+    return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
 
 
 def unnamed(text: str) -> str:
@@ -158,10 +162,22 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
 # --- Sets, lists, tuples, intervals, matrices.
 
 
+class Structure(NamedTuple):
+    """Items and their brackets: `kind` is "list" (no brackets), "2 rows", "{}", or others such as "[)" or "<>"."""
+
+    kind: str
+    items: list
+
+    @property
+    def is_unordered(self) -> bool:
+        """True for a set, and for a list without brackets."""
+        return self.kind in ("{}", "list")
+
+
 def _spread(text: str) -> Structure | None:
     r"""A text's structure; a text with a single \pm is the list of its two values."""
-    if text.count(r"\pm") == 1 and not structure(text):
-        return Structure("list", [text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in ("+", "-")])
+    if len(parts := re.split(r"\\pm(?!od)", text)) == 2 and not structure(text):
+        return Structure("list", [sign.join(parts).strip().removeprefix("+").strip() for sign in ("+", "-")])
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)
@@ -169,21 +185,22 @@ def _spread(text: str) -> Structure | None:
 
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
     if said is None:
-        return None if truth.kind == "matrix" and re.search(r"\\begin|\^", given) else False
-    if truth.kind == "<>" and said.kind == "matrix" and all(len(row) == 1 for row in said.items):
-        said = Structure("<>", sum(said.items, []))
-    truth, said = (each._replace(kind="()") if each.kind == "<>" else each for each in (truth, said))
-    if truth.kind == "matrix" or said.kind == "matrix":
-        shapes = [[len(row) for row in each.items] if each.kind == "matrix" else None for each in (truth, said)]
-        return shapes[0] == shapes[1] and _all_same(sum(truth.items, []), sum(said.items, []), finished)
+        return None if re.search(r"\\begin|\^", given) else False
     names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, said)]
-    if names[0] and len(names[0]) == len(truth.items):
-        return _same_assignments(truth, said, names, finished)
+    if names[0] and len(names[0]) == len(truth.items):  # assignments such as x=2, y=3, or x=2, x=3
+        if len({*names[0]}) == 1:
+            return _same_items(truth, said, finished)
+        if len({*names[0]}) == len(names[0]) == len(said.items) and sorted(names[0]) == sorted(names[1]):
+            orders = [sorted(range(len(each)), key=each.__getitem__) for each in names]
+            truth, said = (
+                each._replace(items=[each.items[place] for place in order])
+                for each, order in zip((truth, said), orders, strict=True)
+            )
+        return _all_same(truth.items, said.items, finished)
     if truth.is_unordered:
         return said.is_unordered and _same_items(truth, said, finished)
-    if said.kind not in (truth.kind, "list") or (said.kind == "list" and truth.kind != "()"):
-        return False
-    return _all_same(truth.items, said.items, finished)
+    others = {"()": ("<>", "list"), "<>": ("()", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
+    return said.kind in (truth.kind, *others) and _all_same(truth.items, said.items, finished)
 
 
 def _all_same(truths: list[str], given: list[str], finished: bool) -> bool:
@@ -197,15 +214,41 @@ def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
     return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not said.items
 
 
-def _same_assignments(truth: Structure, said: Structure, names: list[list[str]], finished: bool) -> bool:
-    """Compares assignments such as x=2, y=3, in any order if the answer names the unknowns too."""
-    if len(truth.items) != len(said.items):
-        return False
-    values = [[unnamed(item) for item in each.items] for each in (truth, said)]
-    if len({*names[0]}) == len(names[0]) and sorted(names[0]) == sorted(names[1]):
-        values = [[value for _, value in sorted(zip(*each, strict=True))] for each in zip(names, values, strict=True)]
-    elif names[1] and {*names[0]} != {*names[1]}:
-        return False
-    elif len({*names[0]}) == 1:
-        return _same_items(truth._replace(items=values[0]), said._replace(items=values[1]), finished)
-    return _all_same(*values, finished)
+def structure(text: str) -> Structure | None:
+    """The structure of a whole text in the notation of `notation.plain`; None if the text is a single item."""
+    if match := _CASES.fullmatch(text):
+        return Structure("list", [*map(_case, rows_of(match[2]))])
+    if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
+        return Structure("<>", split_outside_brackets(match[1]))
+    if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
+        rows = rows_of(match[2])
+        return Structure(f"{len(rows)} rows", sum(rows, []))
+    if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
+        return Structure("{}", [])
+    # "x<1 or x>2" is one region and not a list.
+    items = split_outside_brackets(text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text))
+    if len(items) > 1 and all(items):
+        return Structure("list", items)
+    if not (match := _ENCLOSED.fullmatch(text)):
+        return None
+    opening, inside, closing = match.groups()
+    levels = [0, *depths(inside)]
+    if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
+        return None
+    items = split_outside_brackets(inside if opening == "{" else _WORDED.sub(",", inside))
+    match opening, closing, len(items):
+        case (r"\{", r"\}", _):
+            return Structure("{}", items)
+        case ("(", ")", 1):
+            return structure(items[0])
+        case ("{", "}", count) | ("(" | "[", ")" | "]", count) if count > 1:
+            return Structure(opening + closing, items)
+    return None
+
+
+def _case(row: list[str]) -> str:
+    """A row of cases: a statement, or a pair of a value and its condition."""
+    parts = [_CONDITION.sub("", _CONDITION.sub("", part)).strip() for part in row]
+    if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
+        return "".join(parts)  # a relation with an alignment mark
+    return parts[0] if len(parts) == 1 else f"({','.join(parts)})"

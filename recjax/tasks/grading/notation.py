@@ -42,6 +42,14 @@ _COMPATIBLE = re.compile("[¼-¾⅐-⅞\uff01-\uff5e\u3300-\u33ff]")  # fraction
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~)\s*"
 _MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_BETWEEN_DIGITS}\d{{3}})+(?!\d)", re.A)
 _NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
+
+
+def _as_matrix(rows: re.Match) -> str:
+    """Rewrites [[1,2],[3,4]] in TeX."""
+    lines = r"\\".join(re.split(r"\] ?, ?\[", rows[1][1:-1]))
+    return rf"\begin{{matrix}}{lines.replace(',', '&')}\end{{matrix}}"
+
+
 _MARKUP = [
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
@@ -78,7 +86,10 @@ _NOTATION = [
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("p")),
     (r"\\text\{d\}\s*(?=[A-Za-z])|\\text\{d\}(?=\s*[\\}^])", "d"),
     (r"\s+", " "),
+    (r"(?<![^ =])\]([^\[\]()]*,[^\[\]()]*)([\[\]])$", r"(\1\2"),  # in the French notation, ]1,2[ is an open interval
+    (r"(?<![^ =])([(\[][^\[\]()]*,[^\[\]()]*)\[$", r"\1)"),
     (r"(?<=[(\[]) | (?=[)\]])", ""),
+    (r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]", _as_matrix),
 ]
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
@@ -149,6 +160,12 @@ def split_outside_brackets(text: str, separators: str = ",;") -> list[str]:
     places = [place for place, depth in enumerate(depths(text)) if depth == 0 and text[place] in separators]
     ends = zip([-1, *places], [*places, len(text)], strict=True)
     return [text[start + 1 : end].strip() for start, end in ends]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    r"""The entries of each row of a matrix or of cases, from the text between \begin and \end."""
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", text) if row.strip()]
+    return [[entry.strip() for entry in row.split("&")] for row in rows]
 
 
 def squeezed(text: str) -> str:

@@ -91,7 +91,7 @@ class Grading:
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
         if self._workers:
             rewards = np.where(failures > 0, 0.0, rewards)
-        self._check_bounded(rewards, parts, rows, failures == 0)
+        self._check_bounded(rewards, rows, failures == 0)
         success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, success, failures)
@@ -108,19 +108,15 @@ class Grading:
         missing = np.isnan(list(parts.values())).any(0)
         return parts, np.where(missing, FAILURES.index("no_reward"), 0).astype(np.int32)
 
-    def _check_bounded(
-        self, rewards: np.ndarray, parts: dict[str, np.ndarray], rows: Sequence[Row], graded: np.ndarray
-    ) -> None:
-        """Refuses rewards and parts that training cannot compute with: not finite, or larger than MOST_REWARD."""
-        for part, values in {"": rewards, **parts}.items():
-            if (bad := graded & ~(np.abs(values) <= MOST_REWARD)).any():
-                row = int(np.argmax(bad))
-                place = f"completion {rows[row][1]!r:.200} (row {row})"
-                what = f"part {part!r}" if part else "the sum of its parts, each times its weight,"
-                raise ValueError(
-                    f"reward {self.reward.name}: {what} is {values[row]} for {place};"
-                    f" rewards are finite and at most {MOST_REWARD:g} either way, so lower task.reward_weights"
-                )
+    def _check_bounded(self, rewards: np.ndarray, rows: Sequence[Row], graded: np.ndarray) -> None:
+        """Refuses rewards that training cannot compute with: not finite, or larger than MOST_REWARD."""
+        if (bad := graded & ~(np.abs(rewards) <= MOST_REWARD)).any():
+            row = int(np.argmax(bad))
+            raise ValueError(
+                f"reward {self.reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
+                f" completion {rows[row][1]!r:.200} (row {row}); rewards are finite and at most {MOST_REWARD:g} either"
+                " way, so lower task.reward_weights"
+            )
 
     def parsed(self, completions: Sequence[str], openings: Sequence[str] | None = None) -> list[str | None]:
         """The answer of each completion as text, for counting votes, under the limits of grading.

@@ -9,9 +9,15 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from recjax.tasks.grading.notation import depths
-from recjax.tasks.grading.number_words import PARTS, SCALES, number_in_words
 from recjax.tasks.grading.units import BARE_LETTERS, NOTHING, Unit, units
 
+_NAMES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_SMALL = {word: value for value, word in enumerate(f"{_NAMES} seventeen eighteen nineteen".split())}
+_TENS = {word: 10 * n for n, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_PARTS = {name: 3 + n for n, name in enumerate("third fourth fifth sixth seventh eighth ninth tenth".split())}
+_PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twelfth": 12, "hundredth": 100, "thousandth": 1000}
+_PARTS |= {f"{name}s": value for name, value in _PARTS.items()}
 PERCENT = (Unit(Fraction(1), (("percent", 1),)),)
 _MOST_DIGITS, _LARGEST_POWER = 1000, 1000
 _EXACT_DIGITS = 6  # a decimal with fewer significant digits is never a rounding of another number
@@ -41,23 +47,23 @@ class Quantity(NamedTuple):
         return self._replace(value=self.value * factor, last_place=last)
 
 
-_WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?! ?\d)|\d+"
+_WHOLE = r"\d{1,3}(?: \d{3})+(?! ?\d)|\d+"
 _DECIMAL = re.compile(
     rf"(?P<whole>{_WHOLE})?(?:\.(?P<decimals>\d*)(?:\\overline\{{(?P<bar>\d+)\}}|\((?P<cycle>\d+)\))?)?", re.A
 )
-_INTEGER = r"\{?(-?\d+(?:,\d{3})*)\}?"
+_INTEGER = r"\{?(-?\d+)\}?"
 _FRACTIONS = [  # each with the groups whole number, numerator and denominator
-    re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?[\d,]+) ?\}\{ ?(-?[\d,]+) ?\}", re.A),
+    re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?\d+) ?\}\{ ?(-?\d+) ?\}", re.A),
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
     re.compile(rf"(){_INTEGER} ?[/:] ?{_INTEGER}", re.A),
 ]
 _TIMES, _EXPONENT = r"(?:\\times|\\cdot|\*|x)", r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
 _POWER = re.compile(rf" ?{_TIMES} ?10 ?{_EXPONENT}|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)
 _BARE_POWER = re.compile(rf"10 ?{_EXPONENT}(?: ?{_TIMES} ?([-+]?\d+(?:\.\d+)?))?(?!\d)", re.A)
-_SIGN = re.compile(r"(?:(?P<sign>[-+])|(?P<word>negative|minus|positive)\b) ?", re.I)
-_CURRENCY = re.compile(r"(?:(?P<mark>[$€£¥₹])|(?P<code>USD|EUR|GBP)\b) ?")
-_SCALE = re.compile(rf" ?(?:\\text\{{ ?)?({'|'.join(SCALES)})s?\b(?: (thousand|million|billion))?\}}?", re.I)
-_PART = re.compile(rf"(\d+)[ -]({'|'.join(PARTS)})\b")
+_SIGN = r"[-+]|(?i:negative|minus|positive)\b"
+_PREFIX = re.compile(rf"(?:(?P<sign>{_SIGN}) ?)?(?:(?P<money>[$€£¥₹]|(?:USD|EUR|GBP)\b) ?)?(?:(?P<other>{_SIGN}) ?)?")
+_SCALE = re.compile(rf" ?(?:\\text\{{ ?)?({'|'.join(_SCALES)})s?\b(?: (thousand|million|billion))?\}}?", re.I)
+_IN_WORDS = re.compile(rf" and |[ -](?:{'|'.join(_PARTS)})\b")  # after digits: 3 and a half, 2 thirds
 _ARC = re.compile(r"(\d{1,9})° ?(\d{1,2})'(?: ?(\d{1,2}(?:\.\d{1,20})?)(?:''|\"))?", re.A)
 _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$")
 
@@ -92,30 +98,20 @@ def _quantity(text: str) -> Quantity | None:
     text = _without_parentheses(text)
     if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
         text = _without_text(text)  # the sign is inside \text
-    sign, money = 1, ""
-    for _ in range(2):
-        if (match := _SIGN.match(text)) and sign == 1:
-            sign = -1 if (match["sign"] or match["word"].casefold()) in ("-", "negative", "minus") else 1
-            signed = match.group()
-            text = _without_parentheses(text[match.end() :])
-            if signed.strip() in "+-" and _SIGN.match(text):
-                return None
-        if (match := _CURRENCY.match(text)) and not money:
-            money = match.group().strip()
-            text = text[match.end() :]
+    match = _PREFIX.match(text)
+    if match["sign"] and match["other"]:
+        return None
+    sign = -1 if (match["sign"] or match["other"] or "").casefold() in ("-", "negative", "minus") else 1
+    money, text = match["money"] or "", _without_parentheses(text[match.end() :])
     if text[:2] == r"\t":
         text = _without_text(text)
     number, rest = _leading_number(text)
-    if number is None:
+    if number is None or _IN_WORDS.match(rest):
         return _of_words(text, sign) if not money else None
-    if rest[:5] == " and ":
-        return _of_words(text, sign)
     if scale := _SCALE.match(rest):
-        number = number.times(Fraction(SCALES[scale[1].casefold()] * SCALES.get((scale[2] or "").casefold(), 1)))
+        number = number.times(Fraction(_SCALES[scale[1].casefold()] * _SCALES.get((scale[2] or "").casefold(), 1)))
         rest = rest[scale.end() :]
     number = number.times(Fraction(sign))
-    if rest[:1] == "_":
-        return None
     return _with_unit(number, f"{money} {rest}" if money and rest.strip() else money or rest)
 
 
@@ -136,14 +132,12 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
     if power := _BARE_POWER.match(text):
         value = _ten_to(power[2])
         return (None, text) if value is None else (Quantity(Fraction(power[3] or 1) * value), text[power.end() :])
-    if (part := _PART.match(text)) and len(part[1]) <= _MOST_DIGITS and int(part[1]):
-        return Quantity(Fraction(int(part[1]), PARTS[part[2]])), text[part.end() :]
     fraction = next(filter(None, (pattern.match(text) for pattern in _FRACTIONS)), None)
     match = fraction or _DECIMAL.match(text)
     if match.group() in ("", ".") or len(match.group()) > _MOST_DIGITS:
         return None, text
     if fraction:
-        whole, over, under = (int((each or "0").replace(",", "") or 0) for each in fraction.groups())
+        whole, over, under = (int(each or 0) for each in fraction.groups())
         number = Quantity(whole + Fraction(over, under)) if under and (not whole or over * under >= 0) else None
     else:
         number = _decimal(**match.groupdict(default=""))
@@ -172,14 +166,11 @@ def _ten_to(power: str) -> Fraction | None:
 def _of_words(text: str, sign: int) -> Quantity | None:
     """Reads a number in words, with or without a unit: five, two thirds, five apples, ten per cent."""
     said = _without_text(text).strip()
-    if (value := number_in_words(said)) is not None:
+    if (value := _number_in_words(said)) is not None:
         return Quantity(sign * value)
-    if match := re.fullmatch(r"(\d{1,50}) and ((?:an? |one |two |three )\w+)", said):
-        part = number_in_words(match[2])
-        return Quantity(sign * (int(match[1]) + part)) if part and part < 1 else None
     words = said.split()
     for count in range(len(words) - 1, max(0, len(words) - 5), -1):
-        if (value := number_in_words(" ".join(words[:count]))) is not None:
+        if (value := _number_in_words(" ".join(words[:count]))) is not None:
             return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]))
     return None
 
@@ -252,3 +243,42 @@ def is_rounding(given: Quantity, value: Fraction) -> bool:
     if given.last_place is None or given.digits < _EXACT_DIGITS:
         return False
     return abs(given.value - value) <= max(given.last_place / 2, _NOISE * abs(value) if given.digits > 15 else 0)
+
+
+# --- Numbers in English words.
+
+
+def _number_in_words(text: str) -> Fraction | None:
+    """Reads a number in words: "twenty-one", "one hundred and five", "two thirds", "minus four", "a dozen"."""
+    words = re.sub(r"(?<=[a-z\d])-(?=[a-z])|(?<=[a-z]),+", " ", text.casefold()).split()
+    return _fraction(words)
+
+
+def _fraction(words: list[str]) -> Fraction | None:
+    if not words or words[-1] not in _PARTS:
+        value = _cardinal(words) if words and not words[-1].isdigit() else None
+        return None if value is None else Fraction(value)
+    *before, last = words
+    if "and" in before:  # two and a half
+        place = len(before) - 1 - before[::-1].index("and")
+        whole, part = _cardinal(before[:place]), _fraction(words[place + 1 :])
+        return None if whole is None or part is None or part >= 1 else whole + part
+    count = 1 if before in (["a"], ["an"]) or words == ["half"] else _cardinal(before)
+    return Fraction(count, _PARTS[last]) if count and last.endswith("s") is (count > 1) else None
+
+
+def _cardinal(words: list[str]) -> int | None:
+    """Reads an integer: the number before its largest scale times that scale, plus the number after it."""
+    if len(words) == 1 and re.fullmatch(r"\d{1,50}", words[0], re.A):
+        return int(words[0])
+    scale = next((name for name in reversed(_SCALES) if name in words), None)
+    if scale is None:
+        value = sum(_SMALL.get(word, _TENS.get(word, 0)) for word in words)
+        is_pair = len(words) == 2 and words[0] in _TENS and 0 < _SMALL.get(words[1], 0) < 10
+        return value if is_pair or (len(words) == 1 and words[0] in _SMALL | _TENS) else None
+    before, after = words[: words.index(scale)], words[words.index(scale) + 1 :]
+    count = 1 if before in ([], ["a"], ["an"]) else _cardinal(before)
+    rest = _cardinal(after[after[0] == "and" :]) if after else 0
+    is_read = count is not None and rest is not None and not (after and after[0] in _SCALES)
+    limit = 100 if scale == "hundred" else 10_000
+    return count * _SCALES[scale] + rest if is_read and count < limit and rest < _SCALES[scale] else None

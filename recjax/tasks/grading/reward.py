@@ -1,17 +1,12 @@
 """The reward of completions: the function that `task.reward` names, the reward's parts, and their weights."""
 
-import importlib
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from recjax.algorithms.options import did_you_mean
+from recjax.algorithms.options import user_function
 from recjax.tasks.grading.graders import GRADERS
 
-PACKAGE = Path(__file__).parents[2]
 OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
 TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
 LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
@@ -47,11 +42,11 @@ def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), 
     """
     of_length = {OVERLONG: 1.0} if overlong else {}
     if name not in GRADERS:
-        return Reward(name, imported(name), False, {LENGTH: 0.0, **of_length, **weights})
+        return Reward(name, user_function("task.reward", name), False, {LENGTH: 0.0, **of_length, **weights})
     grader = GRADERS[name]
     known = {**grader.weights, LENGTH: 0.0, **of_length}
     check_parts(name, weights, known)
-    return Reward(name, imported(grader.grade), True, {**known, **weights})
+    return Reward(name, user_function("task.reward", grader.grade), True, {**known, **weights})
 
 
 def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:
@@ -65,36 +60,3 @@ def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -
         if part not in known:
             parts = ", ".join(known)
             raise ValueError(f"task.reward_weights.{part}: the reward {name} has the parts {parts}; name one of them")
-
-
-def described(error: BaseException) -> str:
-    """An exception's type and message, then a line for each frame of the traceback in the user's own code."""
-    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
-    places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    return f"{type(error).__name__}: {error}" + "".join(places)
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """Imports a function by its name module:function.
-
-    Raises:
-        ValueError: the module or function does not exist, or importing it failed.
-    """
-    module, _, function = name.partition(":")
-    try:
-        loaded = importlib.import_module(module)
-    except SystemExit as error:
-        raise ValueError(
-            f"task.reward = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
-            ' script does under `if __name__ == "__main__":`'
-        ) from error
-    except ImportError as error:
-        remedy = "the module must be importable from the folder you start in or installed"
-        raise ValueError(f"task.reward = {name!r}: {described(error)}; {remedy}") from error
-    except Exception as error:
-        raise ValueError(f"task.reward = {name!r}: importing it failed with {described(error)}") from error
-    if not callable(found := getattr(loaded, function, None)):
-        own = [name for name, value in vars(loaded).items() if callable(value)]
-        raise ValueError(f"task.reward = {name!r}: {module} has no function {function!r}{did_you_mean(function, own)}")
-    return found

@@ -4,10 +4,82 @@ The parser rejects a text with any unknown command, letter or mark; it never dro
 case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are not powers or products.
 """
 
+import functools
 import re
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any, NamedTuple
 
-from recjax.tasks.grading.tree import Node, Unreadable, inverse, number, signed
+from recjax.tasks.grading.notation import rows_of
+from recjax.tasks.grading.quantities import Quantity, quantity
+
+CONSTANTS = {r"\pi", "e", "i", r"\infty"}
+
+
+class Node(NamedTuple):
+    """A node of an expression's tree.
+
+    Kinds, with their args: number (Fraction); name (text); add, mul and pow (nodes); call (text, nodes); relation
+    (operators, sides); matrix (rows of nodes); sum, product, integral and limit (name, lower, upper or None, body).
+    """
+
+    kind: str
+    args: tuple
+
+
+class Unreadable(ValueError):
+    """A text that the parser cannot read."""
+
+
+def number(value: int | Fraction) -> Node:
+    """The node of a number."""
+    return Node("number", (Fraction(value),))
+
+
+def inverse(node: Node) -> Node:
+    """One over a node."""
+    return Node("pow", (node, number(-1)))
+
+
+def difference(a: Node, b: Node) -> Node:
+    """One node minus another."""
+    return Node("add", (a, Node("mul", (number(-1), b))))
+
+
+def signed(sign: str | None, node: Node) -> Node:
+    """A node with a sign: plus, minus, ± or none."""
+    if sign == r"\pm":
+        return Node("mul", (Node("name", (r"\pm",)), node))
+    if sign != "-":
+        return node
+    return number(-node.args[0]) if node.kind == "number" else Node("mul", (number(-1), node))
+
+
+def names(node: Any) -> set[str]:
+    """The unknowns of a tree, constants excluded."""
+    if not isinstance(node, Node):
+        return set().union(*map(names, node)) if isinstance(node, tuple) else set()
+    if node.kind == "name":
+        return {node.args[0]} - CONSTANTS
+    if node.kind in ("sum", "product", "integral", "limit"):
+        return names(node.args[1:]) - {node.args[0]}
+    return names(node.args)
+
+
+def walk(tree: Any) -> Iterator[Node]:
+    """All nodes of a tree, or of a tuple of trees."""
+    if isinstance(tree, Node):
+        yield tree
+    for each in (tree.args if isinstance(tree, Node) else tree) if isinstance(tree, tuple) else ():
+        yield from walk(each)
+
+
+def contains(tree: Any, *wanted: str) -> bool:
+    """True if a tree contains one of these texts, as a name, a call or another part of a node."""
+    return any(each in wanted for node in walk(tree) for each in (node.kind, *node.args) if isinstance(each, str))
+
+
+# --- The parser.
 
 RELATIONS = set(
     r"= < > \le \ge \neq \equiv \sim \cong \parallel \perp \mid \nmid \in \notin \subset \subseteq \supset \supseteq"
@@ -34,17 +106,19 @@ _UNSLASHED = set(
 GREEK = _UNSLASHED | set(
     "eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial nabla star dagger ldots top".split()
 )
-ACCENTS = set("overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve".split())
+ACCENTS = set(
+    "overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve"
+    " mathbb mathcal mathscr mathfrak".split()
+)
 FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A)
+_TOKEN = re.compile(
+    r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+ ?\\frac\{\d+\}\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A
+)
 
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 _BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
-_ALPHABETS = {r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"}
-_FACTORS = {"(", "[", "{", r"\lfloor", r"\lceil", *_ALPHABETS, *_LARGE}
-_FACTORS |= set(r"\frac \binom \dbinom \tbinom \sqrt \text \operatorname \matrix".split())
-_FACTORS |= {rf"\{name}" for name in GREEK | FUNCTIONS | ACCENTS | FIGURES}
+_ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
 
 
@@ -78,6 +152,7 @@ def _letters(run: str, following: str) -> list[str]:
     return [run] if len(run) > 2 and run.isupper() else list(run)
 
 
+@functools.lru_cache(maxsize=1024)
 def parse_math(text: str) -> Node | None:
     """Parses a whole text into a tree; None if any part of the text is unknown."""
     try:
@@ -97,8 +172,7 @@ class _Reader:
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
 
     def _set_apart(self, match: re.Match) -> str:
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-        entries = tuple(tuple(parse_math(entry.strip()) for entry in row) for row in rows)
+        entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
         if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
             raise Unreadable(match.group())
         node = Node("matrix", entries)
@@ -134,16 +208,12 @@ class _Reader:
     # --- From statements down to products.
 
     def statement(self) -> Node:
-        if self.token in (r"\forall", r"\exists", r"\neg"):
-            return Node("call", (self.next(), self.statement()))
         sides, operators = [self.sets()], []
         while self.token in RELATIONS:
             operators.append(self.next())
             sides.append(self.sets())
         node = Node("relation", (tuple(operators), tuple(sides))) if operators else sides[0]
-        if self.accept(r"\pmod"):
-            return Node("call", (r"\pmod", node, self.argument()))
-        return node
+        return Node("call", (r"\pmod", node, self.argument())) if self.accept(r"\pmod") else node
 
     def sets(self) -> Node:
         node = self.ratio()
@@ -180,13 +250,13 @@ class _Reader:
 
     def starts_factor(self) -> bool:
         token = self.token
-        if token is None or token in RELATIONS | SET_OPERATORS:
+        if token is None or token in _ENDS:
             return False
         if token in ("|", r"\|"):
             return token != self.bars
         if token[0].isdigit():
             return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is not a product
-        return token[0].isalpha() or token in _FACTORS
+        return token[-1].isalpha() or token in ("(", "[", "{")
 
     def power(self) -> Node:
         node, raised = self.primary(), False
@@ -200,7 +270,7 @@ class _Reader:
                 node = Node("mul", (node, number(Fraction(1, 100))))
             elif self.accept("°"):
                 node = Node("mul", (node, Node("name", (r"\pi",)), number(Fraction(1, 180))))
-            elif self.token in ("^", "_", "'"):
+            elif self.token == "^":  # raised twice
                 raise Unreadable(self.token)
             else:
                 return node
@@ -235,20 +305,11 @@ class _Reader:
         return self.command(token)
 
     def numeral(self, token: str) -> Node:
-        if self.token and (self.token[0].isdigit() or self.token[0] == "." or self.token == "_"):
+        """A decimal, or a mixed number such as 3\\frac{1}{2}, which is no product."""
+        found = quantity(token) if "\\" in token else Quantity(Fraction(token))
+        if found is None or (self.token or "")[:1] in tuple("0123456789._") or self.token == r"\overline":
             raise Unreadable("numbers apart")
-        if "overline" in token:
-            whole, decimals, cycle = re.fullmatch(r"(\d*)\.(\d*)\\overline\{(\d+)\}", token).groups()
-            part = Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(decimals))
-            return number(Fraction(f"{whole or 0}.{decimals or 0}") + part)
-        start = self.place
-        if token.isdigit() and self.accept(r"\frac"):
-            # 3\frac{1}{2} is a mixed number and not a product.
-            parts = [self.enclosed() for _ in range(2)]
-            if all(part.isdigit() for part in parts) and int(parts[1]):
-                return number(int(token) + Fraction(int(parts[0]), int(parts[1])))
-            self.place = start
-        return number(Fraction(token))
+        return number(found.value)
 
     def group(self, opening: str) -> Node:
         bars, self.bars = self.bars, ""
@@ -320,11 +381,6 @@ class _Reader:
             while not letters or (self.token or "").isupper():
                 letters += self.next()
             return self.named(f"{token} {min(letters, letters[::-1])}")
-        if token in _ALPHABETS:
-            content = self.enclosed()
-            if token == r"\mathbb" and self.accept("^"):
-                content += f"^{self.enclosed()}"
-            return self.named(f"{token}{{{content}}}")
         if token in _LARGE:
             return self.large(_LARGE[token])
         match token:
@@ -372,22 +428,16 @@ class _Reader:
         over, under = self.enclosed(), self.enclosed()
         for mark in ("d", r"\partial"):
             if over.startswith(mark) and re.match(rf"{re.escape(mark)}\^?\{{?\d?\}}?\\?[A-Za-z]", under):
-                rest = over.removeprefix(mark)
-                if re.fullmatch(r"(?:\^\{?\d\}?)?", rest):
-                    return Node("call", (f"{over}/{under}", self.power()))
                 return Node("name", (f"{over}/{under}",))
         self.place = start
         return Node("mul", (self.argument(2), inverse(self.argument())))
 
     def text(self) -> Node:
-        start = self.place
         content = self.enclosed().replace("\\", "")
         if len(content) == 1 and content.isalpha():
             return self.named(content)
         if content in FUNCTIONS:
             return self.function(content)
-        if start == self.place - 1 or not content:
-            raise Unreadable("text")
         return Node("name", (f"\\text{{{content}}}",))
 
     def large(self, kind: str) -> Node:

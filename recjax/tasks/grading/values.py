@@ -6,6 +6,7 @@ skipped. Expressions that contain i, or are real at no point, are compared as co
 """
 
 import functools
+import math
 import operator
 import random
 import re
@@ -16,13 +17,15 @@ from typing import Any
 
 import mpmath
 
-from recjax.tasks.grading.functions import EXACT, FUNCTIONS, MOST_TERMS, Undefined, floating, undefined
-from recjax.tasks.grading.tree import Node, contains, names, number, walk
+from recjax.tasks.grading.syntax import Node, contains, names, number, walk
 
 # Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
+_NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
+_MOST_TERMS = 3000  # in a sum or product
+_LARGEST = 20_000  # largest integer whose factorial is computed exactly
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
@@ -70,7 +73,7 @@ def ratio(a: Node, b: Node) -> int | None:
                 continue
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
             quotients.append(over / under if is_exact else floating(over) / floating(under))
-            if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] == 0:
+            if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
     if not unknown or len(quotients) < _AGREEMENTS:
         return None
@@ -79,8 +82,6 @@ def ratio(a: Node, b: Node) -> int | None:
 
 def decimal(node: Node) -> Fraction | None:
     """A constant's value, computed with 50 digits; None if it has no value or is not a real number."""
-    if names(node):
-        return None
     with mpmath.workdps(_DIGITS):
         value = _Evaluation({}, False).defined(node)
         if value is None or isinstance(value, Fraction):
@@ -115,6 +116,89 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
             whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
             point[name] = [*kinds, *kinds, *map(Fraction, whole)][place]
         yield point
+
+
+# --- Functions.
+
+
+class Undefined(ArithmeticError):
+    """An expression has no value at a point, or its value is too large to compute."""
+
+
+def undefined(*values: Any) -> Any:
+    raise Undefined
+
+
+def floating(value: Any) -> Any:
+    """A fraction as mpmath's number with the current precision; other values unchanged."""
+    return _leading(value.numerator) / _leading(value.denominator) if isinstance(value, Fraction) else value
+
+
+def _leading(value: int) -> Any:
+    """An integer cut to its leading bits, twice the current precision, as mpmath is slow at reading long integers."""
+    rest = max(0, value.bit_length() - 2 * mpmath.mp.prec)
+    return mpmath.ldexp(mpmath.mpf(value >> rest), rest)
+
+
+def _whole(value: Fraction) -> int:
+    return int(value) if value.denominator == 1 else undefined()
+
+
+def _factorial(value: Any) -> Any:
+    if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
+        return Fraction(math.factorial(int(value)))
+    return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
+
+
+def _double_factorial(value: Fraction) -> Fraction:
+    return Fraction(math.prod(range(_whole(value), 0, -2))) if 0 <= value <= _MOST_TERMS else undefined()
+
+
+def _binomial(n: Any, k: Any) -> Any:
+    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST for each in (n, k)):
+        return Fraction(math.comb(int(n), int(k)))
+    return mpmath.binomial(floating(n), floating(k))
+
+
+def _logarithm(value: Any, base: Any = None) -> Any:
+    if value == 0 or base == 0:
+        raise Undefined
+    return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
+
+
+def _circular(function: Callable) -> Callable:
+    def at(value: Any) -> Any:
+        if abs(value) > mpmath.mpf(10) ** 30:
+            raise Undefined("too large for its digits")
+        with mpmath.workdps(mpmath.mp.dps + 35):
+            result = function(value)
+        return +result
+
+    return at
+
+
+_CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech csch coth".split()
+# These functions take fractions, and are exact then. FUNCTIONS take mpmath's numbers.
+_EXACT: dict[str, Callable] = {
+    **{"factorial": _factorial, "factorial2": _double_factorial, "binomial": _binomial},
+    **{"abs": abs, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
+    "ceil": lambda value: Fraction(value.__ceil__()),
+    "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
+    "lcm": lambda *values: Fraction(math.lcm(*map(_whole, values))),
+}
+FUNCTIONS: dict[str, Callable] = {
+    **_EXACT,
+    **{name: getattr(mpmath, name) for name in f"sign floor ceil erf re im arg det {' '.join(_HYPERBOLIC)}".split()},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
+    **{name: _circular(getattr(mpmath, name)) for name in _CIRCULAR},
+    **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
+    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "norm": undefined},
+    "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
+    "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
+}
+
+
+# --- Evaluation.
 
 
 def _exactly(operation: Callable) -> Callable:
@@ -200,8 +284,8 @@ class _Evaluation:
                 return values[0].T
             if name not in FUNCTIONS:
                 return self._opaque(name, values)
-            if name in EXACT and all(isinstance(value, Fraction) for value in values):
-                return EXACT[name](*values)
+            if name in _EXACT and all(isinstance(value, Fraction) for value in values):
+                return _EXACT[name](*values)
             value = FUNCTIONS[name](*map(floating, values))
             return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
         return self._over(node.kind, *node.args)
@@ -220,8 +304,6 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
-        if base in (1, -1) and isinstance(power, Fraction) and power.denominator == 1:
-            return base if power.numerator % 2 else base * base
         size = abs(power) * (abs(mpmath.mag(floating(base))) + 1) if base != 0 else 0
         if size > 10**12:
             if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
@@ -272,7 +354,7 @@ class _Evaluation:
             if low.denominator != 1 or high.denominator != 1 or high < low - 1:
                 raise Undefined
             self.terms += int(high - low) + 1
-            if self.terms > MOST_TERMS:
+            if self.terms > _MOST_TERMS:
                 raise Undefined("too many terms")
             total: Any = Fraction(kind == "product")
             for each in range(int(low), int(high) + 1):
