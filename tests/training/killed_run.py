@@ -14,12 +14,20 @@ import jax
 from recjax.config import load_config
 from recjax.training import learner, loop
 from recjax.training.metrics import MetricsWriter
+from tests.training.counting import CountingLearner, count
 from tests.training.tiny_run import train
 
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def trained(config: str, overrides: list[str], compiled: str, kill_at: int | None, cache: str = "no cache") -> None:
+def trained(
+    config: str,
+    overrides: list[str],
+    compiled: str,
+    kill_at: int | None,
+    cache: str = "no cache",
+    counts: bool = False,
+) -> None:
     """Trains in this process, which ends itself at event number `kill_at`; the number of events goes to `events.json`.
 
     Which event it was is written beside the run's folder.
@@ -27,6 +35,7 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
     Args:
         compiled: folder for compiled programs, unless the environment names one.
         cache: folder for base policies; changes to its files are events as well.
+        counts: with a learner that counts and with prepared groups, which compute nothing.
     """
     os.environ["RECJAX_CACHE"] = cache
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -65,6 +74,7 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
 
     write, MetricsWriter.write = MetricsWriter.write, half_a_row
     learner.update, loop.next_groups = watched(learner.update, "update"), watched(loop.next_groups, "batch")
+    CountingLearner.update = watched(CountingLearner.update, "update")
     sys.addaudithook(file_change)
-    train(load_config(config, overrides))
+    (count if counts else train)(load_config(config, overrides))
     Path(output, "events.json").write_text(json.dumps(seen))

@@ -1,5 +1,6 @@
 """The warm start: what it shows the model, what it makes, and the cache."""
 
+import functools
 import json
 
 import chex
@@ -96,12 +97,12 @@ def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monk
     run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
     made = run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))[0]
     known = {problem.prompt: (problem.answer, problem.mistakes) for problem in made.train.problems}
-    decode = made.policy.tokenizer.decode
+    decode = functools.cache(lambda tokens: made.policy.tokenizer.decode(list(tokens)))
     wrong = 0
     for prompts, prompt_mask, answers, mask in shown:
         for prompt, prompt_kept, answer, kept in zip(prompts, prompt_mask, answers, mask, strict=True):
-            right, mistakes = known[decode(prompt[prompt_kept])]
-            text = decode(answer[kept]).removesuffix("<eos>")
+            right, mistakes = known[decode(tuple(prompt[prompt_kept].tolist()))]
+            text = decode(tuple(answer[kept].tolist())).removesuffix("<eos>")
             assert answer[kept][-1] == made.policy.stop_ids[0]
             assert text == right or text in mistakes
             wrong += text != right
