@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.layout import score
 from recjax.experience.queue import Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
-from recjax.experience.store import Store
+from recjax.experience.store import Record, Store, records_of
 from recjax.experience.stored import stored_per_batch
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
@@ -191,6 +193,12 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
     """
     numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
     return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
+
+
+def kept_records(run: Run, groups: list[Group]) -> list[Record]:
+    """The completions of graded groups for a store, without those of agents that failed before their first turn."""
+    records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+    return [record for record in records if record.completion.rows]
 
 
 # --- Generators sample numbered batches, which arrive in any order.
