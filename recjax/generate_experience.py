@@ -28,7 +28,7 @@ from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
-from recjax.experience.group import Group
+from recjax.experience.group import Group, with_grades
 from recjax.experience.store import Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
@@ -36,7 +36,7 @@ from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import Grades, with_grades
+from recjax.rollout.collecting import Grades
 from recjax.rollout.remote import Address, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task

@@ -303,27 +303,21 @@ def sampler(
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
+            latest = version
+
+            def newer() -> Weights | None:
+                nonlocal latest
+                found = newest()
+                if found is None or found[0] <= latest:
+                    return None
+                latest = found[0]
+                return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), latest)
+
             with one_at_a_time:
-                newer = _newer(version, newest, frozen)
                 groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
             return groups, grades.result()
 
         yield sample
-
-
-def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights | None]:
-    """A function that returns weights newer than `version` and than its earlier results, or None."""
-    taken = version
-
-    def newer() -> Weights | None:
-        nonlocal taken
-        found = newest()
-        if found is None or found[0] <= taken:
-            return None
-        taken = found[0]
-        return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), taken)
-
-    return newer
 
 
 # --- A store that grows.
