@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import chex
 import jax
@@ -20,8 +21,10 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder
 from recjax.models.sampling import Sampling
 from recjax.training import learner
+from recjax.training.checkpoint import progress
 from recjax.training.update import Recipe, TrainState, update
 from tests.marks import slow_except
+from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
 from tests.training.tiny_run import train
 
@@ -247,8 +250,8 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 4, 5]
     of_queue = [any(name.startswith("grading/") for name in row) for row in rows]
     assert of_queue == [True, False, False, False, True, False], "once for each batch"
-    for first, count in ((0, 4), (4, 2)):
-        own = seen[first : first + count]
+    for first, steps in ((0, 4), (4, 2)):
+        own = seen[first : first + steps]
         params, batch, key, *_ = own[0]
         for _, other, other_key, chosen, proximal in own:
             np.testing.assert_array_equal(other.completions, batch.completions)
@@ -261,3 +264,14 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
         for a, b in zip(own[::2], own[1::2], strict=True):
             assert (a[3] ^ b[3]).all()
     assert seen[0][2] != seen[4][2]
+    tokens = sum(round(rows[step]["completion_length"] * 16) for step in (0, 4))
+    assert progress(Path(config.output) / "checkpoints", 6)["totals"]["tokens"] == tokens, "each batch counts once"
+
+
+def test_a_replayed_batch_is_within_its_limit_in_its_last_update(tiny):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=40", "evaluation.every=0"]
+    replay = "experience.replay={max_staleness: 9, max_reuse: 4, draw_every: 2, keep_no_signal: true}"
+    ages = [int(age) for row in count(tiny("run", *options, replay))[1:] for age in row["staleness_rows"]]
+    assert max(ages) == 7 and min(ages) == 0
+    less = count(tiny("less", *options, replay.replace("9", "4")))[1:]
+    assert max(int(age) for row in less for age in row["staleness_rows"]) == 3
