@@ -73,6 +73,46 @@ def small_helpers_called_once():
     return helpers
 
 
+def way_of_a_logprob():
+    """The functions of docs/architecture.md's table, as (file, name); a method's name includes its class."""
+    section = PAGE.split("## The way of a log-probability\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| `([\w.]+)` in `([\w/.]+)` \|", section, re.MULTILINE)
+    return [(f"recjax.{file.removesuffix('.py').replace('/', '.')}", name) for name, file in rows]
+
+
+def definition(module, name):
+    """The syntax tree of a function or of a method `Class.method`."""
+    node = trees()[module]
+    for part in name.split("."):
+        kinds = ast.FunctionDef | ast.ClassDef
+        node = next((one for one in node.body if isinstance(one, kinds) and one.name == part), None)
+        assert node is not None, f"docs/architecture.md: {module} has no {name}; correct the table"
+    return node
+
+
+def called_by(module, name, functions):
+    """Those of the functions that a function calls itself.
+
+    A function is called by its name where that is defined or imported, or as an attribute of its module or of an object
+    that holds it under its name; a method is called as an attribute of any object.
+    """
+    calls = [node.func for node in ast.walk(definition(module, name)) if isinstance(node, ast.Call)]
+    plain = {node.id for node in calls if isinstance(node, ast.Name)}
+    attributes = {(getattr(node.value, "id", None), node.attr) for node in calls if isinstance(node, ast.Attribute)}
+    sources = {module: set()}  # the names that the file has from each file, and each file's own name in it
+    for node in ast.walk(trees()[module]):
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            sources.setdefault(node.module, set()).add(alias.asname or alias.name)
+            sources.setdefault(f"{node.module}.{alias.name}", set()).add(None)
+    for other, function in functions:
+        short = function.rpartition(".")[2]
+        is_method, holders = "." in function, {other.rpartition(".")[2], "self"}
+        by_name = not is_method and short in plain and (other == module or short in sources.get(other, ()))
+        held = {attribute for holder, attribute in attributes if is_method or holder in holders}
+        if by_name or (short in held and (is_method or other in sources)):
+            yield other, function
+
+
 ROOMS = budgets("Budgets of the rooms")
 FIGURES = budgets("Other budgets")
 
@@ -106,3 +146,19 @@ def test_a_public_name_is_defined_once():
 def test_small_helpers_are_written_where_they_are_called():
     helpers = small_helpers_called_once()
     assert len(helpers) <= FIGURES["helpers of at most 8 lines that are called once"], "\n".join(sorted(helpers))
+
+
+def test_a_logprob_passes_few_functions():
+    """Another function of the table calls each of them, from the loop on; so none between is missing."""
+    way = way_of_a_logprob()
+    (start,) = [one for one in way if one[1] == "train"]
+    assert "drain" in ast.dump(definition(*way[0])) and way[-1] == ("recjax.algorithms.losses", "token_loss")
+    reached, waiting = set(), [start]
+    while waiting:
+        if (function := waiting.pop()) not in reached:
+            reached.add(function)
+            waiting += called_by(*function, way)
+    missing = [function for function in way if function not in reached]
+    assert not missing, f"no function of the table calls {missing}: add the functions between to docs/architecture.md"
+    assert len(way) <= FIGURES["functions on the way of a log-probability"]
+    assert len({module for module, _ in way}) <= FIGURES["files of these functions"]

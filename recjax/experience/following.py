@@ -71,12 +71,14 @@ class Follower:
 
         store: identity of the store.
         read: number of the last completion that was read.
-        left: numbers of the completions up to it that were not taken.
+        left: first and last number of each range of completions up to it that were not taken.
         unrewarded: numbers of the completions that reached the deadline without a reward.
         """
         if self._read is None:
             return dict(self._resumed)
-        left, unrewarded = sorted(self._left), sorted(self._unrewarded)
+        ranges = itertools.groupby(enumerate(sorted(self._left)), key=lambda pair: pair[1] - pair[0])
+        numbers = ([number for _, number in pairs] for _, pairs in ranges)
+        left, unrewarded = [[part[0], part[-1]] for part in numbers], sorted(self._unrewarded)
         return {"store": self._store.id, "read": self._read.completion, "left": left, "unrewarded": unrewarded}
 
     def poll(self, step: int, room: int) -> Arrival:
@@ -182,9 +184,7 @@ class Follower:
             return
         ranges = [(before.completion if before else self._resumed.get("read", 0), last.completion)]
         if before is None:
-            runs = itertools.groupby(enumerate(self._resumed.get("left", ())), key=lambda pair: pair[1] - pair[0])
-            runs = [[number for _, number in pairs] for _, pairs in runs]
-            ranges = [*((run[0] - 1, run[-1]) for run in runs), *ranges]
+            ranges = [*((first - 1, end) for first, end in self._resumed.get("left", ())), *ranges]
         for after, end in ranges:
             for record in self._store.records(after, end, grader=None):
                 record, why, words = self._usable(record)

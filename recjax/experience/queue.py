@@ -203,12 +203,15 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     kept, ready, counts, limits = [], list(queue.ready), Counter(queue.counts), settings.limits
     for one in queue.waiting:
         one = _rewarded(one, queue.round, counts)
-        group, has_left, is_pending = one.group, one.round is None, any(one.due)
+        group, is_pending = one.group, any(one.due)
+        if one.round is None:  # only the counts still need these completions
+            kept += [one] if is_pending else []
+            continue
         # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
-        waited = math.inf if has_left else queue.round - one.round - settings.offset
+        waited = queue.round - one.round - settings.offset
         is_over = settings.late.deadline is not None and waited >= settings.late.deadline
-        if has_left or (one.round > queue.round) or (is_pending and not is_over):
-            kept += [one] if is_pending or not has_left else []
+        if one.round > queue.round or (is_pending and not is_over):
+            kept.append(one)
             continue
         if is_pending:
             late = one._replace(group=_chosen(group, one.due), due=tuple(filter(None, one.due)), round=None)

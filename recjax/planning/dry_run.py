@@ -270,16 +270,16 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     rows = rollout.prompts_per_step * rollout.group_size
     prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number"
     completions = f"{rows * rollout.max_completion_tokens:,} of {rows} completions"
-    print_line(f"tokens a batch, at most: {prompts} of prompts, {completions}")
-    if config.training.updates > 1:
-        print_line(f"optimizer steps on each batch: {config.training.updates}")
+    updates = config.training.updates
+    of = "step" if updates == 1 else f"batch of {updates} steps"
+    print_line(f"tokens a {of}, at most: {prompts} of prompts, {completions}")
     if result.staleness:
-        shown = result.staleness[: first_steps(config.regime, steps, config.training.updates)]
+        shown = result.staleness[: first_steps(config.regime, steps, updates)]
         mean, highest = np.mean(result.staleness), max(result.staleness)
         print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
-        problems, taken = len(result.task.train), rollout.prompts_per_step / config.training.updates
+        problems, taken = len(result.task.train), rollout.prompts_per_step / updates
         print_line(
             f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"
             f" {problems / taken:.1f} steps an epoch, {steps * taken / problems:.2f} epochs in {steps} steps"

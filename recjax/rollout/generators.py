@@ -83,7 +83,7 @@ class Generators:
     Attributes:
         in_flight: batches that were issued and have not arrived: number to version, in order of issue.
         restarts: number of restarts of generators.
-        waited_seconds: time that `receive` has waited; `GeneratorSource` sets it to 0 at the start of a step.
+        waited_seconds: time that `receive` has waited since the trainer set it to 0, at the start of a step.
     """
 
     def __init__(self, regime: RegimeConfig):

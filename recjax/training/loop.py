@@ -81,8 +81,8 @@ def train(
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
                 evaluated = _evaluated(run, state, "before")
             unusable = run.stored.left_out.items() if run.stored else ()
-            counts = {f"experience/left_out/{reason}": count for reason, count in unusable}
-            run.metrics.write({"step": 0, **evaluated, **counts})
+            left_out = {f"experience/left_out/{reason}": count for reason, count in unusable}
+            run.metrics.write({"step": 0, **evaluated, **left_out})
             state = _saved(run, state)
         for step in steps:
             run.lock.check()

@@ -88,7 +88,7 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
     """The source of a run.
 
     Args:
-        sample: function with the first four arguments and the results of `sample_batch`; None: `sample_batch`.
+        sample: see `PolicySource`.
     Raises:
         ValueError: several processes cannot follow a store.
     """
@@ -101,7 +101,7 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
         return FollowedSource()
     if run.config.regime.mode == "async":
         return GeneratorSource(Generators(run.config.regime))
-    return PolicySource(sample or sample_batch) if run.own[0] else Source()
+    return PolicySource(sample) if run.own[0] else Source()
 
 
 # --- The policy samples.
@@ -110,9 +110,9 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
 class PolicySource(Source):
     """The policy samples a batch when it is due, in this process."""
 
-    def __init__(self, sample: Callable):
-        """Takes a function with the first four arguments and the results of `sample_batch`."""
-        self._sample = sample
+    def __init__(self, sample: Callable | None = None):
+        """Takes a function with the first four arguments and the results of `sample_batch`, to sample instead of it."""
+        self.sample_batch = sample or sample_batch
 
     def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Samples the batches due in this round.
@@ -125,7 +125,8 @@ class PolicySource(Source):
         batches = run.batch_of(config.training.steps)
         last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
         for number in range(queue.batches + 1, (last - 1) // interval + 2):
-            groups, grades = self._sample(run, run.learner.sampler_params(run, state), state.version, number)
+            weights = run.learner.sampler_params(run, state)
+            groups, grades = self.sample_batch(run, weights, state.version, number)
             groups = _joined(run, state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals
@@ -347,7 +348,7 @@ class FollowedSource(Source):
         with run.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)
-        self._admitted += len(arrival.groups)
+        self._admitted, self._waited_seconds = self._admitted + len(arrival.groups), time.monotonic() - self._began
         return [arrival]
 
     def state(self) -> dict[str, Any]:
@@ -360,7 +361,7 @@ class FollowedSource(Source):
         return {
             **{f"experience/left_out/{reason}": queue.counts[reason] for reason in UNUSABLE},
             **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
-            "follow/waited_seconds": time.monotonic() - self._began,
+            "follow/waited_seconds": self._waited_seconds,
             "follow/rewarded_groups": self._follower.rewarded,
             "follow/waiting_groups": waiting,
             "follow/waiting_completions": completions,

@@ -53,12 +53,12 @@ def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
     assert taken(reader) == [] and reader.state() == {}  # there is no folder yet
     append(live, [row(0), row(1), row(2, 1, reward=None), row(3, 1)])
     assert taken(reader, room=0) == [] and reader.rewarded == 1 and reader.waiting == (1, 2, 1)
-    assert taken(reader) == [[0, 1]] and taken(reader) == [] and reader.state()["left"] == [3, 4]
+    assert taken(reader) == [[0, 1]] and taken(reader) == [] and reader.state()["left"] == [[3, 4]]
     give_rewards(live, [{"id": "row 2", "reward": 1.0}])
     append(live, [row(4, 2)])
     assert taken(reader, room=1) == [[2, 3]]
     state = reader.state()
-    assert state == {"store": reader._store.id, "read": 5, "left": [5], "unrewarded": []}
+    assert state == {"store": reader._store.id, "read": 5, "left": [[5, 5]], "unrewarded": []}
     append(live, [row(6, 3)])
     # The same process, and others that go on from there, before and after they have read anything.
     resumed = following(state=state)
@@ -74,12 +74,13 @@ def test_a_resumed_reader_takes_what_was_left_wherever_that_is(tmp_path, followi
     append(live, [row(number, number, reward=None if number in left else 1.0) for number in range(12)])
     reader = following()
     assert taken(reader, room=20) == [[0], [3], [4], [6], [7], [11]] and reader.waiting == (6, 6, 6)
+    assert reader.state()["left"] == [[2, 3], [6, 6], [9, 11]]
     give_rewards(live, [{"id": f"row {number}", "reward": 0.0} for number in left - {9}])
     with store.Store(live) as opened:
         opened.delete([3])
     for again in (following(state=reader.state()), reader):
         assert taken(again, room=20) == [[1], [5], [8], [10]] and again.waiting == (1, 1, 1)
-        assert again.state()["left"] == [10] and again.state()["read"] == 12
+        assert again.state()["left"] == [[10, 10]] and again.state()["read"] == 12
 
 
 def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path, following):
@@ -119,7 +120,7 @@ def test_at_its_deadline_a_group_goes_without_some_and_what_comes_later_is_count
     arrival = reader.poll(1, 1)
     assert [ids(group) for group in arrival.groups] == [["row 0"]]
     assert arrival.left_out == Counter(rows_without_reward=1)
-    assert reader.state()["left"] == [4] and reader.state()["unrewarded"] == [2, 3]
+    assert reader.state()["left"] == [[4, 4]] and reader.state()["unrewarded"] == [2, 3]
     give_rewards(live, [{"id": "row 2", "reward": 1.0}])
     for again in (following("experience.deadline_seconds=60", state=reader.state()), reader):
         arrival = again.poll(1, 9)
@@ -139,7 +140,7 @@ def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
     append(tmp_path / "live", rows)
     reader = following()
     assert reader.poll(1, 0).left_out == Counter(no_tokens=2, other_sampling=1, no_logprobs=1, too_long=1)
-    assert reader.state()["left"] == [6] and taken(reader) == [[5]]
+    assert reader.state()["left"] == [[6, 6]] and taken(reader) == [[5]]
     reader = following("experience.missing_logprobs=unneeded", "algorithm.preset=red_weight")
     assert reader.poll(1, 0).left_out == Counter(no_tokens=2, too_long=1)
     assert reader.poll(1, 0).left_out == Counter() and taken(reader) == [[1], [2], [5]]

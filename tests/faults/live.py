@@ -248,7 +248,7 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     follower = Follower(config, policy, said["totals"]["run"], state)
     with Store(both.store) as store:
         names = {number: name for name, (number,) in store.numbers("id").items()}
-    not_taken = {*state["left"]}
+    not_taken = {number for first, end in state["left"] for number in range(first, end + 1)}
     taken = {name for number, name in names.items() if number <= state["read"] and number not in not_taken}
     left = {one.id for group in follower.poll(step + 1, len(names)).groups for one in group.completions}
     return left, taken, len(said["queue"]["waiting"]) + len(said["queue"]["ready"])

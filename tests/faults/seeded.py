@@ -199,8 +199,8 @@ FAULTS = {
     "following-takes-again": Fault(
         "a resumed run trains again on a completion of a followed store",
         "recjax/experience/following.py",
-        '(self._resumed.get("read", 0), last',
-        "(0, last",
+        'else self._resumed.get("read", 0)',
+        "else 0",
         ("tests/experience/test_following.py",),
     ),
     # --- Engine.

@@ -230,7 +230,7 @@ def test_several_updates_of_a_batch_age_it_step_by_step(tiny, capsys):
         assert result.staleness[step - 1] == step - 1 - groups[0].completions[0].policy_version
     show_dry_run(config, result)
     printed = capsys.readouterr().out
-    assert "optimizer steps on each batch: 4" in printed and "54.0 steps an epoch, 1.11 epochs" in printed
+    assert "tokens a batch of 4 steps" in printed and "54.0 steps an epoch, 1.11 epochs" in printed
     whole, halves = (memory(dry_run(tiny(*options))) for options in ([], updates))
     assert 0.4 < halves["activations"] / whole["activations"] < 0.6
 

@@ -11,7 +11,7 @@ from recjax.experience.queue import Queue
 from recjax.training import loop
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
-from recjax.training.sources import GeneratorSource, PolicySource
+from recjax.training.sources import GeneratorSource, PolicySource, Source
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 
@@ -41,6 +41,14 @@ def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Gro
     return groups, [Grade(float(chance.random() < 0.5)) for _ in range(8)]
 
 
+def started(config: Config, source: Source) -> tuple[Run, State]:
+    """A run without a model, and its first state."""
+    run = Run(config, None, None, None, Grading, PhaseSeconds())
+    return run._replace(learner=CountingLearner(), source=source), State(
+        0, TrainState({}, ()), None, 0, Queue(), {}, {}
+    )
+
+
 def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group], dict, list[int]]]:
     """Each step, the groups that it trains on, what it logs, and the numbers of the batches sampled in it."""
     chance, numbers = random.Random(0), []
@@ -49,10 +57,7 @@ def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group
         numbers.append(number)
         return batch_of(number, version, chance)
 
-    run = Run(config, None, None, None, Grading, PhaseSeconds())
-    source = GeneratorSource(generators) if generators else PolicySource(sample_batch)
-    run = run._replace(learner=CountingLearner(), source=source)
-    state = State(0, TrainState({}, ()), None, 0, Queue(), {}, {})
+    run, state = started(config, GeneratorSource(generators) if generators else PolicySource(sample_batch))
     for step in range(1, config.training.steps + 1, config.training.updates):
         before = state.queue
         state, groups = loop.next_groups(run, state, step)

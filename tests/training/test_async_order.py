@@ -1,6 +1,7 @@
 """Asynchronous runs without their processes: what is drawn and trained on when, and what is refused."""
 
 import itertools
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,14 @@ from recjax.experience.queue import Queue, settings_of, take
 from recjax.experience.replay import Entry
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
+from recjax.training import loop
 from recjax.training.run import prepare
-from recjax.training.sources import sampler
+from recjax.training.sources import GeneratorSource, sampler
 from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
-from tests.training.simulated_run import batch_of, simulated
+from tests.training.simulated_run import batch_of, simulated, started
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
@@ -32,6 +34,15 @@ class InAnyOrder(Generators):
     def __init__(self, regime, seed):
         super().__init__(regime)
         self._random, self.version, self.issued = random.Random(seed), 0, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def start(self, sampler, *arguments):
+        pass
 
     def publish(self, version, weights):
         self.version = version
@@ -98,6 +109,23 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, opt
         stale, uses, _ = trained(config, seed)
         assert max(map(max, stale)) <= limits.max_staleness <= bound
         assert max(uses.values()) <= limits.max_reuse
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
+    config = tiny("run", *ASYNC, "regime.generators=2", "training.steps=25")
+    uses, sources = Counter(), [GeneratorSource(InAnyOrder(config.regime, seed)) for seed in range(2)]
+    run, state = started(config, sources[0])
+    for step in range(1, 26):
+        state, groups = loop.next_groups(run, state, step)
+        uses.update(group.id for group in groups)
+        if step == stop:
+            state = state._replace(source=json.loads(json.dumps(run.source.state())))
+            assert state.source["in_flight"]
+            run, before = run._replace(source=sources[1]), sources[1].generators.issued
+            with sources[1].opened(run, state):
+                assert before == state.source["in_flight"]
+    assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
 
 
 def test_replay_draws_as_seldom_as_it_says(tiny):
