@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from recjax.algorithms.losses import row_terms
+from recjax.algorithms.losses import Scored, row_terms
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import TrainingConfig
 from recjax.experience.batch import minibatch_rows
@@ -189,6 +189,38 @@ def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_grou
     found, expected = (updated(preset, initial(), *each) for each in ((batch, layout), (alone, Layout())))
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
     assert padding_waste(batch, layout) < 1
+
+
+def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update():
+    batch = off_policy_batch()
+    algorithm = build_algorithm("tis", {"mask": {"name": "second_moment"}})
+    rewards, groups, mask, behavior = map(
+        jnp.asarray, (batch.rewards, batch.group_ids, batch.completion_mask, batch.behavior_logprobs)
+    )
+    now, proximal = behavior + 0.5 * jnp.sign(behavior + 2.4), behavior - 1.0
+    scored = Scored(now, jnp.zeros_like(now), behavior)
+    rows = row_terms(
+        algorithm,
+        rewards,
+        groups,
+        mask.any(-1),
+        jax.random.key(0),
+        completion_mask=mask,
+        scored=scored,
+        proximal_logprobs=proximal,
+    )
+    np.testing.assert_array_equal(rows.proximal_logprobs, jnp.where(mask, proximal, 0.0))
+    np.testing.assert_array_equal(rows.mask, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask))
+
+    def forward_passes(overrides, proximal):
+        made = recipe("tis", 1.0)._replace(algorithm=build_algorithm("tis", overrides))
+        state = TrainState(initial(), made.optimizer.init(initial()))
+        arguments = state, {}, None, batch, jax.random.key(0), Layout(), None, proximal
+        return str(update.trace(*arguments, recipe=made).jaxpr).count("log_softmax")
+
+    assert forward_passes({}, proximal) < forward_passes({}, None)
+    masked = {"mask": {"name": "second_moment"}}
+    assert forward_passes(masked, proximal) == forward_passes(masked, None) == forward_passes({}, None)
 
 
 @pytest.mark.slow
