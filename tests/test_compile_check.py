@@ -132,6 +132,21 @@ def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packs", [False, True])
+def test_minibatches_are_compiled_as_they_are_run(planned, packs):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "algorithm.preset=tis"]
+    options += ["training.tokens_per_micro_batch=32"] * packs
+    made = planned("rollout.prompts_per_step=12", *options)  # halves of 6, on four devices: 8 each
+    _, _, _, batch, _, layout, _, proximal = ahead.traced_update(made).args_info[0]
+    assert batch.prompts.shape[0] == 16 and layout.rows.shape == (64,) and layout.minibatches == 2
+    assert proximal.shape == batch.completions.shape
+    if packs:
+        assert layout.packed.tokens.shape == (8, 4, 8) and layout.packed.first.shape == (8, 64)
+    one = planned("training.updates_per_batch=2")
+    assert ahead.traced_update(one).args_info[0][5].rows is None is ahead.traced_update(one).args_info[0][7]
+
+
+@pytest.mark.slow
 def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
     start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
     assert start not in planned().held and start not in ahead.given(planned("evaluation.initial_kl=true"), "update")

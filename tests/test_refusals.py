@@ -181,6 +181,7 @@ CASES = [
     ([*ASYNC, "regime.sync_interval=4"], "max_staleness = 2: must be at least 3", "due to regime.sync_interval = 4"),
     ([*ASYNC, "experience.replay.draw_every=4"], "must be at least 3", "draw_every = 4"),
     ([*ASYNC, STORE], "regime.mode = 'async': does not work with experience.store"),
+    ([*ASYNC, "training.updates_per_batch=4"], "max_staleness = 2: must be at least 3", "and 4 updates of each batch"),
     # Experience.
     ("experience={}", "experience: give at least one of store, mix, late, replay, refill and record"),
     (
@@ -217,6 +218,11 @@ CASES = [
     ([STORE, "experience.deadline_seconds=9"], "deadline_seconds = 9.0: applies only with experience.follow; set it"),
     ([*FOLLOW, "regime.max_staleness=1"], "max_staleness = 1: must be at least training.checkpoint_every - 1 = 2"),
     ([*FOLLOW, "experience.replay={max_staleness: 1}"], "experience.replay.max_staleness = 1: must be at least"),
+    (
+        [*FOLLOW, "experience.replay={max_staleness: 2}", "training.updates_per_batch=2"],
+        "experience.replay.max_staleness = 2: must be at least",
+        "plus the other updates of its batch = 3",
+    ),
     ([*FOLLOW, "experience.replay.draw_every=2"], "draw_every = 2: does not work with experience.follow"),
     ([*FOLLOW, "regime.sync_interval=3"], "regime.sync_interval = 3: does not work with experience.store"),
     ([*FOLLOW, "experience.missing_logprobs=initial"], "missing_logprobs = 'initial'", "use current or unneeded"),
@@ -225,6 +231,20 @@ CASES = [
     # Training and evaluation.
     ("optimizer.warmup_steps=7", "optimizer.warmup_steps = 7", "must be below training.steps = 7"),
     ("training.micro_batch_prompts=3", "training.micro_batch_prompts = 3", "rollout.prompts_per_step = 4"),
+    ("training.updates_per_batch=0", "training.updates_per_batch = 0: takes an integer, 1 or more"),
+    ("training.minibatches=3", "training.minibatches = 3: must divide rollout.prompts_per_step = 4"),
+    (
+        "training={minibatches: 2, micro_batch_prompts: 4}",
+        "training.micro_batch_prompts = 4: must divide the 2 prompts of a minibatch",
+    ),
+    (
+        ["training.minibatches=2", "algorithm.advantage={name: 'tests.algorithms.mine:by_entropy'}"],
+        "training.minibatches = 2: does not work with an advantage that reads scored log-probs or entropies",
+    ),
+    (
+        ["training.minibatches=4", "experience.replay={max_staleness: 2}"],
+        "experience.replay.max_staleness = 2: must be at least 3",
+    ),
     (
         "training={micro_batch_prompts: 2, tokens_per_micro_batch: 512}",
         "training.micro_batch_prompts = 2: does not work with training.tokens_per_micro_batch; remove one of them",

@@ -339,14 +339,14 @@ FIELD = {
         "",
         "min(π_prox/μ, 2)·ρA·one-side(ρ), ρ = π/π_prox",
         {**CLIPPED, "anchor": "proximal", "correction": {"name": "truncated", "cap": 2.0}},
-        "a run makes one update of a batch, in which ρ = 1",
+        "ρ = 1 in the first update of a batch; training.updates_per_batch sets the number of passes",
     ),
     "decoupled_ppo": Preset(
         "Decoupled PPO",
         "2505.24298",
         "π_prox/μ·ρA·one-side(ρ), ρ = π/π_prox",
         {**CLIPPED, "anchor": "proximal", "correction": "importance"},
-        "a run makes one update of a batch, in which ρ = 1",
+        "ρ = 1 in the first update of a batch; training.updates_per_batch sets the number of passes",
     ),
     "a3po": Preset(
         "A-3PO",

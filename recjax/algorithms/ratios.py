@@ -2,8 +2,8 @@
 
 The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read. The
 functions of the axis `anchor` return the policy in the denominator. The behavior policy μ sampled the tokens. The
-proximal policy is the policy before the update. With several updates of a batch, the trust region is around the
-proximal policy, and a separate weight corrects for μ.
+proximal policy is the policy before the batch's first update. With several updates of a batch, the trust region is
+around the proximal policy, and a separate weight corrects for μ.
 """
 
 import jax.numpy as jnp
@@ -175,10 +175,9 @@ def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Arra
 
 
 def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """The policy before the update: log π_prox.
+    """The policy before the batch's first update: log π_prox.
 
-    recjax makes one update of each batch, so the ratio to this anchor is 1. In a loop with several updates of a batch,
-    pass your own log-probs.
+    In that update the ratio to this anchor is 1; see `training.updates_per_batch` for further updates.
 
     Reference: arXiv 2110.00641 (PPO with a decoupled objective); arXiv 2505.24298 (AReaL).
 

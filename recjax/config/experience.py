@@ -147,7 +147,7 @@ class RegimeConfig(ConfigBlock):
     )
     max_staleness: Int | None = key(
         None,
-        "Limit of the experience's staleness, in optimizer steps",
+        "Limit of the experience's staleness in the last update of a batch, in optimizer steps",
         needs="regime.mode = async or experience.follow",
         required=_ASYNC,
         ge=0,

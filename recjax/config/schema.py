@@ -136,12 +136,12 @@ class TrainingConfig(ConfigBlock):
     steps: Int = key(100, "Optimizer steps", ge=1)
     updates_per_batch: Int = key(
         1,
-        "Passes over each batch; each pass makes one optimizer step on each of its minibatches, and importance ratios"
-        " to the proximal policy refer to the policy before the first of them",
+        "Passes over each batch, with one optimizer step on each minibatch; the proximal policy is the policy before"
+        " the first of these steps",
         ge=1,
     )
     minibatches: Int = key(
-        1, "Minibatches of a batch, with equally many prompts", must="divide rollout.prompts_per_step", ge=1
+        1, "Minibatches of a pass, of equally many whole groups", must="divide rollout.prompts_per_step", ge=1
     )
     micro_batch_prompts: Int | None = key(
         None,
@@ -228,8 +228,8 @@ class EvaluationConfig(ConfigBlock):
 class SamplesConfig(ConfigBlock):
     """Training completions that recjax keeps in the run's folder, for python -m recjax.samples."""
 
-    every: Int = key(25, "Keep completions of every Nth batch; 0: keep none", ge=0)
-    groups: Int = key(4, "Groups to keep of such a batch", ge=1)
+    every: Int = key(25, "Keep completions of every Nth optimizer step; 0: keep none", ge=0)
+    groups: Int = key(4, "Groups to keep of such a step", ge=1)
     megabytes: Float = key(64.0, "Limit of all kept completions; recjax keeps no more after that", gt=0)
 
 

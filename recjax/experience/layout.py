@@ -37,13 +37,13 @@ class Layout:
 
     parts: number of equal parts of the rows, each of whole prompts; 1 if packed. Static under jit.
     packed: micro-batches of packed rows. None: each part is a micro-batch, in which each prompt runs once for its rows.
-    rows: rows of the update's minibatch, with whole groups; None: all rows.
+    rows: mask of the rows in the update's minibatch, [batch], with whole groups; None: all rows.
     minibatches: number of minibatches of the batch. Static under jit.
     """
 
     parts: int = 1
     packed: Packed | None = None
-    rows: Bool[np.ndarray | Array, " batch"] | None = None
+    rows: Any = None
     minibatches: int = 1
 
     @property

@@ -167,7 +167,8 @@ def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     batch = prompts * 5 + shape.rows * shape.time * 9
     saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
     saved += [to_compute_with(model.decoder, model.trained)] if programs.keeps_copy(config) else []
-    return _bytes(saved) + config.regime.sync_offset * batch
+    # Between two updates of a batch, it has the batch as well.
+    return _bytes(saved) + (config.regime.sync_offset + (config.training.updates > 1)) * batch
 
 
 def _bytes(tree: Any) -> int:
@@ -269,18 +270,19 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     rows = rollout.prompts_per_step * rollout.group_size
     prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number"
     completions = f"{rows * rollout.max_completion_tokens:,} of {rows} completions"
-    print_line(f"tokens a step, at most: {prompts} of prompts, {completions}")
+    updates = config.training.updates
+    of = "step" if updates == 1 else f"batch of {updates} steps"
+    print_line(f"tokens a {of}, at most: {prompts} of prompts, {completions}")
     if result.staleness:
-        shown = result.staleness[: first_steps(config.regime, steps, config.training.updates)]
+        shown = result.staleness[: first_steps(config.regime, steps, updates)]
         mean, highest = np.mean(result.staleness), max(result.staleness)
         print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
-        problems = len(result.task.train)
+        problems, taken = len(result.task.train), rollout.prompts_per_step / updates
         print_line(
             f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"
-            f" {problems / rollout.prompts_per_step:.1f} steps an epoch,"
-            f" {steps * rollout.prompts_per_step / problems:.2f} epochs in {steps} steps"
+            f" {problems / taken:.1f} steps an epoch, {steps * taken / problems:.2f} epochs in {steps} steps"
         )
     for note in result.notes:
         print_line(f"not known: {note}")

@@ -58,10 +58,11 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     (ages, sources), (ratio, size) = figure.subplots(2, 2)
     trained = [row for row in rows if "loss" in row]
     _draw_ages(ages, trained)
-    names = sorted({name for row in trained for name in row["source_rows"]})
-    batches = [row["source_rows"] for row in trained]
+    first = [row for row in trained if "source_rows" in row]  # of several updates, only the first has it
+    batches = [row["source_rows"] for row in first]
+    names = sorted({name for batch in batches for name in batch})
     shares = [[batch.get(name, 0) / sum(batch.values()) for batch in batches] for name in names]
-    sources.stackplot(_series(trained, "step"), shares, labels=names, colors=COLORS)
+    sources.stackplot(_series(first, "step"), shares, labels=names, colors=COLORS)
     sources.set(ylabel="rows of the batch (share)", ylim=(0, 1))
     add_legend(sources, loc="lower right", title="source", title_fontsize="small")
     _draw_ratio(ratio, trained)

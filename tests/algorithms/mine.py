@@ -13,6 +13,10 @@ def above_median(rewards, kept):
     return jnp.where(kept, rewards - jnp.nanmedian(jnp.where(kept, rewards, jnp.nan)), 0.0)
 
 
+def by_entropy(rewards, scored_entropy):
+    return rewards[:, None] * scored_entropy
+
+
 def mostly_certain(scored_entropy, completion_mask, *, most: float = 1.0):
     """Tokens at which the policy is not too uncertain."""
     return completion_mask & (scored_entropy < most)

@@ -221,6 +221,20 @@ def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
     assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)
 
 
+def test_several_updates_of_a_batch_age_it_step_by_step(tiny, capsys):
+    updates = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=60"]
+    config = tiny(*updates, "regime.sync_interval=3", "regime.sync_offset=2")
+    result, ahead = dry_run(config), iter(simulated(config))
+    for step in range(1, 61):
+        groups = next(ahead)[1] if step % 4 == 1 else groups
+        assert result.staleness[step - 1] == step - 1 - groups[0].completions[0].policy_version
+    show_dry_run(config, result)
+    printed = capsys.readouterr().out
+    assert "tokens a batch of 4 steps" in printed and "54.0 steps an epoch, 1.11 epochs" in printed
+    whole, halves = (memory(dry_run(tiny(*options))) for options in ([], updates))
+    assert 0.4 < halves["activations"] / whole["activations"] < 0.6
+
+
 @pytest.mark.parametrize(
     ("staleness", "words"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from recjax.config import load_config
 from recjax.training import kept_samples
-from tests.training.counting import count
+from tests.training.counting import CountingLearner, count
 from tests.training.tiny_run import TINY, train
 
 STEPS = ["training.steps=6", "regime.sync_interval=3", "evaluation.every=0", "optimizer.learning_rate=0.05"]
@@ -70,6 +70,27 @@ def test_no_more_than_the_config_allows(tiny):
         config = tiny(name, *STEPS, f"samples={samples}")
         count(config)
         assert [*kept(config)] == steps
+
+
+def test_of_a_minibatch_its_own_groups_are_kept(tiny):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=5", "samples={every: 1}"]
+    config, seen = tiny("run", *options), {}
+    learner = CountingLearner()
+    layout = learner.layout
+
+    def watched(run, batch, rows):
+        seen[len(seen) + 1] = rows.reshape(4, 4)
+        return layout(run, batch, rows)
+
+    learner.layout = watched
+    learner.proximal_logprobs = lambda *arguments: None
+    count(config, learner)
+    for step, lines in kept(config).items():
+        groups = list(dict.fromkeys(line["group"] for line in lines))
+        batch = (step - 1) // 4 + 1
+        assert groups == [f"{batch:06d}/{place:05d}" for place in range(4) if seen[step][place].all()]
+        assert len(groups) == 2
+    assert [*seen] == [*kept(config)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

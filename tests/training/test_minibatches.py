@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from recjax.algorithms.losses import row_terms
+from recjax.algorithms.losses import Scored, row_terms
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import TrainingConfig
 from recjax.experience.batch import minibatch_rows
@@ -20,8 +21,10 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder
 from recjax.models.sampling import Sampling
 from recjax.training import learner
+from recjax.training.checkpoint import progress
 from recjax.training.update import Recipe, TrainState, update
 from tests.marks import slow_except
+from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
 from tests.training.tiny_run import train
 
@@ -188,6 +191,38 @@ def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_grou
     assert padding_waste(batch, layout) < 1
 
 
+def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update():
+    batch = off_policy_batch()
+    algorithm = build_algorithm("tis", {"mask": {"name": "second_moment"}})
+    rewards, groups, mask, behavior = map(
+        jnp.asarray, (batch.rewards, batch.group_ids, batch.completion_mask, batch.behavior_logprobs)
+    )
+    now, proximal = behavior + 0.5 * jnp.sign(behavior + 2.4), behavior - 1.0
+    scored = Scored(now, jnp.zeros_like(now), behavior)
+    rows = row_terms(
+        algorithm,
+        rewards,
+        groups,
+        mask.any(-1),
+        jax.random.key(0),
+        completion_mask=mask,
+        scored=scored,
+        proximal_logprobs=proximal,
+    )
+    np.testing.assert_array_equal(rows.proximal_logprobs, jnp.where(mask, proximal, 0.0))
+    np.testing.assert_array_equal(rows.mask, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask))
+
+    def forward_passes(overrides, proximal):
+        made = recipe("tis", 1.0)._replace(algorithm=build_algorithm("tis", overrides))
+        state = TrainState(initial(), made.optimizer.init(initial()))
+        arguments = state, {}, None, batch, jax.random.key(0), Layout(), None, proximal
+        return str(update.trace(*arguments, recipe=made).jaxpr).count("log_softmax")
+
+    assert forward_passes({}, proximal) < forward_passes({}, None)
+    masked = {"mask": {"name": "second_moment"}}
+    assert forward_passes(masked, proximal) == forward_passes(masked, None) == forward_passes({}, None)
+
+
 @pytest.mark.slow
 def test_minibatches_under_pmap_have_their_share_of_every_device():
     batch = make_batch(prompts=8, group=SIZE)
@@ -247,8 +282,8 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 4, 5]
     of_queue = [any(name.startswith("grading/") for name in row) for row in rows]
     assert of_queue == [True, False, False, False, True, False], "once for each batch"
-    for first, count in ((0, 4), (4, 2)):
-        own = seen[first : first + count]
+    for first, steps in ((0, 4), (4, 2)):
+        own = seen[first : first + steps]
         params, batch, key, *_ = own[0]
         for _, other, other_key, chosen, proximal in own:
             np.testing.assert_array_equal(other.completions, batch.completions)
@@ -261,3 +296,14 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
         for a, b in zip(own[::2], own[1::2], strict=True):
             assert (a[3] ^ b[3]).all()
     assert seen[0][2] != seen[4][2]
+    tokens = sum(round(rows[step]["completion_length"] * 16) for step in (0, 4))
+    assert progress(Path(config.output) / "checkpoints", 6)["totals"]["tokens"] == tokens, "each batch counts once"
+
+
+def test_a_replayed_batch_is_within_its_limit_in_its_last_update(tiny):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=40", "evaluation.every=0"]
+    replay = "experience.replay={max_staleness: 9, max_reuse: 4, draw_every: 2, keep_no_signal: true}"
+    ages = [int(age) for row in count(tiny("run", *options, replay))[1:] for age in row["staleness_rows"]]
+    assert max(ages) == 7 and min(ages) == 0
+    less = count(tiny("less", *options, replay.replace("9", "4")))[1:]
+    assert max(int(age) for row in less for age in row["staleness_rows"]) == 3
