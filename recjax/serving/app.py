@@ -121,7 +121,8 @@ class Server:
         if turn is None:
             reward, is_new = await recorder.reward(row, body.feedback())
         else:
-            reward, is_new = body.of_turn(), await recorder.reward_turn(row, turn, body.of_turn())
+            reward = body.of_turn()
+            is_new = await recorder.reward_turn(row, turn, reward)
         self._numbers.rewards.inc(is_new)
         return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})
 

@@ -261,12 +261,9 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:
         return shape
-    # Completions that join the policy's groups add nothing to the numbers of prompts and completions.
-    other = (
-        stored.shape
-        if experience.mix.of == "batch"
-        else stored.shape._replace(prompts=1, group=stored.shape.group and 1)
-    )
+    other = stored.shape
+    if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
+        other = other._replace(prompts=1, group=other.group and 1)
     if None in (shape.group, other.group):
         shape, other = shape.of_rows(), other.of_rows()
     return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))

@@ -13,6 +13,10 @@ import sqlalchemy
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recjax.config import load_config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.followed import Followed
+from recjax.experience.following import Follower
 from recjax.experience.group import Grade, turn_rewards
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
 from recjax.experience.stored_groups import load_groups
@@ -26,6 +30,7 @@ from recjax.serving.served import Feedback
 from tests.experience.rows import read, same
 from tests.experience.test_feedback import give_rewards
 from tests.serving.some_server import POLICY, TOKENIZER, post, serve
+from tests.training.tiny_run import TINY
 
 TEXT, CHAT, FEEDBACK = "/v1/completions", "/v1/chat/completions", "/v1/feedback"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -267,6 +272,24 @@ def test_turns_are_rewarded_one_by_one_and_survive_a_kill(db, tmp_path):
         assert post(client, "/sessions/s/reward", reward=2)["new"]
         assert not post(client, "/sessions/s/reward", reward=2, turn_rewards=[0.25, 0, 0.5, -1])["new"]
     assert read(db)[0].completion.grade == grade._replace(reward=2.0)
+
+
+def test_a_follower_has_the_rewards_of_turns(db, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = [f"experience.store={db}", "experience.follow=true", "rollout.max_context_tokens=200"]
+    options += [f"output={tmp_path / 'run'}", "algorithm.advantage={name: turn_returns}"]
+    follower = Follower(load_config(tmp_path / "tiny.yaml", options), POLICY, "this run")
+    with serve(db) as client:
+        several_turns(client)
+        post(client, "/sessions/s/reward", turn=2, reward=0.5)
+        assert not follower.found(Followed(), 1).candidates
+        post(client, "/sessions/s/reward", reward=2)
+        (candidate,) = follower.found(Followed(), 1).candidates
+    batch = pad([follower.group(candidate, 1)], Shape(4, None, 199, 199), turns=4)
+    np.testing.assert_array_equal(batch.turn_rewards, [[0, 0, 0.5, 1.5]] * 4)
+    assert [{*row[mask].tolist()} for row, mask in zip(batch.token_turns, batch.completion_mask, strict=True)] == [
+        {turn} for turn in range(4)
+    ]
 
 
 @pytest.mark.parametrize("prompts", [True, False])
