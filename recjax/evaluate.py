@@ -112,18 +112,16 @@ def task_label(task: TaskConfig) -> str:
 
 def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
-    rollout = ("prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens")
-    evaluation = ("problems", "samples", "temperature", "top_k", "top_p", "min_p")
+    rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
+    evaluation = {"problems", "samples", "temperature", "top_k", "top_p", "min_p"}
+    keys = {"seed": True, "task": True, "rollout": rollout | {"long_prompts", "stop"}, "evaluation": evaluation}
     given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
         **{name: value for name, value in given.items() if value},
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
-        "seed": config.seed,
-        "task": config.task.model_dump(),
-        "rollout": {name: getattr(config.rollout, name) for name in (*rollout, "long_prompts", "stop")},
-        "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
+        **config.model_dump(include=keys),
     }
 
 

@@ -37,7 +37,7 @@ from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades
-from recjax.rollout.remote import Address, RemoteEngine, read_key
+from recjax.rollout.remote import Address, RemoteEngine, read_keys
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> None:
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
         else:
-            key = read_key(FLAGS.api_key_file)
+            key = next(iter(read_keys(FLAGS.api_key_file, most=1)), None)
             address = Address(FLAGS.engine, FLAGS.model, key, FLAGS.concurrency, FLAGS.reply_seconds, FLAGS.retries)
             new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
     if not hosts.is_first():

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import command, start
 from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
-from recjax.experience.store import Change, Record, Store, store_name
+from recjax.experience.store import Change, Record, Store
 from recjax.experience.store_checks import check_records
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
@@ -132,18 +132,22 @@ def main(argv: list[str]) -> None:
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
-    exports = [read_exported(Path(file)) for file in FLAGS.input]
-    if any(exports):
-        if not all(exports):
-            raise ValueError("--input: import exported files and files of other programs one after the other")
-        count = import_exports(exports, FLAGS.output)
-        print(f"{store_name(FLAGS.output)}: {count} completions{_in_all(FLAGS.output, count)}")
+    exports, found = [read_exported(Path(file)) for file in FLAGS.input], None
+    if all(exports):
+        count, summary = import_exports(exports, FLAGS.output), "completions"
+    elif any(exports):
+        raise ValueError("--input: import exported files and files of other programs one after the other")
+    else:
+        found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
+        groups, count = Counter(record.group.id for record in found.records), len(found.records)
+        pending = sum(record.completion.grade is None for record in found.records)
+        summary = f"rows in {len(groups)} groups, {pending} rows pending"
+    with Store(FLAGS.output) as store:
+        total = store.last().completions
+        in_all = f"; the store has {total} rows" if total > count else ""
+        print(f"{store.name}: {count} {summary}{in_all}")
+    if found is None:
         return
-    found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-    groups = Counter(record.group.id for record in found.records)
-    pending, count = sum(record.completion.grade is None for record in found.records), len(found.records)
-    in_all = _in_all(FLAGS.output, count)
-    print(f"{store_name(FLAGS.output)}: {count} rows in {len(groups)} groups, {pending} rows pending{in_all}")
     if single := sum(size == 1 for size in groups.values()):
         logger.warning(
             "%d of %d groups have a single completion, from which most advantages cannot learn. Rows with equal prompts"
@@ -153,12 +157,6 @@ def main(argv: list[str]) -> None:
         )
     if found.unused:
         print(f"unused columns: {', '.join(found.unused)}")
-
-
-def _in_all(place: str, new: int) -> str:
-    with Store(place) as store:
-        total = store.last().completions
-    return f"; the store has {total} rows" if total > new else ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ step, with rewards. For each token it shows the probability, the ratio, and mark
 page is a single file and needs no network.
 """
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +16,7 @@ from absl import flags
 
 from recjax.console import command, start
 from recjax.files import json_text, write_whole
+from recjax.tasks.reading import read_file
 from recjax.training.kept_samples import folder_of
 from recjax.training.trained import run_config
 
@@ -29,13 +29,7 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: the run kept no completions, or a file is damaged.
     """
-    rows = []
-    for path in sorted(folder_of(run).glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number} is damaged ({error}); delete the file") from error
+    rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
     if not rows:
         raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
     return rows

@@ -23,6 +23,7 @@ from recjax.config import Config
 from recjax.console import command, start
 from recjax.hub.policy import Policy
 from recjax.models.placement import put_params
+from recjax.rollout.remote import read_keys
 from recjax.rollout.requests import Weights
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import make_mesh
@@ -83,25 +84,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(
             f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any free port"
         ) from error
-
-
-def read_keys(file: str | None) -> tuple[str, ...]:
-    """The API keys in a file, one per line; none without a file.
-
-    Raises:
-        ValueError: the file cannot be read, has no keys, or has an invalid key.
-    """
-    if file is None:
-        return ()
-    try:
-        keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
-    except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"--api_key_file {file} cannot be read ({error}); give a text file with one key per line"
-        ) from error
-    if not keys or any(not key.isascii() or " " in key for key in keys):
-        raise ValueError(f"--api_key_file {file}: takes one or more keys, one per line, in ASCII without spaces")
-    return keys
 
 
 def check_extra() -> None:

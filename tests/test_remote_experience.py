@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from recjax import generate_experience
 from recjax.config import load_config
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
 from recjax.rollout import remote
-from recjax.rollout.remote import Address
+from recjax.rollout.remote import Address, read_keys
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.training.run import characters
@@ -261,4 +260,8 @@ def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatc
     assert not (tmp_path / "store").exists()
     (tmp_path / "key").write_text("a b")
     with pytest.raises(ValueError, match="takes one key"):
-        generate_experience.read_key(str(tmp_path / "key"))
+        read_keys(str(tmp_path / "key"), most=1)
+    (tmp_path / "key").write_text("a\nb\n")
+    with pytest.raises(ValueError, match="takes one key"):
+        read_keys(str(tmp_path / "key"), most=1)
+    assert read_keys(str(tmp_path / "key")) == ("a", "b") and read_keys(None) == ()

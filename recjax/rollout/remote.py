@@ -294,18 +294,21 @@ def _error(reply: httpx.Response) -> tuple[str, str | None]:
     return reply.text[:300], None
 
 
-def read_key(file: str | None) -> str | None:
-    """Reads the single key in a file; None without a file.
+def read_keys(file: str | None, most: int | None = None) -> tuple[str, ...]:
+    """The API keys in the file of --api_key_file, one per line; none without a file.
 
+    Args:
+        most: largest number of keys; None: no limit.
     Raises:
-        ValueError: the file cannot be read, or does not contain exactly one key.
+        ValueError: the file cannot be read, has no keys or too many, or has an invalid key.
     """
     if file is None:
-        return None
+        return ()
     try:
-        key = Path(file).read_text(encoding="utf-8").strip()
+        keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--api_key_file {file} cannot be read ({error}); give a text file with one key") from error
-    if not key or not key.isascii() or len(key.split()) != 1:
-        raise ValueError(f"--api_key_file {file}: takes one key, in ASCII without spaces")
-    return key
+        raise ValueError(f"--api_key_file {file} cannot be read ({error}); give one key per line") from error
+    if not 0 < len(keys) <= (most or len(keys)) or any(not key.isascii() or len(key.split()) > 1 for key in keys):
+        number = "one key" if most == 1 else "one or more keys, one per line"
+        raise ValueError(f"--api_key_file {file}: takes {number}, in ASCII without spaces")
+    return keys
