@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sqlalchemy
 import tokenizers
-from recjax.experience.followed import Followed
+from recjax.experience.following import Followed
 from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
