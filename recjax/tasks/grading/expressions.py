@@ -62,7 +62,7 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     tree, answer = parse_math(wanted), parse_math(said)
     if tree is None or answer is None:
         return False
-    if factors:
+    if factors and factors[0] != 1:
         answer = Node("mul", (number(factors[0]), answer))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
