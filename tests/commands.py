@@ -50,15 +50,17 @@ class Command:
         cwd: the folder; default: the repository.
         env: the environment; default: this process's.
         stdout, stderr: as for Popen; None: pytest's.
+        start_new_session: as for Popen.
     """
 
-    def __init__(self, arguments: Sequence, *, cwd=ROOT, env=None, stdout=None, stderr=None):
+    def __init__(self, arguments: Sequence, *, cwd=ROOT, env=None, stdout=None, stderr=None, start_new_session=False):
         environment = {"GLIBC_TUNABLES": with_tunables(""), **(os.environ if env is None else env)}
         self.args = [str(argument) for argument in arguments]
         with contextlib.ExitStack() as sent:
             out, self.stdout = _stream(stdout, sent)
             error, self.stderr = (out, None) if stderr == subprocess.STDOUT else _stream(stderr, sent)
-            self._process = forks().Process(target=_become, args=(self.args, str(cwd), environment, out, error))
+            about = self.args, str(cwd), environment, out, error, start_new_session
+            self._process = forks().Process(target=_become, args=about)
             self._process.start()
         self.pid = self._process.pid
 
@@ -124,8 +126,17 @@ def _stream(where, sent: contextlib.ExitStack) -> tuple[Connection | None, objec
     return sent.enter_context(Connection(write, readable=False)), reader
 
 
-def _become(arguments: list[str], folder: str, environment: dict, out: Connection | None, error: Connection | None):
+def _become(
+    arguments: list[str],
+    folder: str,
+    environment: dict,
+    out: Connection | None,
+    error: Connection | None,
+    start_new_session: bool,
+):
     """Runs the command in a process that the server has forked."""
+    if start_new_session:
+        os.setsid()
     for number, stream in ((1, out), (2, error)):
         if stream is not None:
             os.dup2(stream.fileno(), number)

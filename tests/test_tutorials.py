@@ -29,8 +29,19 @@ SHORTER = {
     "every: 50, problems: 256": "every: 3, problems: 32",
     "every: 50, problems: 200": "every: 3, problems: 32",
     "every: 25, problems: 256": "every: 2, problems: 32",
+    "  examples: 4": "  examples: 1",
+    "prompts_per_step: 4, group_size: 4": "prompts_per_step: 2, group_size: 2",
+    "every: 0, problems: 16": "every: 0, problems: 6",
     "in (50, 100)": "in (3, 6)",
 }
+# A sweep starts its runs as a test starts commands: forked.
+FORKING = """
+import os, runpy, subprocess
+from tests.commands import Command
+
+subprocess.Popen = lambda command, **options: Command(command[1:], cwd=os.getcwd(), **options)
+runpy.run_module("recjax.sweep", run_name="__main__", alter_sys=True)
+"""
 _SAMPLE = re.compile(r"│ \d+ ?[+*] ?\d+ ?=")  # the answer of such a policy may be anything
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
@@ -65,8 +76,11 @@ def run(block: str, folder: Path, cache: Path, fails: bool = False) -> str:
         if program != "python":
             done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, **options)
         else:
-            script = [] if arguments[0].startswith("-") else ["-c", (folder / arguments.pop(0)).read_text()]
-            done = commands.run([*script, *arguments], **options)
+            if arguments[:2] == ["-m", "recjax.sweep"]:
+                arguments[:2] = ["-c", FORKING]
+            elif not arguments[0].startswith("-"):
+                arguments[:1] = ["-c", (folder / arguments[0]).read_text()]
+            done = commands.run(arguments, **options)
         printed += done.stdout
         assert bool(done.returncode) == fails, done.stdout[-3000:]
     return printed

@@ -1,30 +1,31 @@
 """The benchmark's driver on the toy shape, and what is made of a run."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import types
 
 import numpy as np
 import pytest
 
-from benchmarks import tables
+from benchmarks import accelerator, tables
 from benchmarks.costs import shares, work_of
 from benchmarks.rows import make_rows
 from benchmarks.systems import named
-
-REPOSITORY = Path(__file__).parents[2]
+from tests import commands
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict:
+    """Of the rehearsal of benchmarks.accelerator's part for shape a, with two rounds and a system that is not there."""
     out = tmp_path_factory.mktemp("run") / "toy.json"
-    command = [sys.executable, "-m", "benchmarks.run", "--shape", "toy", "--out", str(out)]
-    command += ["--systems", "recjax,trl", "--python", "trl=/no/such/python", "--repeats", "2", "--warmups", "1"]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    subprocess.run([*command, "--patience", "0"], check=True, env=environment, cwd=REPOSITORY)
-    return json.loads(out.read_text())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(accelerator, "FLAGS", types.SimpleNamespace(rehearsal=True))
+        part = accelerator.parts()["shape_a"]
+    more = ["--systems", "recjax:bfloat16,trl", "--python", "trl=/no/such/python", "--repeats", "2"]
+    done = commands.run([*part.command(out), *more])
+    assert done.returncode == 0, done.stderr
+    whole = json.loads(out.read_text())
+    assert part.read(out, "") == {name: whole[name] for name in ("rows", "skipped", "checks", "peaks", "notes")}
+    return whole
 
 
 @pytest.mark.slow
@@ -38,10 +39,10 @@ def test_recjax_alone_fills_the_rows(result):
     np.testing.assert_allclose(step["tokens_per_second"], np.median(64 / np.array(step["rounds"])))
     parts = sum(np.array(rows[phase]["rounds"]) for phase in ("generate", "grade", "update"))
     assert (parts <= step["rounds"]).all()
-    assert step["peak_memory_bytes"] > 2**20 and step["precision"] == "float32" and "jax" in step["versions"]
+    assert step["peak_memory_bytes"] > 2**20 and step["precision"] == "bfloat16" and "jax" in step["versions"]
     assert rows["update"]["flops_share"] > 0 and rows["decode"]["bytes_share"] is not None
-    assert result["peaks"]["float32"]["flops"] > 1e8 and len(result["other_load"]) == 3
-    assert "config" not in result["notes"]["recjax"]
+    assert result["peaks"]["bfloat16"]["flops"] > 1e8 and len(result["other_load"]) == 3
+    assert "config" not in result["notes"]["recjax:bfloat16"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from experiments.claims import map as claims_map
 from experiments.claims.programs import last_numbers
@@ -18,7 +19,7 @@ from recjax.training.loop import train
 from recjax.training.metrics import read_metrics
 
 SMALL = [
-    "model.decoder={hidden_size: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
+    "model.decoder={hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
     "warm_start={steps: 100, batch_size: 64, learning_rate: 5e-3}",
     "task.arithmetic.problems=['1..9 + 1..9']",
     "training.steps=8",
@@ -61,14 +62,12 @@ def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
 def test_runs_are_the_trainers(tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     extra = [*SMALL, "training.checkpoint_every=8"]
-    runs = read_sweep(claims_map.HERE / "map.yaml", extra=extra)[1]
-    chosen = [
-        run._replace(config=run.config.model_copy(update={"output": str(tmp_path / run.name)}))
-        for run in runs
-        if run.settings["algorithm"] == "red_drop" and run.settings["seed"] == "1" and run.settings["rate"] == "1.6e-3"
-    ]
-    assert len(chosen) == 6
-    chosen = [run for run in chosen if run.settings["regime"] in ("interval_5", "offset_10")]
+    sweep = yaml.safe_load((claims_map.HERE / "map.yaml").read_text())
+    sweep |= {"config": str(claims_map.HERE / sweep["config"]), "output": str(tmp_path)}
+    grid = {"algorithm": ["red_drop"], "rate": ["1.6e-3"], "regime": ["interval_5", "offset_10"], "seed": ["1"]}
+    (tmp_path / "map.yaml").write_text(yaml.safe_dump(sweep | {"grids": [grid]}, sort_keys=False))
+    chosen = read_sweep(tmp_path / "map.yaml", extra=extra)[1]
+    assert len(chosen) == 2
     claims_map.make(claims_map.in_order(chosen))
     table = claims_map.collect(chosen, tmp_path / "map.parquet")
     assert table["evaluation/accuracy"].between(0, 1).all()

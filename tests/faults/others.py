@@ -12,8 +12,9 @@ import numpy as np
 
 from recjax.training.run_lock import NAME, STALE_SECONDS
 from tests.faults.outcomes import Outcome
-from tests.faults.runs import OPTIONS, Place, differs, run, start
+from tests.faults.runs import OPTIONS, Place, differs, run, start, wait_for_rows
 
+NO_ROOM = ("cannot be written", "cannot be opened: disk I/O error; free disk space")
 RECORD = [*OPTIONS, "experience.replay={draw_every: 2, half_life: 2.0}", "experience.record=true"]
 
 
@@ -35,11 +36,12 @@ def full_disks(place: Place, expected: Path, count: int, seed: int) -> Iterator[
         if generator.random() < 0.5 and output.exists():
             shutil.rmtree(output)  # else it goes on from where the disk was full before
         status, said = run(place, RECORD, output, most_bytes=limit)
+        is_named = status == 1 and any(words in said for words in NO_ROOM)
         tried += 1
         if status == 0:
             wrong = differs(output, expected)
             yield Outcome(fault, "NOT" if wrong else "as without", wrong)
-        elif status == 1 and "cannot be written" in said and said.strip().splitlines()[-1].startswith("error: "):
+        elif is_named and said.strip().splitlines()[-1].startswith("error: "):
             # A thread of Orbax may log an error of its own before it.
             yield Outcome(fault, "noticed")
         else:
@@ -59,7 +61,8 @@ def two_processes(place: Place, expected: Path, count: int, seed: int) -> Iterat
     for number in range(count):
         output = expected.with_name(f"two{number}")
         first = start(place, RECORD, output)
-        time.sleep(float(generator.uniform(0, 3)) if number % 3 else 0)
+        if number % 3:
+            wait_for_rows(first, output, int(generator.integers(0, 8)))
         second = start(place, RECORD, output)
         pids = [first.process.pid, second.process.pid]
         ends = [one.ended() for one in (first, second)]
@@ -108,7 +111,7 @@ def clocks(place: Place, expected: Path, count: int) -> Iterator[Outcome]:
         output = expected.with_name(f"clock{number}")
         if number % 2:
             started = start(place, RECORD, output, clock_back=True)
-            started.process.join(2.0)
+            wait_for_rows(started, output, 5)
             started.process.kill()
             started.ended()
         status, said = run(place, RECORD, output, clock_back=True)
@@ -128,8 +131,7 @@ def places(place: Place) -> Iterator[Outcome]:
     for seconds in (0.5, 1.0, 2.0):
         output = place.folder / f"deleted{seconds}"
         started = start(place, [*OPTIONS, "training.steps=2000", "training.checkpoint_every=7"], output)
-        while not (output / "metrics.jsonl").exists() and started.process.is_alive():
-            time.sleep(0.01)
+        wait_for_rows(started, output, 0)
         time.sleep(seconds)
         gone = output.with_name(f"{output.name}.gone")
         output.rename(gone)  # at once, as the deletion of a folder is not

@@ -23,6 +23,7 @@ from recjax.training import loop, sources
 from recjax.training.metrics import read_metrics
 from tests.commands import forks
 from tests.experience.rows import read_columns
+from tests.training.counting import CountingLearner, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
 OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
@@ -30,10 +31,14 @@ SECONDS = 300  # after so long a run is taken for one that hangs
 
 
 class Place(NamedTuple):
-    """Where a campaign works: a folder with a config, a store, and what was compiled; and the server of processes."""
+    """Where a campaign works: a folder with a config, a store, and what was compiled; and the server of processes.
+
+    counts: runs have a learner that counts, which computes nothing, and prepared groups.
+    """
 
     folder: Path
     forks: multiprocessing.context.BaseContext
+    counts: bool = False
 
     @property
     def config(self) -> str:
@@ -41,14 +46,14 @@ class Place(NamedTuple):
         return str(self.folder / "tiny.yaml")
 
 
-def place_in(folder: Path) -> Place:
+def place_in(folder: Path, counts: bool = False) -> Place:
     """A place for a campaign."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.yaml").write_text(TINY)
-    if not (folder / "store").exists():
+    if not (counts or (folder / "store").exists()):
         config = load_config(folder / "tiny.yaml", [f"output={folder}"])
         generate(config, folder / "store", 12, None, None, "initial")
-    return Place(folder, forks())
+    return Place(folder, forks(), counts)
 
 
 def keep_programs(folder: str) -> None:
@@ -81,7 +86,7 @@ def start(place: Place, options: Sequence[str], output: Path, **faults) -> Start
     ours, theirs = place.forks.Pipe(duplex=False)
     overrides = [*options, f"output={output}"]
     arguments = (place.config, overrides, str(place.folder), theirs)
-    process = place.forks.Process(target=_train, args=arguments, kwargs=faults)
+    process = place.forks.Process(target=_train, args=arguments, kwargs={"counts": place.counts, **faults})
     process.start()
     theirs.close()
     pieces: list[str] = []
@@ -98,6 +103,13 @@ def start(place: Place, options: Sequence[str], output: Path, **faults) -> Start
 def run(place: Place, options: Sequence[str], output: Path, **faults) -> tuple[int, str]:
     """Status and words of a run that was started and waited for."""
     return start(place, options, output, **faults).ended()
+
+
+def wait_for_rows(started: Started, output: Path, count: int) -> None:
+    """Returns when a run's metrics.jsonl is there and has `count` rows, or when the run has ended."""
+    metrics = output / "metrics.jsonl"
+    while started.process.is_alive() and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+        time.sleep(0.005)
 
 
 def differs(output: Path, straight: Path) -> str:
@@ -131,6 +143,7 @@ def _train(
     folder: str,
     said: Connection,
     *,
+    counts: bool,
     cache: str | None = None,
     most_bytes: int | None = None,
     clock_back: bool = False,
@@ -139,6 +152,7 @@ def _train(
 
     Args:
         said: what becomes standard error and output.
+        counts: as for Place; a step then takes a tenth of a second.
         cache: for base policies.
         most_bytes: no file may grow beyond; stands for a full disk.
         clock_back: the clock goes back a day at its hundredth look, and an hour after every tenth beyond.
@@ -156,7 +170,14 @@ def _train(
     if clock_back:
         _set_clock_back()
     flags.FLAGS(["train"])
-    command(lambda argv: loop.train(load_config(config, overrides)))([])
+    replaced = {"learner": _SlowlyCounting(), "sources": prepared_batch} if counts else {}
+    command(lambda argv: loop.train(load_config(config, overrides), **replaced))([])
+
+
+class _SlowlyCounting(CountingLearner):
+    def update(self, *arguments):
+        time.sleep(0.1)
+        return super().update(*arguments)
 
 
 def _set_clock_back() -> None:

@@ -17,13 +17,19 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def counting_place(tmp_path_factory):
+    """A place of runs that compute nothing, for faults of files and processes alone."""
+    return place_in(tmp_path_factory.mktemp("faults") / "counting", counts=True)
+
+
+@pytest.fixture(scope="module")
 def made(place):
     return damage.subject(place)
 
 
 @pytest.fixture(scope="module")
-def expected(place):
-    return others.straight(place)
+def expected(counting_place):
+    return others.straight(counting_place)
 
 
 def require_none_wrong(outcomes):
@@ -48,21 +54,21 @@ def test_damaged_runs_go_on(made):
     require_none_wrong(damage.resumed(made, 3, seed=1))
 
 
-def test_full_disks(place, expected):
-    require_none_wrong(others.full_disks(place, expected, 4, seed=1))
+def test_full_disks(counting_place, expected):
+    require_none_wrong(others.full_disks(counting_place, expected, 4, seed=1))
 
 
-def test_two_processes_and_locks_that_were_left(place, expected):
-    require_none_wrong(others.two_processes(place, expected, 2, seed=1))
-    require_none_wrong(others.locks_left(place, expected))
+def test_two_processes_and_locks_that_were_left(counting_place, expected):
+    require_none_wrong(others.two_processes(counting_place, expected, 2, seed=1))
+    require_none_wrong(others.locks_left(counting_place, expected))
 
 
-def test_clocks_that_go_back(place, expected):
-    require_none_wrong(others.clocks(place, expected, 2))
+def test_clocks_that_go_back(counting_place, expected):
+    require_none_wrong(others.clocks(counting_place, expected, 2))
 
 
-def test_outputs_where_no_run_can_be(place):
-    require_none_wrong(others.places(place))
+def test_outputs_where_no_run_can_be(counting_place):
+    require_none_wrong(others.places(counting_place))
 
 
 def test_the_table_counts_what_is_not_as_it_should_be():

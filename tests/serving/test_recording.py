@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import sqlalchemy
 import tokenizers
-from recjax.experience.following import Followed
 from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.following import Follower
+from recjax.experience.following import Followed, Follower
 from recjax.experience.group import Grade, turn_rewards
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
 from recjax.experience.stored_groups import load_groups

@@ -1,9 +1,12 @@
 """The tiny run's config for every test of training."""
 
+import os
+
 import pytest
 
 from recjax.config import load_config
 from recjax.training import loop
+from tests import commands
 from tests.training.tiny_run import TINY
 
 
@@ -13,6 +16,23 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def prompt_generators(tmp_path_factory):
+    """Generators of asynchronous runs get as much of the processor as others, and begin without torch.
+
+    Ray gives them the lowest priority, at which they wait for all other tests, and transformers imports torch for two
+    seconds wherever it finds it.
+    """
+    commands.forks()  # whose processes may need torch
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['torch'] = None\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(folder))
+        patched.setenv("RAY_worker_niceness", "0")
+        patched.setenv("PYTHONPATH", f"{folder}{os.pathsep}{commands.ROOT}")
+        yield
 
 
 @pytest.fixture

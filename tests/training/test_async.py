@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,9 +26,11 @@ ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
 
 @pytest.fixture(scope="module")
-def ray():
+def ray(prompt_generators):
     """Ray with two CPUs, which every run of this file then finds."""
     ray = pytest.importorskip("ray")
+    # So that generators which are given functions of this file do not import it, and all of the trainer with it.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray
     ray.shutdown()
@@ -118,21 +121,11 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
     assert all(line.startswith(("generator 1 of 2", "generator 2 of 2")) for line in said)
 
 
-def test_what_a_generator_raises_the_trainer_raises(two):
-    apart, folder = two
-    (folder / "wrong1").touch()
-    apart.issue(1)
-    with pytest.raises(ValueError, match="^batch 1 is wrong$"):
-        collected(apart, 1)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_new_weights_reach_generators_that_are_at_work(ray, tmp_path, count):
-    regime = RegimeConfig(mode="async", max_staleness=9, generators=count, swap_within=True)
-    numbers = list(range(1, 2 * count + 1))
+def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_trainer_raises(ray, tmp_path):
+    numbers = range(1, 5)
     for number in numbers:
         (tmp_path / f"swap{number}").touch()
-    with Generators(regime) as apart:
+    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2, swap_within=True)) as apart:
         apart.start(quick, tmp_path)
         apart.publish(0, {"w": np.zeros(3)})
         for number in numbers:
@@ -141,7 +134,11 @@ def test_new_weights_reach_generators_that_are_at_work(ray, tmp_path, count):
             time.sleep(0.02)
         apart.publish(4, {"w": np.full(3, 4)})
         found = collected(apart, len(numbers))
-    assert {(version, total) for version, total, _ in found.values()} == {(4, 12.0)}
+        assert {(version, total) for version, total, _ in found.values()} == {(4, 12.0)}
+        (tmp_path / "wrong5").touch()
+        apart.issue(5)
+        with pytest.raises(ValueError, match="^batch 5 is wrong$"):
+            collected(apart, 1)
 
 
 def dies(folder):
@@ -223,6 +220,15 @@ def descendants(pid):
     return found - {pid}
 
 
+def generators_of_clusters():
+    """The processes of generators among this process's descendants."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            found |= {pid} if b"Generator" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
+    return found
+
+
 def is_running(pid):
     """Whether a process is more than an entry that nobody has asked after."""
     try:
@@ -231,12 +237,13 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["whole batches", "swap_within"])
-def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path, ended, swaps):
-    pytest.importorskip("ray")
+@pytest.mark.parametrize("swaps", [False, True], ids=["whole batches", "swap_within, a cluster"])
+def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(ray, tiny, tmp_path, ended, swaps):
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
-    # Completions of several rounds, between which there may be new weights.
-    options += ["regime.swap_within=true", "rollout.max_completion_tokens=100"] if swaps else []
+    # Completions of several rounds, between which there may be new weights; and generators of a cluster that lives on.
+    if swaps:
+        options += ["regime.swap_within=true", "rollout.max_completion_tokens=100"]
+        options.append(f"regime.address={ray.get_runtime_context().gcs_address}")
     config, trained = tiny("run", *options), tmp_path / "trained.txt"
     trained.touch()
     command = ["-c", DANGEROUS, tmp_path, f"output={config.output}", *options]
@@ -247,7 +254,7 @@ def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_
         ended.append(process)
         while kill_at and process.poll() is None:
             if len(trained.read_text().splitlines()) - before >= kill_at:
-                left_over |= descendants(process.pid)
+                left_over |= descendants(process.pid) | (generators_of_clusters() if swaps else set())
                 process.kill()
             time.sleep(0.002)
         _, said = process.communicate()
