@@ -27,7 +27,7 @@ from recjax import hosts
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
-from recjax.experience.group import Completion, Group, Row
+from recjax.experience.group import Completion, Group, Row, with_grades
 from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
@@ -35,7 +35,7 @@ from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
-from recjax.rollout.collecting import Grades, with_grades
+from recjax.rollout.collecting import Grades
 from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task

@@ -13,14 +13,14 @@ from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.cache import keep_compiled_programs
 from recjax.config import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
-from recjax.experience.group import Group
+from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import choose_layout
 from recjax.host_memory import SETTLING_STEPS, close_gaps, prepare_host_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
-from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
+from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
 from recjax.training.mesh import make_mesh

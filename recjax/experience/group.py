@@ -1,7 +1,7 @@
 """Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,32 +131,14 @@ def is_whole(group: Group) -> bool:
     return all(completion.grade is not None for completion in group.completions)
 
 
-def completion_ids(groups: Sequence[Group]) -> tuple[str, ...]:
-    """The ids of all completions, group by group."""
-    return tuple(completion.id for group in groups for completion in group.completions)
-
-
-def add_grades(group: Group, grades: Mapping[str, Grade]) -> Group:
-    """Adds grades, by completion id, to the group.
-
-    Raises:
-        ValueError: a completion already has a different reward.
-    """
-    if not any(completion.id in grades for completion in group.completions):
-        return group
-
-    def complete(completion: Completion) -> Completion:
-        given, known = grades.get(completion.id), completion.grade
-        if given and known and known.reward != given.reward:
-            raise ValueError(f"row {completion.id!r} already has another reward, {known.reward}; rewards cannot change")
-        return completion._replace(grade=given or known)
-
-    return group._replace(completions=tuple(map(complete, group.completions)))
-
-
-def without(group: Group, ids: Container[str]) -> Group:
-    """Removes the completions with the given ids from the group."""
-    return group._replace(completions=tuple(one for one in group.completions if one.id not in ids))
+def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
+    """The groups with a grade for each completion that has none, in order."""
+    lacking = [one for group in groups for one in group.completions if one.grade is None]
+    graded = iter([one._replace(grade=grade) for one, grade in zip(lacking, grades, strict=True)])
+    return [
+        group._replace(completions=tuple(one if one.grade else next(graded) for one in group.completions))
+        for group in groups
+    ]
 
 
 def rewards(group: Group) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import replay
-from recjax.experience.group import Grade, Group, add_grades, completion_ids, oldest_version
+from recjax.experience.group import Grade, Group, oldest_version, with_grades
 from recjax.experience.replay import Entry, Judge
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
 
@@ -179,10 +179,9 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
         if batch in wanted:
             grades = entries[0].grades
             grades = grades if isinstance(grades, Sequence) else grades.result()
-            own = [_chosen(one.group, one.due) for one in entries]
-            by_id = dict(zip(completion_ids(own), grades, strict=True))
-            batches.append([add_grades(group, by_id) for group in own])
-            entries = [one._replace(group=add_grades(one.group, by_id), grades=None) for one in entries]
+            groups = with_grades([one.group for one in entries], grades)
+            entries = [one._replace(group=group, grades=None) for one, group in zip(entries, groups, strict=True)]
+            batches.append([_chosen(one.group, one.due) for one in entries])
         waiting += entries
     return queue._replace(waiting=tuple(waiting)), batches
 

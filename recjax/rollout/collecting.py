@@ -153,12 +153,3 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         for completion in groups[place].completions
     ]
     return Grades(grading.submit(own), sum(len(group.completions) for group in groups))
-
-
-def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
-    """The groups with a grade for each completion, in order."""
-    left = iter(grades)
-    return [
-        group._replace(completions=tuple(completion._replace(grade=next(left)) for completion in group.completions))
-        for group in groups
-    ]

@@ -13,13 +13,13 @@ from jaxtyping import Array, Key
 
 from recjax.config import Config
 from recjax.experience.batch import answered_shape, pad
-from recjax.experience.group import Group
+from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.rollout.agent_trials import MISTAKES
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
+from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts

@@ -6,7 +6,6 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, w
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
-from recjax.experience.store import Store, records_of
-from recjax.experience.tokenize import tokenizer_name
+from recjax.experience.store import Store
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.plots.training import draw_experience, draw_training
@@ -35,7 +33,7 @@ from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metri
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
-from recjax.training.sources import stored_groups, with_missing_logprobs
+from recjax.training.sources import kept_records, stored_groups, with_missing_logprobs
 from recjax.training.start import open_run
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
@@ -214,9 +212,7 @@ def wait_for_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Qu
     if run.record and batches and hosts.is_first():
         with Store(run.record, create=True) as store:
             for groups in batches:
-                records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
-                # An agent that failed before its first turn has no tokens.
-                records = [record for record in records if record.completion.rows]
+                records = kept_records(run, groups)
                 # A run that resumed from before this batch has recorded it already.
                 if records and not store.numbers("id", [records[0].completion.id]):
                     store.append(records)

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
-from recjax.experience.store import Store
+from recjax.experience.store import Record, Store, records_of
 from recjax.experience.stored import stored_per_batch
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
@@ -192,6 +194,12 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
     return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
 
 
+def kept_records(run: Run, groups: list[Group]) -> list[Record]:
+    """The completions of graded groups for a store, without those of agents that failed before their first turn."""
+    records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+    return [record for record in records if record.completion.rows]
+
+
 # --- Generators sample numbered batches, which arrive in any order.
 
 Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
@@ -293,27 +301,21 @@ def sampler(
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
+            latest = version
+
+            def newer() -> Weights | None:
+                nonlocal latest
+                found = newest()
+                if found is None or found[0] <= latest:
+                    return None
+                latest = found[0]
+                return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), latest)
+
             with one_at_a_time:
-                newer = _newer(version, newest, frozen)
                 groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
             return groups, grades.result()
 
         yield sample
-
-
-def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights | None]:
-    """A function that returns weights newer than `version` and than its earlier results, or None."""
-    taken = version
-
-    def newer() -> Weights | None:
-        nonlocal taken
-        found = newest()
-        if found is None or found[0] <= taken:
-            return None
-        taken = found[0]
-        return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), taken)
-
-    return newer
 
 
 # --- A store that grows.

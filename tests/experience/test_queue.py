@@ -122,13 +122,15 @@ def test_at_the_deadline_a_group_goes_without_the_completions_that_wait():
     assert last.counts["rewards_too_late"] == 4 and not last.waiting and last.ready == goes.ready
 
 
-def test_two_rewards_for_a_completion_are_refused():
-    group = make_group(0, (0.0, 1.0))
-    queue = Queue(1, waiting=(Waiting(group, (2, 2), 1, [Grade(0.0), Grade(1.0)]),))
-    assert [grade.reward for grade in grades(wait_for_grades(queue, all_of_them=True)[1][0][0])] == [0.0, 1.0]
-    queue = Queue(1, waiting=(Waiting(group, (2, 2), 1, [Grade(1.0), Grade(1.0)]),))
-    with pytest.raises(ValueError, match="row 'row 0' already has another reward, 0.0"):
-        wait_for_grades(queue, all_of_them=True)
+def test_a_batch_has_as_many_grades_as_completions_without_one():
+    whole = make_group(0, (0.0, 1.0, 2.0))
+    first, *_ = whole.completions
+    half = ungraded(whole)._replace(completions=(first, *ungraded(whole).completions[1:]))
+    queue, batches = wait_for_grades(put(Queue(1), Arrival([half], grades(whole)[1:], 1), 0, settings_with()))
+    assert same_groups(queue.waiting[0].group, whole) and [ids(group) for group in batches[0]] == [ids(whole)[1:]]
+    for wrong in (grades(whole), grades(whole)[:1]):
+        with pytest.raises(ValueError, match="argument"):
+            wait_for_grades(put(Queue(1), Arrival([half], wrong, 1), 0, settings_with()))
 
 
 def test_grades_are_waited_for_only_where_one_is_due_and_in_order():

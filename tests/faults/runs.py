@@ -19,7 +19,7 @@ from absl import flags
 from recjax.config import load_config
 from recjax.console import command
 from recjax.generate_experience import generate
-from recjax.training import loop
+from recjax.training import loop, sources
 from recjax.training.metrics import read_metrics
 from tests.commands import forks
 from tests.experience.rows import read_columns
@@ -171,4 +171,4 @@ def _set_clock_back() -> None:
         def now(cls, zone=None):
             return clock.datetime.fromtimestamp(back(), zone)
 
-    time.time, loop.datetime = back, Clock
+    time.time, sources.datetime = back, Clock

@@ -110,9 +110,9 @@ FAULTS = {
     ),
     "queue-reward-to-wrong-completion": Fault(
         "the rewards of a batch are given to its completions in reverse order",
-        "recjax/experience/queue.py",
-        "zip(completion_ids(own), grades, strict=True)",
-        "zip(completion_ids(own)[::-1], grades, strict=True)",
+        "recjax/experience/group.py",
+        "zip(lacking, grades, strict=True)",
+        "zip(lacking, grades[::-1], strict=True)",
         (_QUEUE,),
     ),
     "queue-newest-first": Fault(

@@ -14,6 +14,7 @@ import tokenizers
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
+from recjax.experience.group import with_grades
 from recjax.experience.layout import Layout, batch_logprobs
 from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
@@ -26,7 +27,7 @@ from recjax.rollout import agents
 from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import row_keys, sample_groups, with_grades
+from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.named_agents import Call, environment_agent, parsed_calls
