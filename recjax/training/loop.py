@@ -108,13 +108,13 @@ def train(
             with under_way("compiling the update", step == first), run.phases.phase("update"):
                 weighted = with_part_weights(learned, weights)
                 layout = _layout(run, learned, groups, step)
+                proximal = state.proximal_logprobs
                 if begins and config.training.updates > 1:
                     steps_of_pass = range(step, step + config.training.minibatches)
                     layouts = (_layout(run, learned, groups, each) for each in steps_of_pass)
                     proximal = run.learner.proximal_logprobs(run, state.trained, weighted, layouts)
                     state = state._replace(groups=tuple(groups), proximal_logprobs=proximal)
-                arguments = run, state.trained, weighted, layout, step, state.proximal_logprobs
-                trained, measured, of_tokens = run.learner.update(*arguments)
+                trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step, proximal)
             tokens = state.totals["tokens"] + begins * int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
             if step % config.training.updates == 0:

@@ -23,7 +23,9 @@ from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
+from tests.training.counting import CountingLearner, killed, prepared_batch
 from tests.training.simulated_run import batch_of, simulated, started
+from tests.training.tiny_run import train, without_times
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
@@ -126,6 +128,53 @@ def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
             with sources[1].opened(run, state):
                 assert before == state.source["in_flight"]
     assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
+
+
+class InOrder(InAnyOrder):
+    """Without processes: batches of the counting learner, which arrive in order when a step waits for them."""
+
+    def __init__(self, run):
+        super().__init__(run.config.regime, 0)
+        self._run, self._sampled = run, {}
+
+    def publish(self, version, weights):
+        self.version, self._weights = version, weights
+
+    def issue(self, number):
+        super().issue(number)
+        self._sampled[number] = prepared_batch(self._run, self._weights, self.version, number)
+
+    def receive(self, wait):
+        number = min(self.in_flight, default=None) if wait else None
+        if number is None:
+            return []
+        self.in_flight.pop(number)
+        groups, grades = self._sampled.pop(number)
+        return [(number, (groups, grades.result()))]
+
+
+@pytest.mark.parametrize("bound", [3, 11])
+def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12"]
+    options += ["regime.mode=async", f"regime.max_staleness={bound}"]
+
+    def rows(name, learner):
+        feed = {"learner": learner, "sources": lambda run: GeneratorSource(InOrder(run))}
+        return without_times(train(tiny(name, *options), **feed))
+
+    straight = rows("straight", CountingLearner())
+    assert [row["staleness"] for row in straight[1:5]] == [0, 1, 2, 3]
+    for at in (
+        6,
+        5,
+    ):  # steps 6 and 8, after the checkpoints of steps 3 and 6, which are in the middle of batches 1 and 2
+        with pytest.raises(KeyboardInterrupt):
+            rows("stopped", killed(at=at))
+    resumed = rows("stopped", CountingLearner())
+    # Without batches ahead the run is the same; batches that were in flight are sampled with other weights.
+    same = 13 if bound == 3 else 5
+    assert resumed[:same] == straight[:same] and len(resumed) == 13
+    assert [max(map(int, row["staleness_rows"])) <= bound for row in resumed[1:]] == [True] * 12
 
 
 def test_replay_draws_as_seldom_as_it_says(tiny):

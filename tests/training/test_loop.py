@@ -93,14 +93,15 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_the_sampler_uses_the_weights_of_its_version(tiny, regime):
-    used = []
+@pytest.mark.parametrize("updates", [1, 3])
+def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
+    used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}"]
 
     def sampled(run, weights, version, number):
         used.append((version, float(weights["checksum"][0])))
         return prepared_batch(run, weights, version, number)
 
-    rows = count(tiny("run", *REGIMES[regime]), sample=sampled)
+    rows = count(tiny("run", *REGIMES[regime], *options), sample=sampled)
     after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
     assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
 
