@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.following import Followed, Follower
+from recjax.experience.following import Follower
 from recjax.experience.group import Grade, turn_rewards
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
 from recjax.experience.stored_groups import load_groups
@@ -281,10 +281,10 @@ def test_a_follower_has_the_rewards_of_turns(db, tmp_path):
     with serve(db) as client:
         several_turns(client)
         post(client, "/sessions/s/reward", turn=2, reward=0.5)
-        assert not follower.found(Followed(), 1).candidates
+        assert not follower.poll(1, 4).groups
         post(client, "/sessions/s/reward", reward=2)
-        (candidate,) = follower.found(Followed(), 1).candidates
-    batch = pad([follower.group(candidate, 1)], Shape(4, None, 199, 199), turns=4)
+        groups = follower.poll(1, 4).groups
+    batch = pad(groups, Shape(4, None, 199, 199), turns=4)
     np.testing.assert_array_equal(batch.turn_rewards, [[0, 0, 0.5, 1.5]] * 4)
     assert [{*row[mask].tolist()} for row, mask in zip(batch.token_turns, batch.completion_mask, strict=True)] == [
         {turn} for turn in range(4)

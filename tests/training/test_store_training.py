@@ -12,7 +12,7 @@ from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
 from recjax.experience.store import Store, groups_of
-from recjax.experience.stored import load_stored
+from recjax.experience.stored import Stored, load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.generate_experience import generate
 from recjax.hub.policy import Policy
@@ -24,10 +24,10 @@ from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
-from recjax.tasks.prompts import encode_problems
+from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training import loop, regrading, sources
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
-from recjax.training.run import Run, State, prepare
+from recjax.training.run import Run, State, batch_shape, prepare
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
 from tests.training.tiny_run import TINY, digit_share, train, without_times
@@ -160,6 +160,24 @@ def test_turns_of_a_store_reach_the_batch_with_their_rewards(tiny, trajectories,
             assert batch.token_turns[place, real].tolist() == expected
             seen += 1
     assert seen > 40
+
+
+@pytest.mark.parametrize(
+    ("agent", "stored", "of_batch", "of_group"),
+    [
+        # The tiny run samples 4 groups of 4 completions of 3 tokens, and its longest prompt has 6 tokens here.
+        ([], Shape(4, 9, 10, 12), Shape(4, 9, 10, 12), Shape(4, 4, 10, 12)),
+        ([], Shape(8, None, 5, 5), Shape(16, None, 8, 8), Shape(16, None, 8, 8)),
+        ([], Shape(20, None, 9, 9), Shape(20, None, 9, 9), Shape(16, None, 9, 9)),
+        (AGENT, Shape(4, 9, 10, 12), Shape(36, None, 21, 21), Shape(16, None, 21, 21)),
+        (AGENT, Shape(20, None, 9, 9), Shape(20, None, 15, 15), Shape(16, None, 15, 15)),
+    ],
+)
+def test_sampled_and_stored_groups_fit_one_shape(tiny, agent, stored, of_batch, of_group):
+    prompts = Prompts(np.zeros((1, 6), np.int32), np.ones((1, 6), bool), [], [])
+    for of, expected in (("batch", of_batch), ("group", of_group)):
+        config = tiny("run", f"experience.mix={{store: x, of: {of}}}", *agent)
+        assert batch_shape(config, prompts, Stored(None, stored, {}, "")) == expected
 
 
 def test_the_last_message_of_a_trajectory_is_graded_again(tiny, trajectories):
