@@ -117,7 +117,6 @@ class Generators:
         self._ray, self._begun_here = ray, not ray.is_initialized()
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default, other processes get the CPU first
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}
             if (address := self._regime.address) is None:
                 with warnings.catch_warnings():
