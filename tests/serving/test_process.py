@@ -150,7 +150,8 @@ def test_two_servers_record_into_one_database_that_a_run_follows(run, database_u
     metrics = train(load_config(run[1], [f"output={tmp_path / 'follows'}", f"experience.store={store}", *options]))
     for asker in askers:
         asker.join()
-    assert [row["reward"] for row in metrics[1:]] == [1.5] * 4 and metrics[-1]["follow/rewarded_groups"] == 4
+    # The last group may arrive in a poll of its own.
+    assert [row["reward"] for row in metrics[1:]] == [1.5] * 4 and 1 <= metrics[-1]["follow/rewarded_groups"] <= 4
     rows = read_columns(store)
     assert len({row.id for row in rows}) == 2 * 8 * 4 and all(row.reward is not None for row in rows)
 
