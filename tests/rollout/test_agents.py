@@ -448,7 +448,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     np.testing.assert_allclose([grade.reward for grade in grades], [3.7, 3.7, -1, -1], atol=1e-6)
     groups = with_grades(groups, grades)
     (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
-    assert same_groups([kept.group], groups[:1])
+    assert same_groups(kept.group, groups[0])
     groups = [kept.group, groups[1]]
     batch = pad(groups, Shape(8, None, 89, 89), turns=4)
     of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
