@@ -112,6 +112,7 @@ VALUES = st.recursive(
 )
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(VALUES)
 @hypothesis.example(PROMPT)
 @hypothesis.example({"notes": PROMPT, "seeds": ["008", "1e-6", "no"]})
