@@ -31,7 +31,7 @@ SHORTER = {
     "every: 25, problems: 256": "every: 2, problems: 32",
     "  examples: 4": "  examples: 1",
     "prompts_per_step: 4, group_size: 4": "prompts_per_step: 2, group_size: 2",
-    "every: 0, problems: 16": "every: 0, problems: 6",
+    "every: 0, problems: 16": "every: 0, problems: 9",
     "in (50, 100)": "in (3, 6)",
 }
 # A sweep starts its runs as a test starts commands: forked.

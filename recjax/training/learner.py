@@ -110,7 +110,7 @@ class Learner:
 
 
 def drop_key(seed: int | Array) -> Key[Array, ""]:
-    """The random key that, folded with a step, decides which completions the step's update drops."""
+    """The random key that, folded with the number of a batch, decides which completions its updates drop."""
     return jax.random.fold_in(jax.random.key(seed), 3)
 
 

@@ -23,7 +23,7 @@ from recjax.training import loop, sources
 from recjax.training.metrics import read_metrics
 from tests.commands import forks
 from tests.experience.rows import read_columns
-from tests.training.counting import CountingLearner, prepared_batch
+from tests.training.counting import CountingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, without_times
 
 OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
@@ -170,7 +170,7 @@ def _train(
     if clock_back:
         _set_clock_back()
     flags.FLAGS(["train"])
-    replaced = {"learner": _SlowlyCounting(), "sources": prepared_batch} if counts else {}
+    replaced = {"learner": _SlowlyCounting(), "sources": sampled_by(prepared_batch)} if counts else {}
     command(lambda argv: loop.train(load_config(config, overrides), **replaced))([])
 
 
