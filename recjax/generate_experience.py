@@ -15,7 +15,7 @@ each gets the same command; see docs/devices.md.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,20 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     name = name or _name(config, run, version)
     with sampler.grading, sampler.agents or contextlib.nullcontext():
 
-        def batch(number: int) -> Callable[[], list[Record]]:
-            groups, grades = sample_batch(sampler, params, version, number, f"{name}/", source)
-            return lambda: kept_records(sampler, with_grades(groups, grades.result()))
+        def batches(numbers: list[int]) -> Iterator[list[Record]]:
+            before = None  # the grading of a batch overlaps with the sampling of the next
+            for number in numbers:
+                sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
+                if before:
+                    yield records(*before)
+                before = sampled
+            if before:
+                yield records(*before)
 
-        return _fill(place, name, steps, batch)
+        def records(groups: list[Group], grades: Grades) -> list[Record]:
+            return kept_records(sampler, with_grades(groups, grades.result()))
+
+        return _fill(place, known, name, steps, batches)
 
 
 def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
@@ -92,7 +101,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     """
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
-    config = untrained(config)
+    config, known = untrained(config), known_ids(place)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
@@ -100,38 +109,38 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
         name, count = _name(config, f"{engine.model} of a server", 0), config.rollout.prompts_per_step
 
-        def batch(number: int) -> Callable[[], list[Record]]:
-            asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
-            seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-            groups = engine.sample_groups(
-                asked.problems, seed, name=f"{name}/{number:06d}", source=source or engine.model
-            )
-            grades = _submitted(groups, asked, grading, policy)
+        def batches(numbers: list[int]) -> Iterator[list[Record]]:
+            for number in numbers:  # a server's answers are in the store before it gets the next requests
+                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
+                seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
+                names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
+                groups = engine.sample_groups(asked.problems, seed, **names)
+                groups = with_grades(groups, _submitted(groups, asked, grading, policy).result())
+                made = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
+                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
 
-            def records() -> list[Record]:
-                made = records_of(
-                    with_grades(groups, grades.result()), tokenizer_name(policy.tokenizer), datetime.now(UTC)
-                )
-                return [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
-
-            return records
-
-        return _fill(place, name, steps, batch)
+        return _fill(place, known, name, steps, batches)
 
 
-def _fill(place: str | Path, name: str, steps: int, batch: Callable[[int], Callable[[], list[Record]]]) -> int:
+def _fill(
+    place: str | Path,
+    known: Collection[str],
+    name: str,
+    steps: int,
+    batches: Callable[[list[int]], Iterator[list[Record]]],
+) -> int:
     """Adds the batches 1 to `steps` that the store lacks; returns their number.
 
     Args:
+        known: ids of the completions in the store.
         name: first part of the completions' ids, before the batch's number.
-        batch: samples a batch, by its number; the function that it returns waits for the grades and makes records.
+        batches: samples batches, by their numbers, and yields the records of each in order.
     """
-    done = {int(row.split("/")[1]) for row in known_ids(place) if row.startswith(f"{name}/")}
+    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
     with step_bar("generate", steps, initial=steps - len(missing)) as bar:
-
-        def keep(records: list[Record]) -> None:
+        for records in batches(missing):
             if records and hosts.is_first():
                 with Store(place, create=True) as store:
                     store.append(records)
@@ -139,16 +148,6 @@ def _fill(place: str | Path, name: str, steps: int, batch: Callable[[int], Calla
             rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
             bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
             bar.update()
-
-        # Overlap the grading of a batch with the sampling of the next.
-        before = None
-        for number in missing:
-            sampled = batch(number)
-            if before:
-                keep(before())
-            before = sampled
-        if before:
-            keep(before())
     return len(missing)
 
 

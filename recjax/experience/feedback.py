@@ -46,7 +46,8 @@ def give_rewards(
         for key in ("id", "group_id")
     }
     numbers = sorted({number for found in known.values() for numbers in found.values() for number in numbers})
-    before, of_turns = store.rewards(numbers), known_turns(store, numbers)
+    before = store.rewards(numbers)
+    of_turns = known_turns(store, numbers, before)
     has_turns = any(entry.get("turn_rewards") is not None for entry in entries)
     records = store.read(numbers, None) if has_turns else []
     turns = {record.number: len(record.completion.turns) or 1 for record in records}
@@ -76,10 +77,11 @@ def give_rewards(
     return Given(len(new), len(had_it))
 
 
-def known_turns(store: Store, numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    """The rewards that the turns of completions already have, by number of the completion."""
-    rewards = store.rewards(numbers, TURNS) | store.rewards(numbers)
-    return {number: grade.turns for number, (grade, _) in rewards.items()}
+def known_turns(
+    store: Store, numbers: Sequence[int], given: Mapping[int, tuple[Grade, str | None]]
+) -> dict[int, tuple[float, ...]]:
+    """The rewards that turns have, by number of the completion; `given` has the rewards of the completions."""
+    return {number: grade.turns for number, (grade, _) in {**store.rewards(numbers, TURNS), **given}.items()}
 
 
 def whole_grade(

@@ -243,7 +243,8 @@ class Recorder:
             raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
         for _ in range(2):  # another client may give the reward meanwhile
             with self._reading():
-                before, known = self._store.rewards([number]).get(number), known_turns(self._store, [number])
+                rewards = self._store.rewards([number])
+                before, known = rewards.get(number), known_turns(self._store, [number], rewards)
                 (record,) = self._store.read([number], None)
             with _invalid_rewards():
                 grade = whole_grade(*given[:4], len(record.completion.turns) or 1, known.get(number, ()))
