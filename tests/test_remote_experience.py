@@ -93,6 +93,20 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     assert asked[-1]["min_p"] == 0.2
 
 
+def test_answers_are_in_the_store_when_the_server_fails_later(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    asked = []
+
+    def answer(path, body):
+        asked.append(body)
+        text = {"index": 0, "text": "7", "finish_reason": "stop", "logprobs": None}
+        return (200, {"choices": [text] * 2}) if len(asked) <= 3 else (500, {"error": {"message": "broken"}})
+
+    with fake(answer) as url, pytest.raises(ValueError, match="status 500: broken"):
+        generate_remotely(config, tmp_path / "store", 2, Address(url, "sums", concurrency=1, retries=0), None)
+    assert len(read_columns(tmp_path / "store")) == 6
+
+
 def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_path):
     policy = policy_of(config)
     tokenizer, end = policy.tokenizer, policy.stop_ids[0]
