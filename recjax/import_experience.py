@@ -13,7 +13,7 @@ command refuses malformed rows, with their place, and files that the store alrea
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def import_files(
         check_texts(found.records, vocabulary, found.places.__getitem__)
     check_records(found.records, found.places.__getitem__)  # before the store is created
     with Store(place, create=True) as store:
-        store.append(found.records)
+        store.change(_changes(found.records), are_checked=True)
     return found
 
 
@@ -77,10 +77,13 @@ def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> in
     Raises:
         ValueError: a completion is invalid, or the store already has it.
     """
-    records = itertools.chain.from_iterable(exports)
-    batches = iter(lambda: list(itertools.islice(records, TOGETHER)), [])
     with Store(place, create=True) as store:
-        return store.change(map(Change, batches))
+        return store.change(_changes(itertools.chain.from_iterable(exports)))
+
+
+def _changes(records: Iterable[Record]) -> Iterator[Change]:
+    records = iter(records)
+    return map(Change, iter(lambda: list(itertools.islice(records, TOGETHER)), []))
 
 
 def check_texts(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]) -> None:

@@ -173,7 +173,8 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     """
     if len(groups) < count:
         raise ValueError(f"{len(groups)} groups are fewer than the {count} in a batch; add groups, or lower the batch")
-    return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
+    places = batch_indices(len(groups), count, batch, seed)
+    return list(groups.chosen(places)) if isinstance(groups, StoredGroups) else [groups[place] for place in places]
 
 
 def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, seed: int) -> list[Group]:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sqlite3
-import types
 import urllib.parse
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat te
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
 _LOCKED_SECONDS = 60  # time that a writer waits for another writer
 _TOGETHER = 256  # completions to read at a time
-_SCAN = 10_000  # rows of `Store.scan` at a time
+_SCAN = 500  # rows of `Store.scan` at a time
 
 
 SCANNED = (
@@ -88,6 +87,7 @@ COMPLETIONS = sql.Table(
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
     *_columns(sql.LargeBinary, "checksum"),
 )
+_COLUMNS = COMPLETIONS.c.keys()
 # The turns of a server's open sessions, which become completions when the sessions end.
 _SESSION_TURNS = sql.Table(
     "session_turns",
@@ -226,14 +226,16 @@ class Store:
             ValueError: a value outside its column's limits, or an id that the store already has; the store stays
                 unchanged.
         """
+        check_records(records, "record {}".format)
         with self._transaction() as (connection, last):
             self._save(connection, self._append(connection, last, records, numbers))
 
-    def change(self, changes: Iterable[Change], server: str = "") -> int:
+    def change(self, changes: Iterable[Change], server: str = "", are_checked: bool = False) -> int:
         """Makes all changes, or none if one of them cannot be made; returns the number of new completions.
 
         Args:
             server: name of the server whose sessions have the turns.
+            are_checked: True if `check_records` has accepted the records.
         Raises:
             ValueError: see `append`; or a completion is gone, or has a reward of this grader.
         """
@@ -241,6 +243,8 @@ class Store:
             before = last.completions
             for records, rewards, turns, ended, grader in changes:
                 if records:
+                    if not are_checked:
+                        check_records(records, "record {}".format)
                     last = self._append(connection, last, records)
                 if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
                     raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
@@ -296,7 +300,7 @@ class Store:
         """
         numbers = list(map(int, numbers))
         rows = self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)
-        rows = {row.number: row for row in rows}
+        rows = {row[0]: row for row in rows}
         if gone := [number for number in numbers if number not in rows]:
             raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {_RESTORE}")
         rewards = self.rewards(numbers, grader) if grader else {}
@@ -461,15 +465,14 @@ class Store:
     def _append(
         self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None
     ) -> Last:
-        check_records(records, "record {}".format)
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
         rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
         sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
         for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
             row["scan_checksum"] = scan_checksum
-            row["checksum"] = _checksum(row.values())
+        rows = [(*row.values(), _checksum(row.values())) for row in rows]
         try:
-            connection.execute(COMPLETIONS.insert(), rows)
+            self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
@@ -506,15 +509,21 @@ class Store:
             "time": [now] * count,
         }
         rows = [(*values, _checksum(values)) for values in zip(*columns.values(), strict=True)]
-        rows = [dict(zip(REWARDS.c.keys(), values, strict=True)) for values in rows]
         if rows:
             try:
-                connection.execute(REWARDS.insert(), rows)
+                self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
                 raise ValueError(
                     f"{self.name}: a completion already has a reward of {grader!r}; rewards cannot change"
                 ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
+
+    def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
+        # The driver gets the values as they are; SQLAlchemy would take longer to bind them than SQLite to write them.
+        statement = table.insert().compile(dialect=connection.dialect)
+        if not statement.positional:
+            rows = [dict(zip(table.c.keys(), row, strict=True)) for row in rows]
+        connection.exec_driver_sql(str(statement), rows)
 
     def _select(
         self,
@@ -535,12 +544,14 @@ class Store:
 
     def _record(self, row: Any, given: tuple[Grade, str | None] | None) -> Record:
         self._verify(row, f"completion {row.number} ({row.id!r:.60})")
-        return _record_of(row, *(given or (None, None)))
+        # A dictionary of all columns takes less time than the row's attributes.
+        return _record_of(dict(zip(_COLUMNS, row, strict=True)), *(given or (None, None)))
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, f"reward {row.number} of completion {row.completion}")
-        parts, turns = json.loads(row.parts or "null"), tuple(json.loads(row.turns or "[]"))
-        return Grade(row.reward, parts, row.accurate, row.failure, turns), row.comment
+        _, _, _, reward, _, parts, accurate, failure, comment, turns, *_ = row
+        parts, turns = _from_json(parts, None), tuple(_from_json(turns, ()))
+        return Grade(reward, parts, accurate, failure, turns), comment
 
     def _verify(self, row: Any, what: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
@@ -690,8 +701,16 @@ def _last(row: Any) -> Last:
     return Last(*row[2:-1])
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode
+
+
 def _json(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
+    return _encode(value) if value else None
+
+
+def _from_json(text: str | None, default: Any) -> Any:
+    return json.loads(text) if text else default
 
 
 def _hash(text: str) -> int:
@@ -715,7 +734,7 @@ def _scan_checksums(columns: Mapping[str, Sequence]) -> np.ndarray:
 def _checksum(values: Iterable[Any]) -> bytes:
     """The checksum of a row; of bytes, the values between them keep only the length."""
     blobs = []
-    plain = [value if not isinstance(value, bytes) else blobs.append(value) or len(value) for value in values]
+    plain = [value if type(value) is not bytes else blobs.append(value) or len(value) for value in values]
     checksum = xxhash.xxh3_128(repr(plain).encode("utf-8", "surrogatepass"))
     for blob in blobs:
         checksum.update(blob)
@@ -749,7 +768,9 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
         "completion_length": sum(len(row.tokens) for row in rows),
         "row_length": max((len(row.prompt_tokens) + len(row.tokens) for row in rows), default=0),
-        "largest_token": max(int(np.max(one, initial=0)) for one in (*prompts, *(row.tokens for row in rows))),
+        "largest_token": max(
+            (int(np.max(one)) for one in (*prompts, *(row.tokens for row in rows)) if len(one)), default=0
+        ),
         "is_plain": len(rows) == len(prompts) == 1 and bool(rows[0].mask.all()),
         "has_logprobs": has_logprobs,
         "temperature": sampling and float(sampling.temperature),
@@ -782,39 +803,39 @@ def signed_hash(content: bytes) -> int:
 
 def problem_text(group: Group) -> str:
     """The problem of a group, prompt and answer, as a text that is equal for equal problems."""
-    return json.dumps([group.prompt, group.answer], sort_keys=True)
+    return _encode_sorted([group.prompt, group.answer])
 
 
-def _record_of(row: Any, grade: Grade | None, comment: str | None) -> Record:
-    prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row.prompt_tokens, row.completion_tokens))
-    mask, logprobs = np.frombuffer(row.completion_mask, bool), row.behavior_logprobs
+def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None) -> Record:
+    prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row["prompt_tokens"], row["completion_tokens"]))
+    mask, logprobs = np.frombuffer(row["completion_mask"], bool), row["behavior_logprobs"]
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
-    size, *lengths = json.loads(row.row_lengths) if row.row_lengths else plain
+    size, *lengths = _from_json(row["row_lengths"], plain)
     prompt, rows, begin, start = prompts[:size], [], size, 0
     for own, length in lengths:
         here, end = slice(start, start + length), begin + (own or 0)
         of_row = prompt if own is None else prompts[begin:end]
         rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here]))
         begin, start = end, start + length
-    sampling = (row.temperature, row.top_k, row.top_p, row.min_p)
-    metadata = json.loads(row.metadata) if row.metadata else {}
+    sampling = (row["temperature"], row["top_k"], row["top_p"], row["min_p"])
+    metadata = _from_json(row["metadata"], {})
     completion = Completion(
-        id=row.id,
-        source=row.source,
-        text=row.completion,
+        id=row["id"],
+        source=row["source"],
+        text=row["completion"],
         rows=tuple(rows),
         sampling=None if None in sampling else Sampling(*sampling),
-        policy_version=row.policy_version,
-        truncated=row.truncated,
+        policy_version=row["policy_version"],
+        truncated=row["truncated"],
         grade=grade,
-        version_runs=tuple(map(tuple, json.loads(row.token_versions or "[]"))),
-        turns=tuple(Turn(*turn) for turn in json.loads(row.turns or "[]")),
+        version_runs=tuple(map(tuple, _from_json(row["token_versions"], ()))),
+        turns=tuple(Turn(*turn) for turn in _from_json(row["turns"], ())),
         metadata=metadata if comment is None else metadata | {"comment": comment},
     )
-    chat_or_text = row.prompt if row.messages is None else json.loads(row.messages)
-    group = Group(row.group_id, prompt, (completion,), chat_or_text, row.answer)
-    return Record(group, datetime.fromtimestamp(row.time, UTC), row.tokenizer, row.number)
+    chat_or_text = row["prompt"] if row["messages"] is None else json.loads(row["messages"])
+    group = Group(row["group_id"], prompt, (completion,), chat_or_text, row["answer"])
+    return Record(group, datetime.fromtimestamp(row["time"], UTC), row["tokenizer"], row["number"])
 
 
 def groups_of(records: Iterable[Record]) -> list[Group]:
@@ -874,7 +895,7 @@ def groups_from_bytes(content: bytes) -> list[Group]:
     groups: dict[int, Group] = {}
     for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():
         grade = json.loads(row.pop("grade") or "null")
-        record = _record_of(types.SimpleNamespace(**row), grade and Grade.from_json(grade), None)
+        record = _record_of(row, grade and Grade.from_json(grade), None)
         group = groups.setdefault(record.number, record.group._replace(completions=()))
         groups[record.number] = group._replace(completions=(*group.completions, record.completion))
     return list(groups.values())

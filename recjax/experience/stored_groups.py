@@ -99,7 +99,7 @@ class StoredGroups(Sequence[Group]):
             yield from self._read(self.places[start : start + _TOGETHER])
 
     def chosen(self, which: np.ndarray | slice) -> "StoredGroups":
-        """Selects groups by a mask or a slice."""
+        """Selects groups by a mask, a slice, or places in any order."""
         return StoredGroups(self.store, self.index, self.places[which], self._changes, self.grader)
 
     def changed(self, change: Change) -> "StoredGroups":
@@ -143,7 +143,8 @@ class StoredGroups(Sequence[Group]):
 
     def _read(self, places: np.ndarray) -> list[Group]:
         starts = self.index.starts[places]
-        members = _ranges(starts, np.diff(self.index.starts)[places])
+        sizes = self.index.starts[places + 1] - starts
+        members = _ranges(starts, sizes)
         numbers = self.index.numbers[members]
         records = self.store.read(numbers, self.grader)
         rewards = self.index.rewards[members].tolist()
@@ -153,15 +154,16 @@ class StoredGroups(Sequence[Group]):
                     f"{self.store.name} is damaged: completion {record.number} has lost its reward {reward:g}; restore"
                     " the store from a backup"
                 )
-        groups = groups_of(records)
-        for place, group in enumerate(groups):
+        groups, start = [], 0
+        for size in sizes.tolist():
+            (group,), own = groups_of(records[start : start + size]), numbers[start : start + size]
             if self.grader is None:
                 completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)
                 group = group._replace(completions=completions)
-            own, numbers = numbers[: len(group.completions)], numbers[len(group.completions) :]
             for change in self._changes:
                 group = change(group, own)
-            groups[place] = group
+            groups.append(group)
+            start += size
         return groups
 
 
