@@ -1,7 +1,6 @@
 """From a YAML file and `key=value` overrides to one checked config; every error names the key, value and remedy."""
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,21 +14,16 @@ from recjax.config.tasks import named_task
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML config; see `make_config`.
 
     Args:
         path: YAML file.
         overrides: `dotted.key=value` strings, applied in order.
-        without: dotted keys of the file that are not read.
     Raises:
         ValueError: an unreadable file, or an error of `make_config`.
     """
-    values = read_yaml_file(path)
-    for key in without:
-        block, _, name = key.rpartition(".")
-        functools.reduce(dict.__getitem__, filter(None, block.split(".")), values).pop(name)
-    return make_config(values, overrides, str(path))
+    return make_config(read_yaml_file(path), overrides, str(path))
 
 
 def make_config(values: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
@@ -109,12 +103,12 @@ def _parse_override(text: str) -> dict:
     return parsed
 
 
-def unknown_keys(values: Any) -> list[str]:
-    """Dotted keys of a file's content that the schema lacks."""
+def unknown_keys(values: Any) -> list[tuple[str, ...]]:
+    """Paths of the keys in a file's content that the schema lacks; a key in a file may contain dots."""
     try:
         Config.model_validate(values)
     except pydantic.ValidationError as error:
-        return [".".join(map(str, each["loc"])) for each in error.errors() if each["type"] == "extra_forbidden"]
+        return [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
     return []
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import progress_bar
 from recjax.files import whole_folder
 from recjax.hub.families import FIELDS, SILU
-from recjax.hub.weights import MODULES, read_config, tensor_names
+from recjax.hub.weights import FUSED_MODULES, MODULES, fused_rows, read_config, tensor_names
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 
@@ -131,13 +131,32 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
         params: adapters, with or without the model's other parameters.
         base: folder or hub name of the model that the adapters belong to.
     """
-    leaves, tensors = flatten(jax.device_get(params)), {}
-    modules = [MODULES[f"layers/{target}"] for target in config.lora.targets]
-    for target, module in zip(config.lora.targets, modules, strict=True):
-        for side, letter in (("a", "A"), ("b", "B")):
-            for layer, kernel in enumerate(leaves[f"layers/{target}_lora_{side}/kernel"]):
-                name = f"base_model.model.{module.format(layer=layer)}.lora_{letter}.weight"
-                tensors[name] = np.ascontiguousarray(kernel.T)
+    leaves, rows, tensors, ranks = flatten(jax.device_get(params)), fused_rows(config), {}, {}
+    parts: dict[str, list[str]] = {}
+    for target in config.lora.targets:
+        fused = (
+            module
+            for module, own in FUSED_MODULES.items()
+            if f"layers/{target}/kernel" in rows and f"layers/{target}" in own
+        )
+        parts.setdefault(next(fused, MODULES[f"layers/{target}"]), []).append(target)
+    for module, targets in parts.items():
+        # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
+        ranks[module.split(".")[-1]] = config.lora.rank * len(targets)
+        for layer in range(config.num_layers):
+            a = [leaves[f"layers/{target}_lora_a/kernel"][layer].T for target in targets]
+            b = [leaves[f"layers/{target}_lora_b/kernel"][layer].T for target in targets]
+            if whole := rows.get(f"layers/{targets[0]}/kernel"):
+                joint = np.zeros((whole[2], config.lora.rank * len(targets)), b[0].dtype)
+                for place, target in enumerate(targets):
+                    first, end, _ = rows[f"layers/{target}/kernel"]
+                    joint[first:end, place * config.lora.rank : (place + 1) * config.lora.rank] = b[place]
+                b = [joint]
+            name = f"base_model.model.{module.format(layer=layer)}"
+            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = (
+                np.concatenate(a),
+                np.ascontiguousarray(b[0]),
+            )
     write_tensors(folder / "adapter_model.safetensors", tensors)
     settings = {
         "peft_type": "LORA",
@@ -145,7 +164,13 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
         "base_model_name_or_path": base,
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "target_modules": [module.split(".")[-1] for module in modules],
+        "target_modules": list(ranks),
+        "rank_pattern": {module: rank for module, rank in ranks.items() if rank != config.lora.rank},
+        "alpha_pattern": {
+            module: config.lora.alpha * rank / config.lora.rank
+            for module, rank in ranks.items()
+            if rank != config.lora.rank
+        },
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -155,15 +180,17 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
-    leaves, table, tensors = flatten(jax.device_get(params)), tensor_names(config), {}
+    leaves, table, rows, tensors = flatten(jax.device_get(params)), tensor_names(config), fused_rows(config), {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    for path, names in table.items():  # views of the parameters in Hugging Face layout
+    # Views of the parameters in Hugging Face layout; a fused tensor has several, in the order of its rows.
+    for path, names in sorted(table.items(), key=lambda item: rows.get(item[0], (0,))):
         parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
-        tensors |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
+        for name, part in zip(names, parts, strict=True):
+            tensors.setdefault(name, []).append(part.T if path.endswith("/kernel") else part)
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.size * jnp.dtype(dtype).itemsize,
+        get_storage_size=lambda parts: sum(part.size for part in parts) * jnp.dtype(dtype).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
@@ -172,7 +199,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             shard = {}
             for name in names:
                 with np.errstate(over="ignore"):
-                    shard[name] = tensors[name].astype(jnp.dtype(dtype), order="C")
+                    whole = [part.astype(jnp.dtype(dtype), order="C") for part in tensors[name]]
+                shard[name] = whole[0] if len(whole) == 1 else np.concatenate(whole)
                 if not np.isfinite(shard[name]).all():
                     raise ValueError(
                         f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"

@@ -21,7 +21,7 @@ class Family(NamedTuple):
 
 SILU = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-GEMMA = {"norm_offset": 1.0, "post_norms": True, "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA = {"norm_offset": 1.0, "post_norms": True, "activation": "gelu_tanh"}
 GEMMA_FIELDS = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
 GEMMA_FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -29,6 +29,9 @@ GEMMA_FIXED = {
     "attention_bias": False,
     "use_bidirectional_attention": False,
 }
+
+OLMO = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
+PHI_FIXED = {"hidden_act": "silu", "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 FAMILIES = {
     "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
@@ -41,6 +44,16 @@ FAMILIES = {
         read=(*GEMMA_FIELDS, "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
         fixed=GEMMA_FIXED | {"attn_logit_softcapping": None},
         options=GEMMA | {"qk_norm": True},
+    ),
+    "olmo2": Family(fixed=SILU, options=OLMO),
+    "olmo3": Family(read=WINDOWS, fixed=SILU, options=OLMO),
+    "phi3": Family(
+        read=("sliding_window", "partial_rotary_factor", "original_max_position_embeddings"),
+        fixed=PHI_FIXED,
+        options={"fused_projections": True},
+    ),
+    "granite": Family(
+        read=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), fixed=SILU
     ),
 }
 
@@ -82,8 +95,10 @@ SCALINGS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings"),
 }
-ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCALINGS["llama3"]}
+_ROPE_NUMBERS = ("rope_theta", *SCALINGS["llama3"], *SCALINGS["yarn"], "attention_factor", "mscale", "mscale_all_dim")
+ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_NUMBERS}
 
 
 def check_fields(written: dict) -> None:
@@ -98,7 +113,7 @@ def check_fields(written: dict) -> None:
     if kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not supported; use a model of type {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    fixed = COMMON_FIXED | family.fixed
+    fixed = {name: value for name, value in (COMMON_FIXED | family.fixed).items() if name not in family.read}
     for name, value in fixed.items():
         if written.get(name) not in (None, value):
             raise ValueError(f"{name} = {written[name]!r} is not supported, only {value!r}; use another model")
@@ -123,6 +138,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
     if "full_attention" in rope:
         usual, local = rope["full_attention"], rope["sliding_attention"]
+        if usual.get("truncate", True) is not True:  # transformers does not read it here
+            raise ValueError(f"rope_parameters.full_attention.truncate = {usual['truncate']!r}: takes only true")
         if _rope_scaling(local) is not None:
             raise ValueError(
                 f"rope_parameters.sliding_attention = {local!r}: only rope_type 'default' is supported there"
@@ -134,10 +151,22 @@ def decoder_config(fields: dict) -> DecoderConfig:
         if len(rotated) < count:
             raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
         options["rope_layers"] = () if all(rotated[:count]) else tuple(map(bool, rotated[:count]))
-    if "query_pre_attn_scalar" in fields:
+    if "query_pre_attn_scalar" in fields:  # of Gemma
         options["attention_scale"] = fields["query_pre_attn_scalar"] ** -0.5
+        options["embedding_scale"] = fields["hidden_size"] ** 0.5
+    if "embedding_multiplier" in fields:  # of Granite
+        names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+        scales = ("embedding_scale", "attention_scale", "residual_scale")
+        options |= {scale: float(fields[name]) for scale, name in zip(scales, names, strict=True)}
+        options["logit_scale"] = 1 / fields["logits_scaling"]
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    for part in rope.values() if "full_attention" in rope else [rope]:
+        rotated = part.get("partial_rotary_factor") or 1.0
+        if rotated != 1.0 and "partial_rotary_factor" not in FAMILIES[fields["model_type"]].read:
+            raise ValueError(f"partial_rotary_factor = {rotated} is not supported, only 1.0")
+        options["rotary_dim"] = None if rotated == 1.0 else int(head_dim * rotated)
     return DecoderConfig(
-        head_dim=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
+        head_dim=head_dim,
         rope_theta=float(usual["rope_theta"]),
         rope_scaling=_rope_scaling(usual),
         windows=_windows(fields),
@@ -151,6 +180,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_AMOUNTS += FAMILIES["granite"].read
 _LARGEST = 2**31
 
 
@@ -161,7 +191,9 @@ def _check_numbers(fields: dict) -> None:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
     for name, part in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
-        numbers |= {f"{name}.{key}": value for key, value in part.items() if key in ("rope_theta", *SCALINGS["llama3"])}
+        numbers |= {
+            f"{name}.{key}": value for key, value in part.items() if key in (*_ROPE_NUMBERS, "partial_rotary_factor")
+        }
     for name, value in numbers.items():
         if value is None:
             continue
@@ -194,10 +226,24 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
 def _rope_scaling(rope: dict) -> RopeScaling | None:
     kind = rope["rope_type"]
     if kind not in SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported; use a model with default, linear or llama3")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
+        raise ValueError(f"rope_type {kind!r} is not supported; use a model with {', '.join(SCALINGS)}")
     unknown = sorted(rope.keys() - ROPE_FIELDS)
     if unknown:
         raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
-    return None if kind == "default" else RopeScaling(kind, *(float(rope[name]) for name in SCALINGS[kind]))
+    if kind == "default":
+        return None
+    rope = {name: value for name, value in rope.items() if value is not None}
+    values = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True} | rope
+    scaling = RopeScaling(kind, *(float(values[name]) for name in SCALINGS[kind]))
+    if kind != "yarn":
+        return scaling
+
+    def factor(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    usual = (
+        factor(rope["mscale"]) / factor(rope["mscale_all_dim"])
+        if {"mscale", "mscale_all_dim"} <= rope.keys()
+        else factor()
+    )
+    return scaling._replace(attention_factor=float(rope.get("attention_factor", usual)), truncate=values["truncate"])

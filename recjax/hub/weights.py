@@ -48,6 +48,11 @@ MODULES = {
     "head": "lm_head",
 }
 _EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
+# Decoder modules that a checkpoint stores one below the other in a single tensor, if it fuses projections.
+FUSED_MODULES = {
+    "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
+    "model.layers.{layer}.mlp.gate_up_proj": ("layers/gate", "layers/up"),
+}
 # `post_attention_layernorm` is the norm after attention here; in models without post norms, the norm before the MLP.
 POST_NORM_MODULES = {
     "layers/attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
@@ -192,6 +197,8 @@ def _opened(file: Path):
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     """Maps parameter paths to Hugging Face names: one per layer, in order, for stacked parameters, otherwise one."""
     modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
+    for module, parts in FUSED_MODULES.items() if config.fused_projections else ():
+        modules |= dict.fromkeys(parts, module)
     names = {}
     for path in flatten(abstract_params(config)):
         module, _, kind = path.rpartition("/")
@@ -199,6 +206,18 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
         layers = range(config.num_layers if path.startswith("layers/") else 1)
         names[path] = [name.format(layer=layer) for layer in layers]
     return names
+
+
+def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
+    """For kernels that share a tensor with others: first row, end and number of rows of the tensor, by path."""
+    rows = {}
+    for parts in FUSED_MODULES.values() if config.fused_projections else ():
+        sizes = [abstract_params(config)["layers"][part.removeprefix("layers/")]["kernel"].shape[-1] for part in parts]
+        ends = np.cumsum(sizes).tolist()
+        rows |= {
+            f"{part}/kernel": (end - size, end, ends[-1]) for part, size, end in zip(parts, sizes, ends, strict=True)
+        }
+    return rows
 
 
 def read_params(folder: Path, config: DecoderConfig) -> dict:
@@ -209,7 +228,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
     Raises:
         ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
-    names = tensor_names(config)
+    names, fused = tensor_names(config), fused_rows(config)
     with contextlib.ExitStack() as stack:
         found = {}
         for file in _safetensors_files(folder):
@@ -223,7 +242,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
             shape = leaf.shape[1:] if layered else leaf.shape
 
             def tensor(name):
-                values = _read(*found[name], name, shape[::-1] if transposed else shape)
+                values = _read(*found[name], name, shape[::-1] if transposed else shape, fused.get(path))
                 return values.T if transposed else values
 
             if not layered:
@@ -295,8 +314,9 @@ def _check_names(folder: Path, expected: set[str], found: dict) -> None:
         )
 
 
-def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _read(file: Path, opened, name: str, shape: tuple[int, ...], rows: tuple[int, int, int] | None) -> np.ndarray:
     header = opened.get_slice(name)
+    shape = shape if rows is None else (rows[2], *shape[1:])
     if tuple(header.get_shape()) != shape:
         raise ValueError(
             f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}; "
@@ -306,7 +326,7 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
-    values = opened.get_tensor(name)
+    values = opened.get_tensor(name) if rows is None else header[rows[0] : rows[1]]
     # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attention_mask, capped, pairs
-from recjax.models.decoder_config import DecoderConfig, rotary_frequencies
+from recjax.models.decoder_config import DecoderConfig, rotary_of
 from recjax.models.layer import PRODUCT, Block, Part, PerLayer, RMSNorm, cut, joined
 from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
@@ -104,8 +104,8 @@ class Decoder(nn.Module):
 
         Sampling loops compute them before the loop, as XLA would otherwise compute them in every layer.
         """
-        frequencies = rotary_frequencies(self.config)
-        return turns_of(positions, frequencies) if frequencies.ndim == 1 else None
+        rotary = rotary_of(self.config)
+        return turns_of(positions, rotary) if rotary.frequencies.ndim == 1 else None
 
     def of_groups(
         self, prompts: Tokens, completions: Tokens
@@ -149,10 +149,10 @@ class Decoder(nn.Module):
         table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
         ids = joined([part.ids.reshape(-1) for part in parts], shapes)
         embedded = constrain(jnp.take(table, ids, axis=0), rows, units)
-        if config.scale_embeddings:
-            embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
+        if config.embedding_scale != 1.0:
+            embedded *= jnp.asarray(config.embedding_scale, self.dtype)
 
-        frequencies, windows = rotary_frequencies(config), None
+        rotary, windows = rotary_of(config), None
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
         sources, looking = [(context.mask, context.positions) for context in contexts], []
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
             its_turns = self.turns(part.positions) if turns is None else turns
             ids = part.mask if prefixes is None else None
             looking.append(Part(part.positions, its_turns, masks, distances, ids))
-        per_layer = PerLayer(None if frequencies.ndim == 1 else frequencies, windows)
+        per_layer = PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows)
 
         block = Block
         if self.remat != "none":
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
             hidden, new = embedded, []
             for layer in range(config.num_layers):
                 own = [(keys[layer], values[layer]) for keys, values in keys_values]
-                options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
+                options = jax.tree.map(lambda option, layer=layer: option[layer], per_layer)
                 one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
                 hidden, pair = one(hidden, own, options, looking, place)
                 new.append(pair)
@@ -204,7 +204,8 @@ def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hid
     weights = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"]
     rows = hidden.reshape(-1, hidden.shape[-1])
     scores = product(subscripts, rows, weights, jnp.float32)
-    return capped(scores.reshape(*hidden.shape[:-1], -1), config.logit_cap)
+    scores = scores.reshape(*hidden.shape[:-1], -1)
+    return capped(scores if config.logit_scale == 1.0 else scores * config.logit_scale, config.logit_cap)
 
 
 @functools.partial(jax.jit, static_argnames="config")

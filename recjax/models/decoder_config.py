@@ -7,7 +7,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import numpy as np
 
-from recjax.models.rotary import RopeScaling, stretched
+from recjax.models.rotary import RopeScaling, Rotary, scaled_frequencies
 
 
 class Lora(NamedTuple):
@@ -32,17 +32,22 @@ class DecoderConfig:
     Attributes:
         qkv_bias: queries, keys and values have biases.
         qk_norm: RMSNorm on every head of queries and keys, before the rotation.
+        joint_qk_norm: the RMSNorm is over all heads together; requires qk_norm.
         windows: for each layer, the number of tokens that a query attends to, itself included, or None for all tokens;
             empty: every layer attends to all tokens.
+        rotary_dim: number of dimensions of each head, from the first, that the layers rotate; None: all.
         rope_layers: for each layer, whether it rotates queries and keys; empty: every layer does.
         local_rope_theta: rotary base of layers with a window, which then use no scaling; None: one base for all.
         activation: activation of the MLP's gate, a key of ACTIVATIONS.
         norm_offset: added to the stored scale of every norm.
+        pre_norms: normalize the inputs of attention and MLP.
         post_norms: normalize the outputs of attention and MLP, before they are added to the stream.
-        scale_embeddings: multiply embeddings by sqrt(hidden_size).
+        embedding_scale, residual_scale, logit_scale: factors on the embeddings, on the outputs of attention and MLP
+            before they are added to the stream, and on the logits.
         attention_scale: factor on the attention scores; None: head_dim ** -0.5.
         lora: adapters; None: no adapters.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
+        fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
     """
 
     vocab_size: int
@@ -58,16 +63,22 @@ class DecoderConfig:
     tie_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    rotary_dim: int | None = None
     rope_layers: tuple[bool, ...] = ()
     local_rope_theta: float | None = None
     activation: str = "silu"
     norm_offset: float = 0.0
+    pre_norms: bool = True
     post_norms: bool = False
-    scale_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    fused_projections: bool = False
     lora: Lora | None = None
 
     @property
@@ -77,20 +88,21 @@ class DecoderConfig:
         return self.hidden_size * (heads + 3 * self.intermediate_size)
 
 
-def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
-    """Angular frequency of each pair of head dimensions, in radians per position.
-
-    Returns:
-        [head_dim/2], or [layers, head_dim/2] if layers differ; a layer with frequency 0 does not rotate.
-    Reference: RoFormer (arXiv 2104.09864) §3.2.
-    """
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    usual = stretched(config.rope_theta**-exponent, config.rope_scaling).astype(np.float32)
+def rotary_of(config: DecoderConfig) -> Rotary:
+    """Frequencies and factor of the rotary positions, for all layers together if they are alike."""
+    size = config.rotary_dim or config.head_dim
+    frequencies = scaled_frequencies(config.rope_theta, size, config.rope_scaling).astype(np.float32)
+    factor = None if config.rope_scaling is None else config.rope_scaling.attention_factor
+    factor = None if factor in (None, 1.0) else np.float32(factor)
     if not config.rope_layers and config.local_rope_theta is None:
-        return usual
-    layers = np.tile(usual, (config.num_layers, 1))
+        return Rotary(frequencies, factor)
+    layers = np.tile(frequencies, (config.num_layers, 1))
+    factors = None if factor is None else np.full(config.num_layers, factor)
+    is_local = np.array([window is not None for window in config.windows or [None] * config.num_layers])
+    is_fixed = ~np.array(config.rope_layers or [True] * config.num_layers)
     if config.local_rope_theta is not None:
-        layers[[window is not None for window in config.windows]] = config.local_rope_theta**-exponent
-    if config.rope_layers:
-        layers[[not rotated for rotated in config.rope_layers]] = 0.0
-    return layers
+        layers[is_local] = scaled_frequencies(config.local_rope_theta, size, None)
+    layers[is_fixed] = 0.0
+    if factors is not None:
+        factors[is_fixed | (is_local & (config.local_rope_theta is not None))] = 1.0
+    return Rotary(layers, factors)

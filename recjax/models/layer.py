@@ -15,7 +15,7 @@ from recjax.models.attention import attend
 from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
 from recjax.models.placement import ROWS, constrain, stream_axes
 from recjax.models.products import all_but_kernel, dense_product
-from recjax.models.rotary import rotate, turns_of
+from recjax.models.rotary import Rotary, rotate, turns_of
 
 PRODUCT = "product"  # checkpoint name of the projections' outputs
 
@@ -55,7 +55,7 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
 class PerLayer(NamedTuple):
     """Options that differ between layers, for the scan over layers; None: equal in all layers."""
 
-    frequencies: np.ndarray | Array | None
+    rotary: Rotary | None
     windows: np.ndarray | Array | None
 
 
@@ -101,17 +101,22 @@ class Block(nn.Module):
             return y + added * (config.lora.alpha / config.lora.rank)
 
         def heads_of(x, count, name, normed=False):
-            x = dense(x, count * config.head_dim, name, config.qkv_bias).reshape(-1, count, config.head_dim)
-            x = norm(name=f"{name}_norm")(x) if normed else x
+            x, heads = dense(x, count * config.head_dim, name, config.qkv_bias), (-1, count, config.head_dim)
+            x = x if normed and config.joint_qk_norm else x.reshape(heads)
+            x = norm(name=f"{name}_norm")(x).reshape(heads) if normed else x
             return [constrain(part.swapaxes(1, 2), ROWS, "tensor") for part in cut(x, shapes)]
 
-        x = constrain(norm(name="attention_norm")(hidden), rows, units)
+        def add_to_stream(hidden, mixed, name):
+            mixed = norm(name=name)(mixed) if config.post_norms else mixed
+            return hidden + (mixed if config.residual_scale == 1.0 else mixed * config.residual_scale)
+
+        x = constrain(norm(name="attention_norm")(hidden) if config.pre_norms else hidden, rows, units)
         queries = heads_of(x, config.num_heads, "query", config.qk_norm)
         keys = heads_of(x, config.num_kv_heads, "key", config.qk_norm)
         values = heads_of(x, config.num_kv_heads, "value")
         places, mixed = list(context_keys_values), []
         for part, query, key, value in zip(parts, queries, keys, values, strict=True):
-            turns = part.turns if layer.frequencies is None else turns_of(part.positions, layer.frequencies)
+            turns = part.turns if layer.rotary is None else turns_of(part.positions, layer.rotary)
             own = rotate(key, turns), value
             if place is not None:
                 own = tuple(
@@ -129,13 +134,12 @@ class Block(nn.Module):
             alone = {"ids": part.ids if layer.windows is None else None, "kernel": self.attention}
             mixed.append(attend(rotate(query, turns), segments, scale, config.attention_cap, **alone))
         mixed = dense(constrain(joined(mixed, shapes), rows, "tensor"), config.hidden_size, "output")
-        hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
+        hidden = add_to_stream(hidden, mixed, "attention_post_norm")
 
-        x = constrain(norm(name="mlp_norm")(hidden), rows, units)
+        x = constrain(norm(name="mlp_norm")(hidden) if config.pre_norms else hidden, rows, units)
         gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
         gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
-        mixed = dense(gated, config.hidden_size, "down")
-        hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
+        hidden = add_to_stream(hidden, dense(gated, config.hidden_size, "down"), "mlp_post_norm")
         return constrain(hidden, rows, units), places[-1]
 
 

@@ -10,46 +10,88 @@ from jaxtyping import Array, Float, Int
 
 
 class RopeScaling(NamedTuple):
-    """Scaling of rotary frequencies for long contexts; `kind` is "linear" or "llama3"."""
+    """Scaling of rotary frequencies for long contexts; `kind` is "linear", "llama3" or "yarn".
+
+    low_frequency_factor, high_frequency_factor: turns within the original context at which the interpolation is
+        complete, and at which it begins; `yarn` calls them beta_slow and beta_fast.
+    attention_factor: factor on cosine and sine, for `yarn`.
+    truncate: round the ends of the ramp of `yarn` to whole pairs of dimensions.
+    """
 
     kind: str
     factor: float
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_max_positions: float = 8192
+    attention_factor: float = 1.0
+    truncate: bool = True
 
 
-def stretched(frequencies: Float[np.ndarray, " half"], scaling: RopeScaling | None) -> Float[np.ndarray, " half"]:
-    """Frequencies for a context longer than the training context.
+def scaled_frequencies(theta: float, size: int, scaling: RopeScaling | None) -> Float[np.ndarray, " half"]:
+    """Frequencies of `size` dimensions with base `theta`, for a context longer than the training context.
 
     Raises:
         ValueError: an unknown kind of scaling.
-    Reference: Llama 3.1's piecewise scaling for `llama3`.
+    Reference: RoFormer (arXiv 2104.09864) §3.2; Llama 3.1's piecewise scaling for `llama3`; arXiv 2309.00071 §3.2 for
+        `yarn`.
     """
+    frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     if scaling is None:
         return frequencies
     divided = frequencies / scaling.factor
     if scaling.kind == "linear":
         return divided
-    if scaling.kind != "llama3":
-        raise ValueError(f"rope_scaling kind {scaling.kind!r} is not known; use 'linear' or 'llama3'")
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    span = scaling.high_frequency_factor - scaling.low_frequency_factor
-    keep = np.clip((turns - scaling.low_frequency_factor) / span, 0.0, 1.0)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    elif scaling.kind == "yarn":
+
+        def pair_with(turns: float) -> float:
+            """The pair of dimensions that makes so many turns within the original context."""
+            return size * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = pair_with(high), pair_with(low)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        last += 0.001 if first == last else 0
+        keep = 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0.0, 1.0)
+    else:
+        raise ValueError(f"rope_scaling kind {scaling.kind!r} is not known; use 'linear', 'llama3' or 'yarn'")
     return keep * frequencies + (1 - keep) * divided
 
 
-def turns_of(positions: Int[Array, "batch time"], frequencies: np.ndarray | Array) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary angles, [batch, time, half] each; `frequencies` is [half]."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+class Rotary(NamedTuple):
+    """Angular frequency of each pair of dimensions, in radians per position, and a factor on cosine and sine.
+
+    A leading axis for layers exists if layers differ. A layer with frequency 0 does not rotate. None: factor 1.
+    """
+
+    frequencies: Float[np.ndarray | Array, "*layers half"]
+    factor: Float[np.ndarray | Array, "*layers"] | None = None
+
+
+def turns_of(positions: Int[Array, "batch time"], rotary: Rotary) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary angles, [batch, time, half] each, for one layer or for layers that are alike."""
+    angles = positions[..., None].astype(jnp.float32) * rotary.frequencies
+    turns = jnp.cos(angles), jnp.sin(angles)
+    if rotary.factor is not None:
+        turns = turns[0] * rotary.factor, turns[1] * rotary.factor
     # Without the barrier, XLA recomputes them for every use.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.optimization_barrier(turns)
 
 
 def rotate(
     x: Float[Array, "batch heads time head_dim"], turns: tuple[Array, Array]
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Rotates each pair (x_i, x_{i + head_dim/2}) by its angle, in float32; `turns` comes from `turns_of`."""
+    """Rotates each pair (x_i, x_{i + half}) of the first 2 · half dimensions by its angle, in float32.
+
+    Args:
+        turns: result of `turns_of`.
+    """
     cos, sin = (turn[:, None] for turn in turns)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    ends = (half,) if 2 * half == x.shape[-1] else (half, 2 * half)
+    first, second, *rest = jnp.split(x.astype(jnp.float32), ends, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1).astype(x.dtype)

@@ -176,7 +176,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     ours, theirs = config.model_dump(), said["totals"].get("config")
     if not theirs:
         return
-    came_later, gone = _dotted(ours).keys() - _dotted(theirs).keys(), tuple(unknown_keys(theirs))
+    came_later = _dotted(ours).keys() - _dotted(theirs).keys()
+    gone = tuple(".".join(map(str, key)) for key in unknown_keys(theirs))
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
     if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Loads policies: of a run's checkpoint (adapters merged), of a model folder, or the initial policy of a config."""
 
 import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax import __version__
-from recjax.config import Config, load_config, unknown_keys
+from recjax.config import Config, make_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
 from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
@@ -117,15 +118,16 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
     try:
-        unknown = unknown_keys(read_yaml_file(path))
-    except ValueError:  # load_config raises the error
-        unknown = []
-    try:
-        config = load_config(path, without=unknown)
+        values = read_yaml_file(path)
+        unknown = unknown_keys(values)
+        for *blocks, name in unknown:
+            functools.reduce(dict.__getitem__, blocks, values).pop(name)
+        config = make_config(values, source=str(path))
     except ValueError as error:
         raise ValueError(f"{error}{_made_by(run)}") from error
     if unknown:
-        logger.warning("%s: not read, as this version has no such keys: %s%s", path, ", ".join(unknown), _made_by(run))
+        names = ", ".join(".".join(map(str, key)) for key in unknown)
+        logger.warning("%s: not read, as this version has no such keys: %s%s", path, names, _made_by(run))
     return config
 
 
