@@ -13,10 +13,11 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recjax.console import progress_bar
 from recjax.files import whole_folder
-from recjax.hub.families import FIELDS, SILU
+from recjax.hub.families import FIELDS, SILU, text_fields
 from recjax.hub.weights import FUSED_MODULES, MODULES, fused_rows, read_config, tensor_names
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
@@ -76,7 +77,10 @@ def export_model(
                 copy = partial / file.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
-        fields = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        written = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        fields = text_fields(written)
+        if fields is not written:
+            fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype

@@ -57,6 +57,23 @@ FAMILIES = {
     ),
 }
 
+# Multimodal model_type → family of its text half, which recjax reads without the rest.
+CONTAINERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+# Fields of multimodal models about images, video and sound, of which the text half computes nothing.
+_OTHER_HALF = {
+    *("text_config", "vision_config", "audio_config", "image_token_id", "image_token_index", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "boi_token_index", "eoi_token_index"),
+    *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+    *("vision_feature_layer", "deepstack_visual_indexes"),
+}
+# Names of tensors: beginnings that belong to the text half with what the family calls them, and other beginnings.
+TEXT_HALF = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+OTHER_HALF = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+
 # Decoder option → field of config.json.
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -101,6 +118,33 @@ _ROPE_NUMBERS = ("rope_theta", *SCALINGS["llama3"], *SCALINGS["yarn"], "attentio
 ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_NUMBERS}
 
 
+def text_fields(written: dict) -> dict:
+    """The config.json of a multimodal model's text half, as a config.json of its family; any other one unchanged.
+
+    Positions of the three axes of M-RoPE are equal for text, which makes it the plain rotary embedding.
+    """
+    if written.get("model_type") not in CONTAINERS:
+        return written
+    nested = written.get("text_config")
+    fields = {name: value for name, value in (written | (nested or {})).items() if name not in _OTHER_HALF}
+    fields["model_type"] = CONTAINERS[written["model_type"]]
+    fields.pop("final_logit_softcapping", None)  # transformers bounds no logits of Gemma 3 with images
+    if "tie_word_embeddings" in written:
+        fields["tie_word_embeddings"] = written["tie_word_embeddings"]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(fields.get(name), dict):
+            rope = {key: value for key, value in fields[name].items() if not key.startswith("mrope")}
+            fields[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+    return fields
+
+
+def text_name(name: str) -> str | None:
+    """The name of a multimodal model's tensor in its text half's family; None for a tensor of another half."""
+    if name.removeprefix("model.").startswith(OTHER_HALF):
+        return None
+    return next((new + name.removeprefix(old) for old, new in TEXT_HALF.items() if name.startswith(old)), name)
+
+
 def check_fields(written: dict) -> None:
     """Refuses a config.json if the decoder does not support its computation, or if a field is unknown.
 
@@ -111,7 +155,8 @@ def check_fields(written: dict) -> None:
     """
     kind = written.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"model_type {kind!r} is not supported; use a model of type {', '.join(FAMILIES)}")
+        known = ", ".join([*FAMILIES, *CONTAINERS])
+        raise ValueError(f"model_type {kind!r} is not supported; use a model of type {known}")
     family = FAMILIES[kind]
     fixed = {name: value for name, value in (COMMON_FIXED | family.fixed).items() if name not in family.read}
     for name, value in fixed.items():

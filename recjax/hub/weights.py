@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from recjax.files import MANIFEST, check_manifest
-from recjax.hub.families import check_fields, decoder_config
+from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -109,27 +110,26 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises:
         ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
-    try:
-        written = dict(json.loads(file.read_text(encoding="utf-8-sig")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
+    file, written = folder / "config.json", _written_config(folder)
     check_no_code(folder)
     try:
-        check_fields(written)
-        files = _files_of(folder)
-        _check_layers(folder, written, files)
+        text = text_fields(written)
+        check_fields(text)
+        tensors = _tensors_of(folder, written)
+        _check_layers(folder, text, tensors)
         try:
-            fields = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            whole = written is text
+            made = (
+                AutoConfig.from_pretrained(folder, trust_remote_code=False) if whole else AutoConfig.for_model(**text)
+            )
+            fields = made.to_dict()
         except Exception as error:
             # transformers raises many exception types: missing fields, wrong types, failed validation.
             raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
         config = decoder_config(fields)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    if config.tie_embeddings and _has_own_head(files):
+    if config.tie_embeddings and _has_own_head(tensors):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."
             " Set tie_word_embeddings to false",
@@ -139,23 +139,64 @@ def read_config(folder: Path) -> DecoderConfig:
     return config
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor, by the tensor's name; empty without weights."""
+def _written_config(folder: Path) -> dict:
+    """The content of a folder's config.json.
+
+    Raises:
+        ValueError: the file is missing or no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8-sig")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
+
+
+class _Tensor(NamedTuple):
+    """A tensor's safetensors file, and its name in that file."""
+
+    file: Path
+    name: str
+
+
+def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
+    """The tensors of a folder by their names in the family; of a multimodal model, those of the text half.
+
+    Args:
+        written: content of config.json.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = {}
     if single.is_file():
         with _opened(single) as opened:
-            return dict.fromkeys(opened.keys(), single)
-    return {name: folder / file for name, file in _weight_map(index).items()} if index.is_file() else {}
+            files = dict.fromkeys(opened.keys(), single)
+    elif index.is_file():
+        files = {name: folder / file for name, file in _weight_map(index).items()}
+    if written.get("model_type") not in CONTAINERS:
+        return {name: _Tensor(file, name) for name, file in files.items()}
+    tensors = {text_name(name): _Tensor(file, name) for name, file in files.items()}
+    if skipped := sorted(name for name in files if text_name(name) is None):
+        _warn_once(
+            "%s: recjax reads the text half of this %s model and skips %d other tensors, such as %s; exports have only"
+            " the text half",
+            folder,
+            written["model_type"],
+            len(skipped),
+            skipped[0],
+        )
+    return {name: tensor for name, tensor in tensors.items() if name is not None}
 
 
-def _has_own_head(files: dict[str, Path]) -> bool:
+def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
     """True if the weights hold both embedding and head, with different values; False if one of them is missing."""
-    files = {name: files[name] for name in (_EMBEDDING, _HEAD) if name in files and files[name].is_file()}
+    both = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
     with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context(_opened(file)) for name, file in files.items()}
-        if len(files) < 2 or not all(name in opened[name].keys() for name in files):
+        opened = [stack.enter_context(_opened(tensor.file)) for tensor in both]
+        if len(both) < 2 or not all(one.name in file.keys() for one, file in zip(both, opened, strict=True)):
             return False
-        embedding, head = (opened[name].get_slice(name) for name in (_EMBEDDING, _HEAD))
+        embedding, head = (file.get_slice(one.name) for one, file in zip(both, opened, strict=True))
         if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
             return True
         for start in range(0, shape[0], _COMPARED_ROWS):
@@ -165,14 +206,14 @@ def _has_own_head(files: dict[str, Path]) -> bool:
         return False
 
 
-def _check_layers(folder: Path, written: dict, files: dict[str, Path]) -> None:
+def _check_layers(folder: Path, written: dict, tensors: dict[str, _Tensor]) -> None:
     """Refuses a number of layers that differs from the weights, before recjax allocates anything by it."""
     layers = written.get("num_hidden_layers")
     if type(layers) is not int:
         return
     if not 0 < layers <= MOST_LAYERS:
         raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
-    found = [int(match[1]) for name in files if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
+    found = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
     if found and max(found) + 1 != layers:
         raise ValueError(
             f"num_hidden_layers = {layers}, but the weights in {folder} have {max(found) + 1} layers; use the"
@@ -230,10 +271,13 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
     """
     names, fused = tensor_names(config), fused_rows(config)
     with contextlib.ExitStack() as stack:
-        found = {}
-        for file in _safetensors_files(folder):
+        written, found = _written_config(folder), {}
+        is_container = written.get("model_type") in CONTAINERS
+        for file in _safetensors_files(folder, _tensors_of(folder, written)):
             opened = stack.enter_context(_opened(file))
-            found |= {name: (file, opened) for name in opened.keys()}
+            for name in opened.keys():
+                found[text_name(name) if is_container else name] = (file, opened, name)
+        found.pop(None, None)
         _check_names(folder, {name for group in names.values() for name in group}, found)
 
         def read(path, leaf):
@@ -242,7 +286,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
             shape = leaf.shape[1:] if layered else leaf.shape
 
             def tensor(name):
-                values = _read(*found[name], name, shape[::-1] if transposed else shape, fused.get(path))
+                values = _read(*found[name], shape[::-1] if transposed else shape, fused.get(path))
                 return values.T if transposed else values
 
             if not layered:
@@ -265,8 +309,8 @@ def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike, axes: tuple
     return constrain(jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0), *axes)
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    files = sorted({*_files_of(folder).values()})
+def _safetensors_files(folder: Path, tensors: dict[str, _Tensor]) -> list[Path]:
+    files = sorted({tensor.file for tensor in tensors.values()})
     if not files:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         reason = f"only pickle files {pickles}, which can run code when opened" if pickles else "no weights"

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.hub.test_families import SIZES, forward, random_model
+from tests.hub.test_families import MODELS, SIZES, forward, random_model
 from tests.marks import slow_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
@@ -27,6 +27,9 @@ FAMILIES = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "gemma3": ("gemma3_text", {}),
+    "olmo3": ("olmo3", {}),
+    "phi3": ("phi3", {}),
+    "granite": ("granite", {}),
 }
 
 
@@ -224,3 +227,89 @@ def test_refusals_leave_nothing_behind(small, tmp_path):
     with pytest.raises(ValueError, match="head/kernel.* not those of the config"):
         export_model(tmp_path / "new", config, {k: v for k, v in params.items() if k != "head"}, base)
     assert sorted(tmp_path.iterdir()) == before
+
+
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+    "intermediate_size": 8,
+}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
+CONTAINERS = {  # configs of multimodal models, and the other beginnings of their tensors' names
+    "gemma3": (
+        {
+            "text_config": SIZES | MODELS["gemma3_text"],
+            "vision_config": SIGLIP | {"image_size": 4},
+            "mm_tokens_per_image": 1,
+        },
+        {"language_model.model.": "model.language_model.", "vision": "model.vision", "multi": "model.multi"},
+    ),
+    "mistral3": (
+        {
+            "text_config": SIZES | MODELS["mistral"],
+            "vision_config": SIGLIP | {"model_type": "pixtral", "image_size": 4, "head_dim": 8},
+        },
+        {"language_model.model.": "model.language_model.", "vision": "model.vision", "multi": "model.multi"},
+    ),
+    "qwen2_5_vl": (
+        {
+            "text_config": SIZES | {"rope_parameters": MROPE},
+            "vision_config": QWEN_VISION | {"fullatt_block_indexes": [0]},
+        },
+        {"model.": "model.language_model.", "visual.": "model.visual."},
+    ),
+    "qwen3_vl": (
+        {
+            "text_config": SIZES | {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+            "vision_config": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+        },
+        {"model.language_model.": "language_model.model."},
+    ),
+}
+
+
+@pytest.fixture(params=slow_except(CONTAINERS))
+def multimodal(request, tmp_path):
+    """A random multimodal model of transformers, and its logits of text."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **CONTAINERS[request.param][0])
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        scores = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
+    model.save_pretrained(tmp_path / "base")
+    return request.param, tmp_path / "base", scores
+
+
+def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_its_own(multimodal, tmp_path, caplog):
+    name, base, scores = multimodal
+    config, params = load_pretrained(base)
+    assert scores.std() > 0.3
+    assert "recjax reads the text half of this" in caplog.text
+    np.testing.assert_allclose(our_logits(config, params), scores, atol=1e-4)
+    export_model(tmp_path / "out", config, params, base)
+    again, _ = load_pretrained(tmp_path / "out")
+    model, exported = torch_logits(tmp_path / "out")
+    assert again == config and "vision" not in (tmp_path / "out" / "config.json").read_text()
+    np.testing.assert_allclose(exported, scores, atol=1e-4)
+    # Other versions of transformers have other names and, for Qwen, the fields of both halves next to each other.
+    fields, tensors = json.loads((base / "config.json").read_text()), load_file(base / "model.safetensors")
+    if name == "qwen2_5_vl":
+        fields = fields.pop("text_config") | fields | {"rope_theta": 100.0}
+        fields["rope_scaling"] = {"type": "mrope", "mrope_section": fields.pop("rope_parameters")["mrope_section"]}
+    for old, new in CONTAINERS[name][1].items():
+        tensors = {new + key.removeprefix(old) if key.startswith(old) else key: tensors[key] for key in tensors}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    assert tensors.keys() != load_file(base / "model.safetensors").keys()
+    other, other_params = load_pretrained(tmp_path / "other")
+    assert other == config
+    jax.tree.map(np.testing.assert_array_equal, other_params, params)

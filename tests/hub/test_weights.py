@@ -186,7 +186,7 @@ def test_names_cover_the_parameter_tree_once_each(tied):
     assert sorted(flat) == sorted(SHAPES.keys() - ({"lm_head.weight"} if tied else set()))
 
 
-GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 8**0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -281,7 +281,7 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .* is not supported, only None"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}},
-            "rope_type 'dynamic' is not supported; use a model with default, linear or llama3",
+            "rope_type 'dynamic' is not supported; use a model with default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}},
