@@ -16,7 +16,8 @@ _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
 def on_files(files, config):
     """Adds the README, the notebook, and every file of the repository that a page links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"\]\(docs/", "](", readme).replace("](SECURITY.md", "](../SECURITY.md")
+    readme = re.sub(r"\]\(docs/", "](", readme)
+    readme = re.sub(r"\]\((SECURITY.md|CITATION.cff)", r"](../\1", readme)
     readme = readme.replace("](CONTRIBUTING.md", "](contributing.md").replace(
         f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md")
     )
