@@ -50,8 +50,9 @@ def commands_page() -> str:
             if isinstance(call, ast.Call) and getattr(call.func, "attr", "").startswith("DEFINE_")
             if all(isinstance(each, ast.Constant) for each in call.args[:3:2])
         ]
-        # Four blanks begin a block of code in a docstring, as in Markdown.
-        parts.append(f"## recjax.{path.stem}\n\n{ast.get_docstring(tree)}")
+        # Four blanks begin a block of code in a docstring, as in Markdown; brackets in other lines are no links.
+        usage = re.sub(r"^(?! {4}).*", lambda line: line[0].replace("[", r"\["), ast.get_docstring(tree), flags=re.M)
+        parts.append(f"## recjax.{path.stem}\n\n{usage}")
         if rows:
             lines = [f"| `--{name}` | {text} |" for name, text in rows]
             parts.append("\n".join(["| flag | meaning |", "|---|---|", *lines]))
