@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -117,9 +117,9 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         ValueError: an unknown name.
     """
-    if (kind := _kind(name, ACCELERATORS)) is None:
+    if name not in ACCELERATORS:
         raise ValueError(f"--device {name!r} is unknown; give one of {', '.join(ACCELERATORS)}")
-    return ACCELERATORS[kind]
+    return ACCELERATORS[name]
 
 
 def load_target(name: str) -> Target:
@@ -136,7 +136,7 @@ def load_target(name: str) -> Target:
         share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
         return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
     generation, _, shape = name.partition(":")
-    if (kind := _kind(generation, GPUS)) and shape in map(str, COUNTS):
+    if (kind := _gpu_kind(generation)) and shape in map(str, COUNTS):
         return Target(name, _gpu_devices(name, kind, int(shape)), int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
@@ -160,7 +160,7 @@ def load_target(name: str) -> Target:
 def larger_slices(name: str) -> list[str]:
     """Topologies of the same generation with more chips, in ascending order."""
     generation, _, shape = name.partition(":")
-    counts = tuple(map(str, COUNTS)) if _kind(generation, GPUS) else ()
+    counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
     slices = CHIPS[generation].slices if generation in CHIPS else counts
     return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []
 
@@ -171,9 +171,9 @@ def has_gpu_compiler() -> bool:
     return bool(plugins) and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
-def _kind(name: str, known: Iterable[str]) -> str | None:
-    """The known kind with a name, which may omit the memory size if only one kind has this name."""
-    kinds = [kind for kind in known if name in (kind, kind.partition("-")[0])]
+def _gpu_kind(name: str) -> str | None:
+    """The entry of GPUS for a name, which may omit the memory size if only one kind has this name."""
+    kinds = [kind for kind in GPUS if name in (kind, kind.partition("-")[0])]
     return kinds[0] if len(kinds) == 1 else None
 
 

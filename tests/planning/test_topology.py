@@ -5,17 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from recjax.planning.targets import (
-    ACCELERATORS,
-    CHIPS,
-    COUNTS,
-    GIB,
-    GPUS,
-    accelerator,
-    has_gpu_compiler,
-    larger_slices,
-    load_target,
-)
+from recjax.planning.targets import ACCELERATORS, CHIPS, COUNTS, GIB, GPUS, has_gpu_compiler, larger_slices, load_target
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -37,12 +27,6 @@ def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
         ValueError, match=r"--topology .* unknown; give host, .*v5e: 1x1 2x2.*v4: 1x1x1.*h100-80 .*1 2 4 8"
     ):
         load_target(name)
-
-
-def test_a_device_may_omit_its_memory_if_it_is_the_only_one_of_its_name():
-    assert accelerator("h100") is ACCELERATORS["h100-80"] and accelerator("v5e") is ACCELERATORS["v5e-16"]
-    with pytest.raises(ValueError, match="--device 'a100' is unknown; give one of"):
-        accelerator("a100")
 
 
 @pytest.mark.skipif(LIBTPU, reason="libtpu is installed")
