@@ -6,12 +6,25 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+URL = ""  # set by whoever publishes this repository, together with repo_url in mkdocs.yml
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "recjax" / "__init__.py").read_text()).group(1)
 
 setup(
     name="recjax",
     version=VERSION,
-    description="Off-policy reinforcement learning of language models in JAX: the REINFORCE family of arXiv 2509.24203",
+    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 50 more algorithms on one equation",
+    url=URL,
+    project_urls={"Documentation": f"{URL}#documentation", "Paper": "https://arxiv.org/abs/2509.24203"} if URL else {},
+    author="The recjax authors",
+    keywords="reinforcement learning, off-policy, language models, JAX, REINFORCE, GRPO",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

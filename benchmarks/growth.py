@@ -1,6 +1,6 @@
 """Whether a step costs more the longer a run lasts: time, memory, open files and memory maps of a long run.
 
-    python -m benchmarks.growth --page docs/performance.md --figure docs/growth.png [--steps 10000]
+    python -m benchmarks.growth --page benchmarks/RESULTS.md --figure benchmarks/growth.png [--steps 10000]
 
 Trains the quickstart for that many steps in a process of its own, and looks at this process twice a second. A run's
 tenths are compared: the table has the median step time and the maximum of each other column. Evaluations and

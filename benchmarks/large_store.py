@@ -1,6 +1,6 @@
 """What a run holds of an experience store, by the store's size: seconds to open it, seconds a batch, and memory.
 
-    python -m benchmarks.large_store [--rows 10000,100000,1000000] [--page docs/experience.md]
+    python -m benchmarks.large_store [--rows 10000,100000,1000000] [--page benchmarks/RESULTS.md]
 
 Each store is synthetic: groups of 8 rows, of 16 to 48 tokens with log-probs, in parts of 10,000 rows. A process of its
 own opens it as `python -m recjax.train` does, and takes batches of 16 groups; then another one opens it again, from the

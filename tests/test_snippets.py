@@ -53,6 +53,15 @@ def test_commands_are_taken(page, line):
     load_config(ROOT / file, [part for part in rest if "=" in part and not part.startswith("--")])
 
 
+def test_the_readmes_regimes_are_taken():
+    """Each row of the table is overrides of the README's training command."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## One key, one regime\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| `(.+)` \|$", section, re.MULTILINE)
+    assert len(rows) == 10
+    for row in rows:
+        load_config(BASE, ["output=runs/other", *shlex.split(row)])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_that_a_page_names_are_there(page):
     for path in re.findall(r"`((?:launch|experiments|recjax)/[\w./]+)`", page.read_text(encoding="utf-8")):

@@ -1,5 +1,6 @@
-"""The site: the README is its first page, the notebook one of its pages, and links into the code lead to copies."""
+"""The site: the README is its first page, the notebook and the commands are pages, links to code lead to copies."""
 
+import ast
 import base64
 import json
 import re
@@ -16,13 +17,15 @@ _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
 def on_files(files, config):
     """Adds the README, the notebook, and every file of the repository that a page links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"\]\(docs/", "](", readme).replace("](SECURITY.md", "](../SECURITY.md")
+    readme = re.sub(r"\]\(docs/", "](", readme)
+    readme = re.sub(r"\]\((SECURITY.md|CITATION.cff)", r"](../\1", readme)
     readme = readme.replace("](CONTRIBUTING.md", "](contributing.md").replace(
         f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md")
     )
     files.append(File.generated(config, "index.md", content=readme))
     for name, title in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
         files.append(File.generated(config, title, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "cli.md", content=commands_page()))
     page, pictures = notebook_page((ROOT / "docs" / NOTEBOOK).read_text(encoding="utf-8"))
     files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=page))
     for name, picture in pictures.items():
@@ -32,6 +35,28 @@ def on_files(files, config):
         if (ROOT / path).is_file():  # a link to what is not there stays as it is, and a strict build refuses it
             files.append(File.generated(config, f"source/{path}.txt", abs_src_path=str(ROOT / path)))
     return files
+
+
+def commands_page() -> str:
+    """Every command with its usage and its flags, from the source of `python -m recjax.NAME --help`."""
+    parts = ["# Command line\n\nEvery command prints this text with `--help`."]
+    for path in sorted((ROOT / "recjax").glob("*.py")):
+        if "\n    start(main)\n" not in (source := path.read_text(encoding="utf-8")):
+            continue
+        tree = ast.parse(source)
+        rows = [
+            tuple(map(ast.literal_eval, call.args[:3:2]))
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "").startswith("DEFINE_")
+            if all(isinstance(each, ast.Constant) for each in call.args[:3:2])
+        ]
+        # Four blanks begin a block of code in a docstring, as in Markdown; brackets in other lines are no links.
+        usage = re.sub(r"^(?! {4}).*", lambda line: line[0].replace("[", r"\["), ast.get_docstring(tree), flags=re.M)
+        parts.append(f"## recjax.{path.stem}\n\n{usage}")
+        if rows:
+            lines = [f"| `--{name}` | {text} |" for name, text in rows]
+            parts.append("\n".join(["| flag | meaning |", "|---|---|", *lines]))
+    return "\n\n".join(parts) + "\n"
 
 
 def notebook_page(text: str) -> tuple[str, dict[str, bytes]]:

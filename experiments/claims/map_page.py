@@ -1,7 +1,6 @@
 """What the map has to show: heat maps, each algorithm's best rates, and the claims under three readings."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ from experiments.claims.readings import (
     read,
 )
 from experiments.claims.staleness import EARLY
-from experiments.claims.verdicts import MARGIN, Claim, fallen, mean_over_steps
+from experiments.claims.verdicts import MARGIN, Claim, fallen
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
 from recjax.plots.style import new_figure
@@ -37,20 +36,17 @@ SHORT = {
     "offline": "offline",
 }
 NO_VERDICTS = "Verdicts need intervals, and intervals need a second seed.\n"
-FIGURES = {"final": final, "whole": mean_over_steps}  # what a heat map of runs shows, by the end of its file's name
 
 
-def draw_map(table: pd.DataFrame, values: pd.Series, title: str, names: dict[str, str]) -> Figure:
-    """A panel an algorithm, rates across and regimes down; a number's arrow marks cells that fell by over MARGIN.
-
-    Args:
-        values: of each run.
-    """
+def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
+    """Final accuracies: a panel an algorithm, rates across, regimes down; an arrow marks cells that fell by MARGIN."""
     rates, algorithms = rates_of(table), list(dict.fromkeys(table["algorithm"]))
     cells = ["algorithm", "regime", "rate"]
-    means, falls = values.groupby(cells).mean(), fallen(table).groupby(cells).mean()
-    figure = new_figure(16, 6.4, title)
-    panels = figure.subplots(2, -(-len(algorithms) // 2), sharex=True, sharey=True)
+    means, falls = final(table).groupby(cells).mean(), fallen(table).groupby(cells).mean()
+    down = 2 if len(algorithms) > 4 else 1
+    across = -(-len(algorithms) // down)
+    figure = new_figure(1 + 3 * across, 0.4 + 3 * down, "Final accuracy (↓: ends below its best evaluation)")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for axes, algorithm in zip(panels.flat, algorithms, strict=False):
         grid, fell = (
             of.loc[algorithm].unstack("rate").reindex(REGIMES, columns=rates).to_numpy() for of in (means, falls)
@@ -70,13 +66,6 @@ def draw_map(table: pd.DataFrame, values: pd.Series, title: str, names: dict[str
     figure.supxlabel("learning rate", fontsize=10)
     figure.colorbar(image, ax=panels, label="held-out accuracy (share)", shrink=0.6)
     return figure
-
-
-def draw_maps(table: pd.DataFrame, names: dict[str, str], folder: Path) -> None:
-    """The heat maps as PNG files."""
-    titles = "Final accuracy (↓: ends below its best evaluation)", "Mean accuracy over training"
-    for (name, values), title in zip(FIGURES.items(), titles, strict=True):
-        draw_map(table, values(table), title, names).savefig(folder / f"map_{name}.png", dpi=100)
 
 
 def best_rows(table: pd.DataFrame, names: dict[str, str]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Figures, verdicts and docs/claims.md from the committed metrics of the grid, the map and SmolLM2's runs.
+"""Figures, verdicts, docs/claims.md and README.md here, from the metrics of the grid, the map and SmolLM2's runs.
 
 python -m experiments.claims.page                       # from experiments/claims/*.parquet
 python -m experiments.claims.page --collect grid        # first reads the runs of grid.yaml into metrics.parquet
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 from absl import app, flags
+from matplotlib.axes import Axes
 
 from experiments.claims import map_page, real_model
 from experiments.claims.in_text import fill_in
@@ -31,8 +32,7 @@ from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_ov
 from recjax.analysis.collect import axes_of, collect, read_runs
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
-from recjax.plots.curves import draw_curves
-from recjax.plots.style import LABELS
+from recjax.plots.style import COLORS, LABELS, finish, new_figure
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
@@ -47,7 +47,6 @@ TABLES = {
 }
 REAL_MODEL = ("smollm2", "chains")  # tables of SmolLM2's runs: its main task, and a harder one
 PEER = HERE / "peer.parquet"
-VERDICTS = HERE / "verdicts.json"
 DOCS = HERE.parent.parent / "docs"
 NAMES = {
     "reinforce": "REINFORCE",
@@ -69,20 +68,17 @@ NAMES = {
     "offset_10": "sync_offset 10",
     "offline": "offline",
 }
-PANELS = (
-    "evaluation/accuracy",
-    "reward",
-    "evaluation/initial_kl",
-    "entropy",
-    "clip_fraction/all",
-    "ratio/q01",
-    "ratio/q99",
-    "completion_length",
-)
+FRESH_AND_STALE = {  # lines of the README's figure: algorithm and regime, both of the map at RATE
+    "fresh samples": ("rec_one_side_nois", "on_policy"),
+    "stale, clipped": ("rec_one_side_nois", "interval_20"),
+    "stale, no clip": ("reinforce", "interval_20"),
+}
+RATE = "4e-4"
+SHOWN = ("reinforce", "rec_one_side_nois", "rec_one_side_nois_wide")  # in the map of docs/claims.md
 
 
 def claim_section(name: str, claim: Claim) -> str:
-    """A claim's text, verdict, figure and checks."""
+    """A claim's text, verdict and checks."""
     rows = []
     for check in claim.checks:
         mean, low, high, count = check.found
@@ -90,8 +86,7 @@ def claim_section(name: str, claim: Claim) -> str:
             [check.what, check.claimed, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.outcome]
         )
     header = ["number", "as claimed if", "mean", "95 % interval", "runs or pairs", "outcome"]
-    figure = f"![Curves of the algorithms of {name}](claims/{name}.png)"
-    return f"## {name}: {claim.verdict}\n\n{claim.text}\n\n{figure}\n\n{markdown_table(header, rows)}\n"
+    return f"## {name}: {claim.verdict}\n\n{claim.text}\n\n{markdown_table(header, rows)}\n"
 
 
 def grid_table(table: pd.DataFrame) -> str:
@@ -151,32 +146,65 @@ def peer_table(table: pd.DataFrame) -> str:
     return markdown_table(header, rows)
 
 
-def draw_all(tables: dict[str, pd.DataFrame], found: dict[str, Claim], folder: Path) -> None:
-    """Every figure of the page, as PNG files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = tables["grid"]
-    regimes = table[table["regime"].isin(REGIMES)]
-    for name, claim in found.items():
-        shown = regimes[regimes["algorithm"].isin(claim.algorithms)]
-        draw_curves(shown, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / f"{name}.png", dpi=80)
-    everything = draw_curves(
-        regimes, "algorithm", "regime", ("evaluation/accuracy", "evaluation/initial_kl"), names=NAMES
-    )
-    everything.savefig(folder / "all.png", dpi=100)
-    draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
-    map_page.draw_maps(tables["map"], NAMES, folder)
-    for name in REAL_MODEL:
-        of_rate = tables[name][tables[name]["rate"] == real_model.chosen_rate(tables[name])]
-        draw_curves(of_rate, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / f"{name}.png", dpi=100)
+def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
+    """The verdicts of the map's three readings, of SmolLM2's two tasks, and of the grid for C4."""
+    found = {reading: map_page.claims(rows) for reading, rows in map_page.read(tables["map"]).items()}
+    found |= {name: real_model.claims(real_model.main_runs(tables[name])) for name in REAL_MODEL}
+    rows = []
+    for name, claim in claims(tables["grid"]).items():
+        known = [of.get(name) for of in found.values()]
+        verdicts = [one.verdict if one else "–" for one in known]
+        text = known[0].text if known[0] else f"{claim.text} At 3e-4: {claim.verdict}."
+        rows.append([name, text, *verdicts])
+    readings = [heading.format(edge=map_page.edge_rate(tables["map"])) for heading in map_page.READINGS.values()]
+    return markdown_table(["", "claim", *readings, "SmolLM2", "SmolLM2, harder task"], rows)
 
 
-def write_page(tables: dict[str, pd.DataFrame], docs: Path, verdicts: Path) -> None:
-    """docs/claims.md with its figures, and verdicts.json, from the runs of each of TABLES."""
+def draw_bands(axes: Axes, lines: dict[str, pd.DataFrame]) -> None:
+    """Held-out accuracy over steps: the mean over seeds, the band from the lowest to the highest, and its name."""
+    ends = []
+    for color, (name, table) in zip(COLORS, lines.items(), strict=False):
+        values = table.groupby("step")["evaluation/accuracy"].agg(["mean", "min", "max"]).dropna()
+        axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.18, lw=0)
+        axes.plot(values.index, values["mean"], color=color, lw=2)
+        ends.append((values["mean"].iloc[-1], name, color, values.index[-1]))
+    low, high = axes.get_ylim()
+    place = -1.0
+    for end, name, color, step in sorted(ends):
+        place = max(end, place + 0.06 * (high - low))
+        axes.annotate(name, (step, place), (6, 0), textcoords="offset points", color=color, va="center")
+    axes.set_xlabel("optimizer step")
+    axes.set_xlim(0, ends[0][-1])
+
+
+def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
+    """The figures of the page and of the notes, as PNG files."""
+    docs.mkdir(parents=True, exist_ok=True)
+    of_rate = tables["map"][tables["map"]["rate"] == RATE].set_index(["algorithm", "regime"]).sort_index()
+    figure = new_figure(6.8, 3.2, "")
+    axes = figure.subplots()
+    axes.set(ylim=(0, 1), ylabel="held-out accuracy")
+    draw_bands(axes, {name: of_rate.loc[cell] for name, cell in FRESH_AND_STALE.items()})
+    finish(figure).savefig(docs / "fresh_and_stale.png", dpi=120)
+    map_page.draw_map(tables["map"][tables["map"]["algorithm"].isin(SHOWN)], NAMES).savefig(docs / "map.png", dpi=110)
+    figure = new_figure(6.8, 5.6, "")
+    titles = "Sums, differences and products", "chain_sum of reasoning_gym (harder)"
+    for axes, title, name in zip(figure.subplots(2, sharex=True), titles, REAL_MODEL, strict=True):
+        runs = real_model.main_runs(tables[name])
+        axes.set(ylim=(0.15, 0.85), title=title, ylabel="held-out accuracy")
+        draw_bands(axes, {NAMES[one]: runs[runs["algorithm"] == one] for one in (*SHOWN, "grpo")})
+    finish(figure).savefig(docs / "smollm2.png", dpi=110)
+    draw_staleness(tables["grid"], NAMES).savefig(notes / "staleness.png", dpi=100)
+    map_page.draw_map(tables["map"], NAMES).savefig(notes / "map.png", dpi=100)
+
+
+def write_pages(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
+    """docs/claims.md, the notes with all tables, their figures, and verdicts.json, from the runs of each of TABLES."""
     table = tables["grid"]
     found = claims(table)
-    draw_all(tables, found, docs / "claims")
-    verdicts.write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    seeds, runs = table["seed"].nunique(), len(table.groupby(axes_of(table)))
+    draw_all(tables, docs / "claims", notes)
+    verdicts = json.dumps(as_json(found), indent=2, ensure_ascii=False)
+    (notes / "verdicts.json").write_text(verdicts + "\n", encoding="utf-8")
     summary = markdown_table(
         ["", "claim", "verdict"],
         [
@@ -185,25 +213,27 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, verdicts: Path) -> N
         ],
     )
     parts = {
+        "verdicts": verdicts_table(tables),
         "summary": summary,
         "grid": grid_table(table),
         "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
         "staleness": staleness_section(table),
         "peer": peer_table(pd.read_parquet(PEER)),
-        "seeds": str(seeds),
-        "runs": str(runs),
+        "seeds": str(table["seed"].nunique()),
+        "runs": str(len(table.groupby(axes_of(table)))),
         **map_page.parts(tables["map"], NAMES),
         "smollm2_rates": real_model.rates_table(tables["smollm2"]),
     }
     for name in REAL_MODEL:
         parts |= real_model.parts(tables[name], NAMES, name)
-    text = (HERE / "page.md").read_text(encoding="utf-8")
-    for key, value in parts.items():
-        text = text.replace(f"{{{{{key}}}}}", value)
-    text = fill_in(text, tables["map"])
-    for name in REAL_MODEL:
-        text = fill_in(text, tables[name], name)
-    (docs / "claims.md").write_text(text, encoding="utf-8")
+    for template, page in (("page.md", docs / "claims.md"), ("notes.md", notes / "README.md")):
+        text = (HERE / template).read_text(encoding="utf-8")
+        for key, value in parts.items():
+            text = text.replace(f"{{{{{key}}}}}", value)
+        text = fill_in(text, tables["map"])
+        for name in REAL_MODEL:
+            text = fill_in(text, tables[name], name)
+        page.write_text(text, encoding="utf-8")
 
 
 def collect_finished(name: str) -> pd.DataFrame:
@@ -228,7 +258,7 @@ def main(argv: list[str]) -> None:
         tables = {name: read_runs(path) for name, path in TABLES.items()}
     except ValueError as error:
         sys.exit(f"error: {error}")
-    write_page(tables, DOCS, VERDICTS)
+    write_pages(tables, DOCS, HERE)
     for name, claim in claims(tables["grid"]).items():
         print(f"{name}: {claim.verdict}")
 

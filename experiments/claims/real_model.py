@@ -81,14 +81,18 @@ def chosen_rate(table: pd.DataFrame) -> str:
     return rates[0]
 
 
+def main_runs(table: pd.DataFrame) -> pd.DataFrame:
+    """The runs at the chosen rate, without their column of rates."""
+    return table[table["rate"] == chosen_rate(table)].drop(columns="rate")
+
+
 def parts(table: pd.DataFrame, names: dict[str, str], of: str) -> dict[str, str]:
     """What the page says of SmolLM2's runs on a task, by the names of its places, which begin with `of`."""
-    rate = chosen_rate(table)
-    main = table[table["rate"] == rate].drop(columns="rate")
+    main = main_runs(table)
     verdicts, numbers = _claims_text(claims(main), names)
     return {
         of: _algorithms_table(main, names),
-        f"{of}_rate": rate,
+        f"{of}_rate": chosen_rate(table),
         f"{of}_runs": str(len(final(table))),
         f"{of}_verdicts": verdicts,
         f"{of}_numbers": numbers,

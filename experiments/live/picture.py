@@ -28,7 +28,7 @@ def main(place: str, path: str) -> None:
     groups = np.array([row.group.id for row in rows])
     errors = np.array([_error(right[bins == one], groups[bins == one]) for one in known])
     middles = (known + 0.5) * BIN_SECONDS
-    figure = new_figure(7, 5, f"{len(rows)} served answers, learned from as their thumbs came")
+    figure = new_figure(7, 5, "")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     above.plot(middles, means, color=COLORS[0], label=f"mean of {BIN_SECONDS:.0f} s, ± 2 standard errors")
     above.fill_between(middles, means - 2 * errors, means + 2 * errors, color=COLORS[0], alpha=0.2, linewidth=0)

@@ -1,4 +1,4 @@
-"""docs/objectives.md: every axis and every preset from the code that runs, and how each does in the laboratory.
+"""docs/objectives.md, every axis and preset from the code that runs; README.md here, every preset on the toy task.
 
 python -m experiments.objectives.page              # from the code and, if it is there, metrics.parquet
 python -m experiments.objectives.page --collect    # first reads the runs of grid.yaml into metrics.parquet
@@ -29,10 +29,16 @@ METRICS = HERE / "metrics.parquet"
 DOCS = HERE.parent.parent / "docs"
 OFF = {"objective": "The reduction of the loss of each token, `token_loss`."}  # descriptions of axes without a function
 REGIMES = {"interval_20": "sync_interval 20", "offline": "offline"}
+INTRODUCTION = """\
+The runs of [grid.yaml](grid.yaml) train every preset of [docs/objectives.md](../../docs/objectives.md) on the toy
+task of [the claims](../claims/README.md#the-laboratory). Their base policy and seeds differ from those of the claims,
+and most presets have one seed. So compare accuracies only within this page, and take the paper's algorithms from the
+claims' map.
+
+"""
 NOT_RUN = """\
-The runs of [experiments/objectives/grid.yaml](../experiments/objectives/grid.yaml) have not been made yet: every
-preset in the laboratory of [claims.md](claims.md#the-laboratory) with `sync_interval` 20 and offline, one seed, three
-of the ten most used. One command makes them, one puts them here:
+The runs of [grid.yaml](grid.yaml) have not been made yet: every
+preset on the toy task with `sync_interval` 20 and offline, one seed, three of the ten most used:
 
 ```bash
 python -m recjax.sweep experiments/objectives/grid.yaml && python -m experiments.objectives.page --collect
@@ -40,20 +46,25 @@ python -m recjax.sweep experiments/objectives/grid.yaml && python -m experiments
 """
 
 
-def page(table: pd.DataFrame | None) -> str:
-    """The whole page; `table` is of the laboratory's runs, None where there are none."""
+def page() -> str:
+    """docs/objectives.md."""
     parts = {
         "paper": preset_table(PAPER),
         "field": preset_table(FIELD),
         "names": names_table(),
         "example": algorithms.EXAMPLE.strip(),
-        "laboratory": NOT_RUN if table is None else laboratory(table),
         "axes": "\n".join([*map(axis_section, AXES), added_section()]),
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value)
     return text
+
+
+def notes(table: pd.DataFrame | None) -> str:
+    """README.md; `table` has the toy task's runs, None if they have not been made."""
+    head = "# Every preset on the toy task\n\n<!-- Written by python -m experiments.objectives.page. -->\n\n"
+    return head + INTRODUCTION + (NOT_RUN if table is None else laboratory(table))
 
 
 def laboratory(table: pd.DataFrame) -> str:
@@ -78,7 +89,7 @@ def laboratory(table: pd.DataFrame) -> str:
         " seed, which proves little. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002"
         " and the mask `second_moment`.\n"
     )
-    picture = "\n![Where every preset ends, with a dot for each seed](objectives_laboratory.png)\n"
+    picture = "\n![Where every preset ends, with a dot for each seed](final_accuracy.png)\n"
     return "\n".join([explained, *_collapses(ends, starts), "", *lines]) + "\n" + picture
 
 
@@ -94,15 +105,14 @@ def _collapses(ends: pd.Series, starts: pd.Series) -> list[str]:
 
 
 def write_page(table: pd.DataFrame | None, docs: Path) -> None:
-    """Writes page and pictures."""
-    (docs / "objectives.md").write_text(page(table), encoding="utf-8")
+    """Writes both pages and their pictures."""
+    (docs / "objectives.md").write_text(page(), encoding="utf-8")
+    (HERE / "README.md").write_text(notes(table), encoding="utf-8")
     save_figure(draw_coefficients(), docs / "objectives.png")
     if table is not None:
         ends = final(table).rename("accuracy").reset_index()
         start = table[table["step"] == 0]["evaluation/accuracy"].mean()
-        save_figure(
-            draw_ends(ends.assign(regime=ends["regime"].map(REGIMES)), start), docs / "objectives_laboratory.png"
-        )
+        save_figure(draw_ends(ends.assign(regime=ends["regime"].map(REGIMES)), start), HERE / "final_accuracy.png")
 
 
 def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
@@ -115,7 +125,7 @@ def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
     means = ends.groupby(["algorithm", "regime"])["accuracy"].mean()
     regimes = list(dict.fromkeys(ends["regime"]))
     names = means.xs(regimes[0], level="regime").sort_values().index
-    figure = new_figure(8, 0.22 * len(names) + 1.4, "final held-out accuracy in the laboratory")
+    figure = new_figure(8, 0.22 * len(names) + 1.4, "final held-out accuracy on the toy task")
     axes = figure.subplots()
     axes.axvline(start, color=GREY, lw=1, ls="--", label="before training")
     for place, regime in enumerate(regimes):

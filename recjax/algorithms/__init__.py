@@ -24,18 +24,19 @@ _PUBLIC = {
 _ALIASES = {"build": "build_algorithm"}
 __all__ = list(_PUBLIC)
 
-# Expects tokens and mask [batch, time], rewards and group_ids [batch], and trainable logits [batch, vocab].
+# Expects tokens, mask and behavior_logprobs [batch, time], rewards and group_ids [batch], logits [batch, time, vocab].
 EXAMPLE = """
-import jax
-from recjax import algorithms
-
 algorithm = algorithms.build("gspo", {"clip": {"epsilon_high": 1e-3}})
 rows = algorithms.row_terms(algorithm, rewards, group_ids, mask.any(-1), jax.random.key(0), completion_mask=mask)
-logprobs_of = lambda logits: jax.numpy.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1)
-behavior_logprobs = logprobs_of(logits)
-summed_loss = lambda logits: algorithms.loss(algorithm, logprobs_of(logits), behavior_logprobs, rows, mask)
+
+
+def summed_loss(logits):
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+    return algorithms.loss(algorithm, logprobs, behavior_logprobs, rows, mask)
+
+
 gradient, count = jax.grad(summed_loss, has_aux=True)(logits)
-logits -= 0.1 * gradient / count  # sums and counts of micro-batches and devices add up; divide once
+gradient /= count  # sums and counts of micro-batches and devices add up; divide once
 """
 
 

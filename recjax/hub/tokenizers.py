@@ -114,11 +114,11 @@ def _check_readable(folder: Path) -> None:
         return
     with (folder / "tokenizer.model").open("rb") as file:
         is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", file.readline(1000)) is not None
-    package, install = ("tiktoken", "tiktoken") if is_tiktoken else ("sentencepiece", '"recjax[sentencepiece]"')
+    package = "tiktoken" if is_tiktoken else "sentencepiece"
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"{folder} holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not"
-            f" installed; pip install {install}, or put the model's tokenizer.json there"
+            f" installed; pip install {package}, or put the model's tokenizer.json there"
         )
 
 

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.plots.style import COLORS, add_legend, new_figure
+from recjax.plots.style import COLORS, GREY, add_legend, new_figure
 
 BEHAVIOR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
 RATIOS = np.linspace(0.02, 5.98, 299)
-COLUMNS = 7
+COLUMNS = 5
 
 
 def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " points"] | None:
@@ -46,17 +46,20 @@ def draw_coefficients() -> Figure:
             panels.setdefault(key, ([], *curves))[0].append(name)
     rows = -(-len(panels) // COLUMNS)
     title = f"Coefficient on ∇log π over the ratio π/μ, of one token with μ = {BEHAVIOR:g}"
-    figure = new_figure(2.3 * COLUMNS, 1.9 * rows + 0.8, title)
-    axes = figure.subplots(rows, COLUMNS, sharex=True, squeeze=False).ravel()
+    figure = new_figure(2 * COLUMNS, 1.75 * rows + 0.8, title)
+    axes = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     for panel, (names, positive, negative) in zip(axes, panels.values(), strict=False):
         lines = [
-            panel.plot(RATIOS, np.clip(curve, -6, 6), color=color, lw=1.2, label=label)[0]
+            panel.plot(RATIOS, curve, color=color, lw=1.8, label=label)[0]
             for curve, color, label in ((positive, COLORS[0], "A = 1"), (negative, COLORS[1], "A = −1"))
         ]
-        panel.set_title("\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2)), fontsize=7)
-        panel.axvline(1, color="#999999", lw=0.5)
-        panel.tick_params(labelsize=6)
+        panel.set_title("\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2)), fontsize=8.5)
+        panel.axvline(1, color=GREY, lw=0.5)
+        panel.tick_params(labelsize=9, labelbottom=True)
+        panel.set(xlim=(0, 4), ylim=(-3, 3), xticks=range(5))
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
+    figure.supxlabel("ratio π/μ")
+    figure.supylabel("coefficient, in units of |A|")
     add_legend(figure, lines, [line.get_label() for line in lines], loc="lower right")
     return figure

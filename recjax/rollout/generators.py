@@ -68,7 +68,7 @@ def require_ray(config: Config) -> None:
     if config.regime.mode == "sync":
         return
     if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
-        raise ValueError("regime.mode = 'async': needs Ray; pip install recjax[async]")
+        raise ValueError("regime.mode = 'async': needs Ray; pip install -e \".[async]\"")
 
 
 class Generators:

@@ -1,4 +1,4 @@
-"""Tasks from the generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`).
+"""Tasks from the generators of the package reasoning_gym (`pip install -e ".[reasoning_gym]"`).
 
 Data: the generator `task.reasoning_gym.name` makes the problems with its `options`, in a worker process with fixed
 hashes, because some generators iterate over sets. A seed always gives the same problems. Questions are distinct, so

@@ -1,6 +1,8 @@
 """An objective of one's own: a function in one's own file, named in the config, or the library in one's own loop."""
 
+import re
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -90,13 +92,15 @@ def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path)
 
 
 def test_the_library_in_ones_own_loop():
-    """The example of docs/objectives.md, which is this text."""
-    logits, tokens = jnp.zeros((4, 3)), jnp.array([[0, 1], [2, 1], [0, 0], [1, 2]])
-    rewards, group_ids, mask = jnp.array([1.0, 0, 0, 1]), jnp.array([0, 0, 1, 1]), jnp.ones((4, 2), bool)
-    namespace = {"rewards": rewards, "group_ids": group_ids, "mask": mask, "tokens": tokens, "logits": logits}
-    exec(algorithms.EXAMPLE, namespace)
-    assert jnp.isfinite(namespace["gradient"]).all() and jnp.abs(namespace["gradient"]).max() > 0
-    assert len(algorithms.EXAMPLE.strip().splitlines()) <= 12
+    """The README's example runs as pasted, on logits of a language model; docs/objectives.md has the same lines."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert algorithms.EXAMPLE.strip() in example and len(algorithms.EXAMPLE.strip().splitlines()) <= 12
+    exec(example, namespace := {})
+    gradient, mask = namespace["gradient"], namespace["mask"]
+    assert gradient.ndim == 3 and jnp.isfinite(gradient).all()
+    assert ((jnp.abs(gradient).max(-1) > 0) == mask).all()
+    np.testing.assert_allclose(gradient.sum(-1), 0, atol=1e-7)  # of a softmax of its own at every position
     assert isinstance(namespace["algorithm"], algorithms.Algorithm) and jax.tree.leaves(namespace["rows"])
 
 

@@ -15,6 +15,7 @@ from recjax.analysis.compare import Estimate
 from recjax.analysis.sweeps import read_sweep
 
 ROOT = Path(__file__).parents[2]
+NOTES = ROOT / "experiments" / "claims"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +67,10 @@ def tables():
 @pytest.mark.slow
 def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
-    page.write_page(tables, tmp_path, tmp_path / "verdicts.json")
-    assert json.loads((tmp_path / "verdicts.json").read_text()) == json.loads(page.VERDICTS.read_text())
+    page.write_pages(tables, tmp_path, tmp_path)
+    assert json.loads((tmp_path / "verdicts.json").read_text()) == json.loads((NOTES / "verdicts.json").read_text())
     assert (tmp_path / "claims.md").read_text() == (ROOT / "docs" / "claims.md").read_text()
+    assert (tmp_path / "README.md").read_text() == (NOTES / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -90,14 +92,18 @@ def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
-    page.draw_all(tables, page.claims(tables["grid"]), tmp_path)
-    drawn = {file.name for file in tmp_path.glob("*.png")}
-    assert drawn == {file.name for file in (ROOT / "docs" / "claims").glob("*.png")}
-    for name in drawn:
-        fresh, committed = imread(tmp_path / name), imread(ROOT / "docs" / "claims" / name)
-        assert fresh.shape == committed.shape
-        assert np.abs(fresh - committed).mean() < 0.02  # other fonts may be there, not other curves
-        assert f"claims/{name}" in (ROOT / "docs" / "claims.md").read_text()
+    folders = {"docs": (ROOT / "docs" / "claims", ROOT / "docs" / "claims.md"), "notes": (NOTES, NOTES / "README.md")}
+    for name in folders:
+        (tmp_path / name).mkdir()
+    page.draw_all(tables, tmp_path / "docs", tmp_path / "notes")
+    for name, (folder, text) in folders.items():
+        drawn = {file.name for file in (tmp_path / name).glob("*.png")}
+        assert drawn == {file.name for file in folder.glob("*.png")}
+        for file in drawn:
+            fresh, committed = imread(tmp_path / name / file), imread(folder / file)
+            assert fresh.shape == committed.shape
+            assert np.abs(fresh - committed).mean() < 0.02  # other fonts may be there, not other curves
+            assert file in text.read_text()
 
 
 @pytest.mark.slow

@@ -5,21 +5,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.objectives.page import collected, page
+from experiments.objectives.page import collected, notes, page
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.plots.objectives import RATIOS, coefficients
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, NOTES = ROOT / "docs", ROOT / "experiments" / "objectives"
 
 
 def test_the_page_is_what_the_code_says():
     remedy = "write it again: python -m experiments.objectives.page"
-    assert (DOCS / "objectives.md").read_text(encoding="utf-8") == page(collected()), remedy
-    assert (DOCS / "objectives.png").is_file()
+    assert (DOCS / "objectives.md").read_text(encoding="utf-8") == page(), remedy
+    assert (NOTES / "README.md").read_text(encoding="utf-8") == notes(collected()), remedy
+    assert (DOCS / "objectives.png").is_file() and (NOTES / "final_accuracy.png").is_file()
 
 
 def test_every_preset_is_on_the_page():
-    text = page(None)
+    text = page()
     assert all(f"| `{name}` |" in text for name in PRESETS)
 
 

@@ -101,7 +101,7 @@ def test_tables_and_heat_maps_show_every_cell():
     names = {name: name.upper() for name in (*NAMES, *OTHERS)}
     rows = best_rows(table, names)
     assert len(rows) == 10 and rows[0] == ["REINFORCE", *["0.900 (0.900–0.900) at 2e-4"] * 6]
-    figure = draw_map(table, final(table), "", names)
+    figure = draw_map(table, names)
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert len(texts) == 10 * 3 * 6 and set(texts) == {".90", ".50"}
 
@@ -114,7 +114,7 @@ def test_what_is_not_made_yet_is_left_open():
     rows = {row[0]: row[1:] for row in best_rows(table, names)}
     assert rows["opmd"] == [*["0.900 (0.900–0.900) at 2e-4"] * 5, "–"]
     assert rows["grpo"] == ["0.500 (0.500–0.500) at 1e-4"] * 6
-    texts = [text.get_text() for axes in draw_map(table, final(table), "", names).figure.axes for text in axes.texts]
+    texts = [text.get_text() for axes in draw_map(table, names).figure.axes for text in axes.texts]
     assert texts.count("–") == 3 + 6
 
 

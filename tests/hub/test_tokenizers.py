@@ -387,18 +387,18 @@ def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names(
 
 
 @pytest.mark.parametrize(
-    "content, package, install",
+    "content, package",
     [
-        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "sentencepiece", r'"recjax\[sentencepiece\]"'),
-        (b"IQ== 0\nIg== 1\n", "tiktoken", "tiktoken"),
-        (b"", "sentencepiece", r'"recjax\[sentencepiece\]"'),
+        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "sentencepiece"),
+        (b"IQ== 0\nIg== 1\n", "tiktoken"),
+        (b"", "sentencepiece"),
     ],
 )
-def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monkeypatch, content, package, install):
+def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monkeypatch, content, package):
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words = rf"only as tokenizer.model, and the package {package} .*; pip install {install},"
+    words = rf"only as tokenizer.model, and the package {package} .*; pip install {package},"
     with pytest.raises(ValueError, match=words):
         load_tokenizer(tmp_path)
     llama_like().save_pretrained(tmp_path)

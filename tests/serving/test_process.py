@@ -174,7 +174,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
         "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
     )
     done = commands.run(["-c", block, "--run=x"])
-    assert done.returncode == 1 and 'pip install "recjax[serve]"' in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and 'pip install -e ".[serve]"' in done.stderr.splitlines()[-1]
 
 
 def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp_path):

@@ -41,7 +41,8 @@ def _package() -> ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ValueError(f"task.reasoning_gym needs a package: pip install recjax[reasoning_gym] ({error})") from error
+        install = 'pip install -e ".[reasoning_gym]"'
+        raise ValueError(f"task.reasoning_gym needs a package: {install} ({error})") from error
     return reasoning_gym
 
 
