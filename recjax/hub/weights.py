@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import transformers
 from jax.typing import ArrayLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import check_fields, decoder_config
@@ -117,7 +117,7 @@ def read_config(folder: Path) -> DecoderConfig:
         files = _files_of(folder)
         _check_layers(folder, written, files)
         try:
-            fields = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            fields = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
         except Exception as error:
             # transformers raises many exception types: missing fields, wrong types, failed validation.
             raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
