@@ -23,6 +23,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="recjax-compiled-", ignore_cleanup_errors=True)  # gone at exit
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("RECJAX_TEST_PROGRAMS", compiled.name)
+    # Checkpoints and stores wait for the disk, which takes most of a small run's time; memory does not let them wait.
+    if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"  # less takes as long to read
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of the time of small programs
@@ -127,8 +130,10 @@ def database_url():
         if os.getuid() == 0:
             shutil.chown(folder, "nobody")
         data, url = ["-D", f"{folder}/data"], f"postgresql://me@127.0.0.1:{port}"
-        subprocess.run([programs[-1] / "initdb", *data, "-U", "me", "--auth=trust"], check=True, **options)
-        server = subprocess.Popen([programs[-1] / "postgres", *data, "-p", port, "-k", folder], **options)
+        initdb = [programs[-1] / "initdb", *data, "-U", "me", "--auth=trust", "--no-sync"]
+        subprocess.run(initdb, check=True, **options)
+        # -F: it does not wait for the disk.
+        server = subprocess.Popen([programs[-1] / "postgres", *data, "-F", "-p", port, "-k", folder], **options)
         names = (f"s{number}" for number in itertools.count())
 
         def new() -> str:

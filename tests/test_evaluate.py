@@ -33,6 +33,18 @@ def finished(tmp_path_factory):
     return folder, config
 
 
+@pytest.fixture
+def picture():
+    """Asks for an evaluation's real picture."""
+
+
+@pytest.fixture(autouse=True)
+def quick_picture(request, monkeypatch):
+    """An empty file in place of an evaluation's picture, which takes as long as the evaluation."""
+    if "picture" not in request.fixturenames:
+        monkeypatch.setattr(command, "draw_evaluation", lambda *arguments: arguments[-1].write_bytes(b""))
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """What an evaluation wrote, but for its name in words and the picture."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".png"}
@@ -42,7 +54,7 @@ def without_name(numbers: dict) -> dict:
     return {key: value for key, value in numbers.items() if key not in ("model", "seen_in_training")}
 
 
-def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp_path):
+def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp_path, picture):
     folder, config = finished
     output, numbers = evaluate(config(), str(folder / "run"), str(tmp_path / "out"))
     assert {file.name for file in output.iterdir()} == {
@@ -51,6 +63,7 @@ def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp
         "results.json",
         "evaluation.png",
     }
+    assert (output / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     rows = pd.read_parquet(output / "samples.parquet")
     assert len(rows) == 40 and rows["problem"].tolist() == [place for place in range(10) for _ in range(4)]
     assert json.loads((output / "results.json").read_text()) == numbers

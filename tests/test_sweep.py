@@ -156,9 +156,9 @@ def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_p
         time.sleep(0.2)
     process.terminate()
     process.wait(timeout=60)
-    time.sleep(1)
+    time.sleep(0.3)
     lines = len(metrics.read_text().splitlines())
-    time.sleep(1)
+    time.sleep(0.7)  # longer than a step
     assert len(metrics.read_text().splitlines()) == lines < 2000  # no run goes on by itself
     arguments[1] = f"training.steps={lines + 5}"
     done = commands.run([*command, *arguments])

@@ -13,7 +13,6 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recjax.console import progress_bar
 from recjax.files import whole_folder
@@ -80,6 +79,9 @@ def export_model(
         written = json.loads((base / "config.json").read_text(encoding="utf-8"))
         fields = text_fields(written)
         if fields is not written:
+            # Not at module level: it imports torch where that is installed.
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
             fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:

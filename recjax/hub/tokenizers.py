@@ -12,8 +12,9 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import tokenizers
+import transformers
 from tokenizers import decoders
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
@@ -89,7 +90,8 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
     # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
     options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        # The name AutoTokenizer imports torch, if it is installed, for some seconds.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise a bare Exception for a damaged file.
         raise ValueError(

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import transformers
 from jax.typing import ArrayLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
@@ -118,11 +118,10 @@ def read_config(folder: Path) -> DecoderConfig:
         tensors = _tensors_of(folder, written)
         _check_layers(folder, text, tensors)
         try:
-            whole = written is text
-            made = (
-                AutoConfig.from_pretrained(folder, trust_remote_code=False) if whole else AutoConfig.for_model(**text)
-            )
-            fields = made.to_dict()
+            if text is written:
+                fields = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            else:
+                fields = transformers.AutoConfig.for_model(**text).to_dict()
         except Exception as error:
             # transformers raises many exception types: missing fields, wrong types, failed validation.
             raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -14,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.summary import text
 
 from recjax import hosts
 from recjax.config import Config
 from recjax.files import write_whole
+
+# tensorboardX imports torch if it can, which takes seconds; None stands for a module that cannot be imported.
+_hides_torch = sys.modules.setdefault("torch", None) is None
+from tensorboardX.event_file_writer import EventsWriter  # noqa: E402
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # noqa: E402
+from tensorboardX.proto.summary_pb2 import Summary  # noqa: E402
+from tensorboardX.summary import text  # noqa: E402
+
+if _hides_torch:
+    del sys.modules["torch"]
 
 logger = logging.getLogger(__name__)
 

@@ -44,6 +44,12 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(policy, "init_params", fail)
 
 
+@pytest.fixture
+def no_activations(monkeypatch):
+    """A function after whose call dry runs do not trace the update, which takes most of their time."""
+    return lambda: monkeypatch.setattr("recjax.planning.dry_run._activations", lambda *_: 1)
+
+
 def published(folder, name):
     """Overrides for a model of which there is only config.json."""
     folder.mkdir()
@@ -106,9 +112,10 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
         *(pytest.param(more, marks=pytest.mark.slow) for more in ([], ["model.freeze=[embedding]"])),
     ],
 )
-def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
+def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_activations):
     config = tiny(*options, "regime.sync_interval=2")
     result, (run, params) = dry_run(config), prepare(config)
+    no_activations()
     trained, frozen = split_params(params, config.model)
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
         lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
@@ -269,8 +276,9 @@ def test_checkpoints_hold_the_queue_too(tiny):
         ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
     ],
 )
-def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, override, reason):
+def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_activations, override, reason):
     tiny()
+    no_activations()
     path = str(tmp_path / "tiny.yaml")
     assert print_dry_run(path, ["output=x", override]) == 2
     assert reason in capsys.readouterr().err

@@ -194,7 +194,7 @@ async def of_a_module_too(prompts, completions, answers):
 def answering():
     """The address of a server that keeps its connections."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 

@@ -1,7 +1,5 @@
 """The tiny run's config for every test of training."""
 
-import os
-
 import pytest
 
 from recjax.config import load_config
@@ -19,19 +17,14 @@ def tiny(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def prompt_generators(tmp_path_factory):
-    """Generators of asynchronous runs get as much of the processor as others, and begin without torch.
+def prompt_generators():
+    """Generators of asynchronous runs with as much of the processor as others.
 
-    Ray gives them the lowest priority, at which they wait for all other tests, and transformers imports torch for two
-    seconds wherever it finds it.
+    Ray gives them the lowest priority, at which they wait for all other tests.
     """
-    commands.forks()  # whose processes may need torch
-    folder = tmp_path_factory.mktemp("without_torch")
-    (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['torch'] = None\n")
     with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(folder))
         patched.setenv("RAY_worker_niceness", "0")
-        patched.setenv("PYTHONPATH", f"{folder}{os.pathsep}{commands.ROOT}")
+        patched.setenv("PYTHONPATH", str(commands.ROOT))  # generators of a cluster import the tests' functions
         yield
 
 

@@ -256,11 +256,12 @@ def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_synchronous_run_never_imports_ray(tiny):
+def test_a_synchronous_run_imports_neither_ray_nor_torch(tiny):
     config = tiny("run", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0")
     program = (
         "import sys; from recjax.config import load_config; from tests.training.tiny_run import train;"
-        "rows = train(load_config(sys.argv[1], sys.argv[2:])); sys.exit(len(rows) != 2 or 'ray' in sys.modules)"
+        "rows = train(load_config(sys.argv[1], sys.argv[2:]));"
+        "sys.exit(len(rows) != 2 or bool({'ray', 'torch'} & {*sys.modules}))"
     )
     overrides = [f"output={config.output}", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0"]
     arguments = [str(Path(config.output).parent / "tiny.yaml"), *overrides]

@@ -32,6 +32,7 @@ REGIMES = {
     "both": ["regime.sync_interval=3", "regime.sync_offset=2"],
     "offline": ["regime.offline=true"],
 }
+WITHOUT_PAUSES = ["training.checkpoint_every=400", "evaluation.every=0"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
-    config = tiny("run", *REGIMES[regime], f"training.updates_per_batch={updates}", "training.steps=13")
+    options = [f"training.updates_per_batch={updates}", "training.steps=13", *WITHOUT_PAUSES]
+    config = tiny("run", *REGIMES[regime], *options)
     rows = count(config)
     expected = [expected_staleness(step, config.regime, updates) for step in range(1, 14)]
     assert [row["staleness"] for row in rows[1:]] == expected
@@ -95,7 +97,7 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("updates", [1, 3])
 def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
-    used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}"]
+    used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}", *WITHOUT_PAUSES]
 
     def sampled(run, weights, version, number):
         used.append((version, float(weights["checksum"][0])))
@@ -126,8 +128,8 @@ def at_a_terminal():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
-    options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
-    options += [f"training.updates_per_batch={updates}"]
+    options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
+    options += WITHOUT_PAUSES
     raises = Interrupted(5, lambda: signal.raise_signal(number))
     with pytest.raises(loop.Preempted, match="stopped after step 5; the same command resumes") as stopped:
         count(tiny("stopped", *options), raises)

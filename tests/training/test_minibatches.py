@@ -140,8 +140,9 @@ def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
 
 def test_the_first_of_several_passes_is_the_only_update_of_one():
     batch = off_policy_batch()
-    once = updated("decoupled_ppo", initial(), batch, Layout())
-    first = updated("decoupled_ppo", initial(), batch, Layout(), proximal=logprobs_of(initial(), batch))
+    layout = layout_of(batch, 0)  # whose program the double loop has compiled
+    once = updated("decoupled_ppo", initial(), batch, layout)
+    first = updated("decoupled_ppo", initial(), batch, layout, proximal=logprobs_of(initial(), batch))
     chex.assert_trees_all_close(first, once, rtol=1e-5, atol=1e-6)
 
 
@@ -154,25 +155,31 @@ def test_minibatch_gradients_add_up_to_that_of_the_batch(preset):
         params, metrics = updated(preset, initial(), batch, layout)
         return jax.tree.map(lambda before, after: before - after, initial(), params), metrics
 
+    kept = kept_tokens(preset, batch)
     whole, of_whole = gradient_and_tokens(Layout())
     total, tokens, rows = jax.tree.map(jnp.zeros_like, whole), 0, np.zeros(len(batch.rewards), int)
     for index in range(PASSES.minibatches):
         layout = layout_of(batch, index)
         rows += layout.rows
         part, measured = gradient_and_tokens(layout)
-        kept = kept_tokens(preset, batch, layout.rows)
-        total = jax.tree.map(lambda x, y, n=kept: x + n * y, total, part)
-        tokens += kept
+        count = int(kept[layout.rows].sum())
+        total = jax.tree.map(lambda x, y, n=count: x + n * y, total, part)
+        tokens += count
         assert 0 < measured["kept_fraction"] <= 1
-    assert (rows == 1).all() and tokens == kept_tokens(preset, batch, np.ones(len(rows), bool))
+    assert (rows == 1).all() and tokens == kept.sum()
     chex.assert_trees_all_close(total, jax.tree.map(lambda x: x * tokens, whole), rtol=1e-4, atol=1e-4)
 
 
-def kept_tokens(preset, batch, rows):
-    rewards, groups, mask = map(jnp.asarray, (batch.rewards, batch.group_ids, batch.completion_mask))
+def kept_tokens(preset, batch):
+    """The number of tokens that the algorithm keeps in each row."""
     algorithm = build_algorithm(preset, {})
-    terms = row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), completion_mask=mask)
-    return int((batch.completion_mask & np.asarray(terms.kept & rows)[:, None]).sum())
+
+    @jax.jit
+    def kept(rewards, groups, mask):
+        return row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), completion_mask=mask).kept
+
+    rows = kept(batch.rewards, batch.group_ids, batch.completion_mask)
+    return np.where(rows, batch.completion_mask.sum(-1), 0)
 
 
 SCORED = ["m2po", "bapo", "clip_cov", "high_entropy", "p3o"]
@@ -196,19 +203,17 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
         jnp.asarray, (batch.rewards, batch.group_ids, batch.completion_mask, batch.behavior_logprobs)
     )
     now, proximal = behavior + 0.5 * jnp.sign(behavior + 2.4), behavior - 1.0
-    scored = Scored(now, jnp.zeros_like(now), behavior)
-    rows = row_terms(
-        algorithm,
-        rewards,
-        groups,
-        mask.any(-1),
-        jax.random.key(0),
-        completion_mask=mask,
-        scored=scored,
-        proximal_logprobs=proximal,
-    )
+
+    @jax.jit
+    def terms_and_mask(now, proximal):
+        scored = Scored(now, jnp.zeros_like(now), behavior)
+        arrays = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
+        rows = row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), **arrays)
+        return rows, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask)
+
+    rows, expected = terms_and_mask(now, proximal)
     np.testing.assert_array_equal(rows.proximal_logprobs, jnp.where(mask, proximal, 0.0))
-    np.testing.assert_array_equal(rows.mask, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask))
+    np.testing.assert_array_equal(rows.mask, expected)
 
     def forward_passes(overrides, proximal):
         made = recipe("tis", 1.0)._replace(algorithm=build_algorithm("tis", overrides))
@@ -299,7 +304,8 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
 
 
 def test_a_replayed_batch_is_within_its_limit_in_its_last_update(tiny):
-    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=40", "evaluation.every=0"]
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=40"]
+    options += ["training.checkpoint_every=40", "evaluation.every=0"]
     replay = "experience.replay={max_staleness: 9, max_reuse: 4, draw_every: 2, keep_no_signal: true}"
     ages = [int(age) for row in count(tiny("run", *options, replay))[1:] for age in row["staleness_rows"]]
     assert max(ages) == 7 and min(ages) == 0

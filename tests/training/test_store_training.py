@@ -323,7 +323,7 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     waiting = [row._replace(reward=None, reward_parts=None) if i in (0, 1, 6) else row for i, row in enumerate(rows)]
     append_columns(tmp_path / "late", waiting)
     config = tiny("run", f"experience.store={tmp_path / 'late'}", "training.steps=1", "evaluation.every=0")
-    found = prepare(config)[0].stored
+    found = prepare(config, CountingLearner().initial_policy)[0].stored
     assert len(found.groups) == 4 * STEPS - 2
     assert {row.group_id for row in rows[:8]}.isdisjoint(group.id for group in found.groups)
     first = count(config)[0]
@@ -340,7 +340,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
         # Later overrides win.
         config = tiny("run", f"experience.store={folder}", *options)
         with pytest.raises(ValueError, match=message):
-            prepare(config)
+            prepare(config, CountingLearner().initial_policy)
         assert not Path(config.output).exists()
 
     pending = [row._replace(reward=None, reward_parts=None) for row in rows]
@@ -399,6 +399,6 @@ def test_versions_of_another_run_are_no_staleness(tiny, drawn, tmp_path):
     rows = [row._replace(policy_version=200) for row in read_columns(drawn)]
     append_columns(tmp_path / "later", rows)
     config = tiny("run", f"experience.store={tmp_path / 'later'}")
-    policy = prepare(tiny("plain"))[0].policy
+    policy = prepare(tiny("plain"), CountingLearner().initial_policy)[0].policy
     assert rows[0].tokenizer == tokenizer_name(policy.tokenizer)
     assert {row.policy_version for group in load_stored(config, policy).groups for row in group.completions} == {None}
