@@ -57,9 +57,9 @@ class Learner:
             return run.initial
         return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
 
-    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None) -> Layout:
+    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
-        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows)
+        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows, doublings)
 
     def proximal_logprobs(
         self, run: Run, trained: TrainState, batch: Batch, layouts: Iterable[Layout]

@@ -82,7 +82,7 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
             assert deadline is None or waited <= deadline
             assert ids(group) == ids(whole) or waited == deadline
             gone[group.id] = group
-    assert not queue.waiting and queue.batches == 23
+    assert not queue.waiting and queue.counts["batches"] == 23
     rows = sum(len(group.completions) for _, group in came.values())
     left = queue.counts
     assert rows == sum(len(group.completions) for group in gone.values()) + left["rows_without_reward"]
@@ -154,9 +154,9 @@ def test_what_is_sampled_early_joins_in_its_round():
     how, group = settings_with(), make_group(0)
     queue = put(Queue(1), Arrival([ungraded(group)], grades(group), 1, early=True), 0, how)
     queue = plain_and_back(deliver(wait_for_grades(queue)[0], 1, how))
-    assert [*counts(queue).values()][:3] == [0, 0, 0] and len(queue.waiting) == queue.batches == 1
+    assert [*counts(queue).values()][:3] == [0, 0, 0] and len(queue.waiting) == queue.counts["batches"] == 1
     queue = a_round(next_round(queue), 1, how)
-    assert [*counts(queue).values()][:3] == [1, 0, 1] and not queue.waiting and queue.batches == 1
+    assert [*counts(queue).values()][:3] == [1, 0, 1] and not queue.waiting and queue.counts["batches"] == 1
 
 
 def test_groups_of_graded_completions_wait_for_their_round_too():
