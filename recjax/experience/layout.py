@@ -215,7 +215,8 @@ def choose_layout(
         packed, work = packed_into(shapes[0])
         return Layout(1, packed, rows, minibatches) if _saves(decoder.config, padded, *work) else in_parts
     if doublings is None:
-        doublings = min(range(len(shapes)), key=lambda each: _flops(decoder.config, *packed_into(shapes[each])[1]))
+        flops = [_flops(decoder.config, *packed_into(shape)[1]) for shape in shapes]
+        doublings = next(number for number, each in enumerate(flops) if each <= 1.1 * min(flops))
     packed, _ = packed_into(shapes[min(doublings, len(shapes) - 1)])
     return Layout(1, packed, rows, minibatches, doublings)
 

@@ -90,7 +90,7 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
     # What did not go in time got its reward after all, and too late.
     assert left["rewards_too_late"] == left["rows_without_reward"]
     if deadline is None:
-        assert left == Counter(used_up=len(gone))
+        assert left == Counter(used_up=len(gone), batches=23)
 
 
 def test_a_group_goes_when_whole_in_the_order_it_came():
@@ -182,7 +182,7 @@ def test_completions_that_could_not_be_graded_are_counted_when_delivered():
     how, group = settings_with(), make_group(0, (0.0, 0.0, 0.0))
     failed = [Grade(0.0, None, False, failure) for failure in ("none", "timeout", "timeout")]
     queue = a_round(put(Queue(1), Arrival([ungraded(group)], failed, 1), 0, how), 1, how)
-    assert queue.counts == {"ungraded/none": 1, "ungraded/timeout": 2}
+    assert queue.counts == {"ungraded/none": 1, "ungraded/timeout": 2, "batches": 1}
 
 
 def test_completions_whose_reward_is_none_leave_and_are_counted():
@@ -193,7 +193,8 @@ def test_completions_whose_reward_is_none_leave_and_are_counted():
     queue = deliver(queue, 1, how)
     assert [[grade.reward for grade in grades(entry.group)] for entry in queue.ready] == [[1.0, 2.0]]
     assert not queue.waiting
-    assert queue.counts == {"ungraded/no_reward": 1, "rows_without_reward": 3, "groups_without_reward": 1}
+    expected = {"ungraded/no_reward": 1, "rows_without_reward": 3, "groups_without_reward": 1, "batches": 1}
+    assert queue.counts == expected
 
 
 def test_the_oldest_weights_go_first_where_batches_come_in_any_order():

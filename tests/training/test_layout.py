@@ -87,5 +87,5 @@ def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_wor
 
 def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
     uneven = with_lengths([2] * 64)
-    assert any(map(shares_tokens, np.concatenate(packed(config(), uneven).ends)))
-    assert not any(map(shares_tokens, np.concatenate(packed(config(), uneven, attention="splash").ends)))
+    assert shares_tokens(uneven, packed(config(), uneven))
+    assert not shares_tokens(uneven, packed(config(), uneven, attention="splash"))
