@@ -141,21 +141,26 @@ def pack(
         batch: rows grouped by prompt, equally many per prompt; they may have no tokens.
         shape: shape of the micro-batches, whose rows have room for any of the sequences.
         together: a number for each row of the batch; rows with equal numbers go into one micro-batch. None: any.
-        share: whether sequences in a row share a common prefix; if not, each sequence repeats the prefix, as attention
-            kernels that support only segments require.
+        share: whether sequences in a row share their common beginning; if not, each sequence has its own copy, as the
+            splash kernel requires.
         most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
         grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:
         ValueError: a micro-batch is too small for what goes together.
     """
-    sequences = _sequences(batch, share)
-    units = _units(batch, sequences.lengths, together)
+    sequences, members = _sequences(batch, share), {}
+    lengths, groups = sequences.lengths, batch.group_ids
+    for row in sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row]):
+        members.setdefault(row if together is None else int(together[row]), []).append(row)
+    # The largest groups come first, and in a group the longest sequences; those with a common prompt follow each other.
+    sizes = np.bincount(groups, lengths)[groups]
+    units = sorted(members.values(), key=lambda unit: (-sizes[unit[0]], groups[unit[0]], -lengths[unit].sum()))
     for unit in units if together is not None else ():
         while _first_fit(sequences, [unit], shape, 1) is None:
             if not grow:
                 raise ValueError(
                     f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
-                    f" tokens, but rows of {', '.join(str(sequences.lengths[index]) for index in unit)} tokens belong"
+                    f" tokens, but rows of {', '.join(str(lengths[index]) for index in unit)} tokens belong"
                     f" to one {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
                     " together; raise it"
                 )
@@ -178,21 +183,6 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
         common = np.equal(*(tokens[each][: min(len(tokens[row]), len(tokens[other]))] for each in (row, other)))
         shared[rank] = max((len(common) if common.all() else common.argmin()) - 1, 0)
     return _Sequences(tokens, sequence_lengths(batch), np.argsort(order), shared)
-
-
-def _units(batch: Batch, lengths: np.ndarray, together: np.ndarray | None) -> list[list[int]]:
-    """Groups of sequence indices that go into one micro-batch, without empty sequences, in the order of packing.
-
-    The largest groups come first, so that sequences with a common prompt follow each other, and long sequences come
-    before short ones.
-    """
-    rows = sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row])
-    units = {}
-    for row in rows:
-        units.setdefault(row if together is None else int(together[row]), []).append(row)
-    tokens = np.bincount(batch.group_ids, lengths)
-    groups = [(-tokens[group], group) for group in batch.group_ids]
-    return sorted(units.values(), key=lambda unit: (groups[unit[0]], -lengths[unit].sum()))
 
 
 def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, most: int) -> np.ndarray | None:

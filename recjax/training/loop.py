@@ -104,9 +104,8 @@ def train(
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
-            weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                weighted = with_part_weights(learned, weights)
+                weighted = with_part_weights(learned, run.part_weights if algorithm.reads("reward_parts") else None)
                 layout = _layout(run, state, learned, groups, step)
                 state = state._replace(totals=state.totals | {"row_doublings": layout.doublings})
                 proximal = state.proximal_logprobs

@@ -32,9 +32,10 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
     )
 
 
-def packed(config, batch, shape=SMALL, **options):
+def packed(config, batch, shape=SMALL, doublings=None, **options):
     recipe = recipe_of(config, Decoder(shape, **options))
-    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch)
+    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch, None, doublings)
+    assert doublings in (None, layout.doublings)
     assert (layout.parts == 1) if layout.packed else layout.count == config.micro_batches(batch.shape.positions)
     return layout.packed
 
@@ -75,14 +76,16 @@ def test_what_an_algorithm_reads_together_stays_padded(config):
 
 
 def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_work(config):
-    def row_tokens(prompt, shape=SMALL):
+    def row_tokens(prompt, shape=SMALL, doublings=None):
         one = with_lengths([40] * 64, prompts=64, group=1, prompt_time=207, time=207)
         one.prompt_mask[:] = np.arange(207) < prompt
         agents = one._replace(trajectories=np.arange(64), token_mask=one.completion_mask)
-        return packed(config("training.micro_batch_prompts=1"), agents, shape).tokens.shape[-1]
+        return packed(config("training.micro_batch_prompts=1"), agents, shape, doublings).tokens.shape[-1]
 
     assert row_tokens(139) > 2 * 207 > row_tokens(1)
     assert row_tokens(139, TINY_DECODER) < row_tokens(139)
+    # Later batches have the row length that the first one chose.
+    assert row_tokens(1, doublings=1) == row_tokens(139) and row_tokens(139, doublings=0) == row_tokens(1)
 
 
 def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
