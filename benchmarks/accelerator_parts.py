@@ -51,7 +51,7 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
-from recjax.planning.programs import PROGRAMS, beside, compiled, plan
+from recjax.planning.programs import beside, compiled, plan, programs_of
 from recjax.planning.targets import load_target
 from recjax.training.update import Recipe, TrainState, recipe_of, update
 
@@ -228,7 +228,8 @@ def prediction() -> None:
     for name, shape in (("0.5B", HALF), ("1.5B", LARGE)):
         with attempt(name), tempfile.TemporaryDirectory() as folder:
             planned = plan(config_of(shape, "bfloat16", Path(folder)), load_target("host"))
-            note(**{name: {part: compiled(planned, part).needed + beside(planned, part) for part in PROGRAMS}})
+            parts = programs_of(planned.config)
+            note(**{name: {part: compiled(planned, part).needed + beside(planned, part) for part in parts}})
 
 
 PARTS: dict[str, Callable[[], None]] = {

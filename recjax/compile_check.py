@@ -1,10 +1,10 @@
-"""Compiles a run's sampling and update ahead of time, to tell if they fit a device before you rent it.
+"""Compiles a run's large programs ahead of time, to tell if they fit a device before you rent it.
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 
 The check runs no program and reads no weights, only the model's config.json. It needs no TPU or GPU; install their
 compilers with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
-devices. The exit status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does
+devices. The exit status is 0 if all programs fit, 1 if not, and 2 for an invalid config or topology. If a program does
 not fit, the command lists changes of the config that need less memory, the cheapest first.
 """
 
@@ -21,7 +21,7 @@ from recjax.console import command, plain_console, start
 from recjax.models.decoder import REMAT
 from recjax.models.placement import bytes_on_device
 from recjax.planning.dry_run import count
-from recjax.planning.programs import PROGRAMS, Plan, Program, beside, compiled, micro_batches_of, plan
+from recjax.planning.programs import Plan, Program, beside, compiled, micro_batches_of, plan, programs_of
 from recjax.planning.sampling import cache_bytes, most_completions
 from recjax.planning.targets import GIB, larger_slices, load_target
 
@@ -57,14 +57,14 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         return 2
     show_plan(console, planned)
     programs = {}
-    for name in PROGRAMS:
+    for name in programs_of(planned.config):
         console.print(f"compiling {name} for {target.name} …")
         programs[name] = compiled(planned, name)
         console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
-    peaks = {name: programs[name].needed + beside(planned, name) for name in PROGRAMS}
+    peaks = {name: program.needed + beside(planned, name) for name, program in programs.items()}
     show_memory(console, planned, programs, peaks)
     show_collectives(console, programs)
-    too_large = {name for name in PROGRAMS if programs[name].refusal or peaks[name] > target.memory}
+    too_large = {name for name, program in programs.items() if program.refusal or peaks[name] > target.memory}
     if not too_large:
         console.print(f"fits {topology}")
         return 0
@@ -83,7 +83,7 @@ def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
     if mesh["data"] > 1:
         change = f"mesh.data=1 mesh.fsdp={mesh['data'] * mesh['fsdp']}"
         changes.append((change, "devices exchange weights more often"))
-    if "update" in too_large:
+    if too_large - {"sample"}:
         costs = {"dots": "recomputes all but projections", "full": "recomputes every layer"}
         later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
         changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
@@ -120,27 +120,28 @@ def _axes(mesh: Mesh) -> str:
 
 def show_memory(console: Console, planned: Plan, programs: dict[str, Program], peak_bytes: dict[str, int]) -> None:
     """Prints each program's memory on a device, by purpose, and its costs."""
-    table = Table("on each device", *PROGRAMS, title="GiB, and costs of a step")
+    table = Table("on each device", *programs, title="GiB, and costs of a step")
     for name, tree in planned.held.items():
         if size := bytes_on_device(tree):
-            table.add_row(name, *(_gib(size) for _ in PROGRAMS))
+            table.add_row(name, *(_gib(size) for _ in programs))
     cache = cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
     moved = planned.sampling_plan.moved
     if moved:
-        table.add_row("weights of the sampling mesh", _gib(moved), "")
-    table.add_row("keys and values", _gib(cache), "")
-    rest = {"sample": programs["sample"].temporaries - cache - moved, "update": programs["update"].temporaries}
-    shown = ["unknown" if programs[name].refusal else _gib(max(rest[name], 0)) for name in PROGRAMS]
+        table.add_row("weights of the sampling mesh", _gib(moved))
+    table.add_row("keys and values", _gib(cache))
+    rest = {name: program.temporaries for name, program in programs.items()}
+    rest["sample"] -= cache + moved
+    shown = ["unknown" if program.refusal else _gib(max(rest[name], 0)) for name, program in programs.items()]
     table.add_row("activations and other temporaries", *shown)
-    peaks = [("over " if programs[name].refusal else "") + _gib(peak_bytes[name]) for name in PROGRAMS]
+    peaks = [("over " if program.refusal else "") + _gib(peak_bytes[name]) for name, program in programs.items()]
     table.add_row("peak", *peaks, end_section=True)
-    table.add_row("available", *(_gib(planned.target.memory) for _ in PROGRAMS))
-    table.add_row("TFLOPs of matmuls", *(f"{programs[name].flops / 1e12:.3g}" for name in PROGRAMS))
-    table.add_row("seconds to compile", *(f"{programs[name].seconds:.0f}" for name in PROGRAMS))
+    table.add_row("available", *(_gib(planned.target.memory) for _ in programs))
+    table.add_row("TFLOPs of matmuls", *(f"{program.flops / 1e12:.3g}" for program in programs.values()))
+    table.add_row("seconds to compile", *(f"{program.seconds:.0f}" for program in programs.values()))
     console.print(table)
-    for name in PROGRAMS:
-        if programs[name].refusal:
-            console.print(f"{name}: {programs[name].refusal}")
+    for name, program in programs.items():
+        if program.refusal:
+            console.print(f"{name}: {program.refusal}")
 
 
 def _gib(size: int) -> str:

@@ -11,7 +11,7 @@ from recjax.models.decoder import init_params
 from recjax.models.placement import bytes_on_device, param_shardings
 from recjax.planning import programs as ahead
 from recjax.planning.dry_run import dry_run
-from recjax.planning.programs import PROGRAMS, plan
+from recjax.planning.programs import plan
 from recjax.planning.sampling import cache_bytes
 from recjax.planning.targets import GIB, has_gpu_compiler, load_target
 from recjax.training.update import make_optimizer
@@ -72,7 +72,9 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
 @pytest.mark.slow
 def test_too_large_is_status_1_and_the_first_change_named_makes_it_fit(file, planned, remembered, monkeypatch, capsys):
     monkeypatch.setattr(compile_check, "compiled", remembered)
-    peaks = {name: remembered(planned(*LARGE), name).needed + ahead.beside(planned(*LARGE), name) for name in PROGRAMS}
+    made = planned(*LARGE)
+    names = ahead.programs_of(made.config)
+    peaks = {name: remembered(made, name).needed + ahead.beside(made, name) for name in names}
     assert peaks["sample"] < peaks["update"]
     memory = (peaks["update"] - 512) / GIB
     assert compile_check.check(file, "host", LARGE, memory=memory) == 1
@@ -128,7 +130,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
 def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
     traced = ahead.traced_update(planned("training.tokens_per_micro_batch=32"))
     batch = traced.args_info[0][5].packed
-    assert batch.tokens.shape == (4, 4, 8) and batch.first.shape == (4, 16)
+    assert batch.tokens.shape == (4, 4, 8) and batch.places.shape == (16, 3)
 
 
 @pytest.mark.slow
@@ -141,7 +143,9 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     assert batch.prompts.shape[0] == 16 and layout.rows.shape == (64,) and layout.minibatches == 2
     assert proximal.shape == batch.completions.shape
     if packs:
-        assert layout.packed.tokens.shape == (8, 4, 8) and layout.packed.first.shape == (8, 64)
+        assert layout.packed.tokens.shape == (8, 4, 8) and layout.packed.places.shape == (64, 3)
+    of_layout, _, params, scored, _, _ = ahead.traced_score(made).args_info[0]
+    assert str((of_layout, scored)) == str((layout, batch)) and jax.tree.structure(params).num_leaves > 5
     one = planned("training.updates_per_batch=2")
     assert ahead.traced_update(one).args_info[0][5].rows is None is ahead.traced_update(one).args_info[0][7]
 

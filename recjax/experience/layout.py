@@ -17,7 +17,7 @@ from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.logprobs import completion_logprobs, completions_of_packed, packed_logprobs
+from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import Sampling
 
@@ -29,7 +29,7 @@ LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["packed", "rows"], meta_fields=["parts", "minibatches"]
+    jax.tree_util.register_dataclass, data_fields=["packed", "rows"], meta_fields=["parts", "minibatches", "doublings"]
 )
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -39,12 +39,14 @@ class Layout:
     packed: micro-batches of packed rows. None: each part is a micro-batch, in which each prompt runs once for its rows.
     rows: mask of the rows in the update's minibatch, [batch], with whole groups; None: all rows.
     minibatches: number of minibatches of the batch. Static under jit.
+    doublings: how often packed rows doubled their length, to have room for common beginnings. Static under jit.
     """
 
     parts: int = 1
     packed: Packed | None = None
     rows: Any = None
     minibatches: int = 1
+    doublings: int = 0
 
     @property
     def count(self) -> int | Int[np.ndarray | Array, ""]:
@@ -72,10 +74,11 @@ def micro_batch_logprobs(
     if layout.packed is None:
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
         return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
-    *sequences, first = jax.tree.map(lambda x: x[index], layout.packed[:-1])
-    sequences = jax.tree.map(lambda x: constrain(x, ROWS), sequences)
-    values = packed_logprobs(decoder, params, *sequences, sampling=sampling, chunk=chunk)
-    return tuple(completions_of_packed(x, first, part.completion_mask) for x in values)
+    *rows, places, _ = layout.packed
+    rows = [constrain(x[index], ROWS) for x in rows]
+    places = jnp.where(part.completion_mask, places - index * rows[0].size, 0)
+    values = packed_logprobs(decoder, params, *rows, sampling=sampling, chunk=chunk)
+    return tuple(jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in values)
 
 
 def over_micro_batches(
@@ -117,8 +120,8 @@ def over_micro_batches(
         place = index if layout.packed is None else 0
         part, part_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), parts)
         if layout.packed is not None:
-            here = layout.packed.first[index] >= 0
-            part = part._replace(completion_mask=part.completion_mask & here[:, None])
+            here = layout.packed.places // layout.packed.tokens[0].size == index
+            part = part._replace(completion_mask=part.completion_mask & here)
         more, values = of_micro_batch(part, part_rows, index)
 
         def with_part(whole: Array, values: Array) -> Array:
@@ -164,7 +167,12 @@ def score(
 
 
 def choose_layout(
-    config: Config, algorithm: Algorithm, decoder: Decoder, batch: Batch, rows: Bool[np.ndarray, " batch"] | None = None
+    config: Config,
+    algorithm: Algorithm,
+    decoder: Decoder,
+    batch: Batch,
+    rows: Bool[np.ndarray, " batch"] | None = None,
+    doublings: int | None = None,
 ) -> Layout:
     """The layout of an update.
 
@@ -173,6 +181,8 @@ def choose_layout(
 
     Args:
         rows: rows of the update's minibatch; see `minibatch_rows`.
+        doublings: the value of the run's first layout, so that all updates are one compiled program; None: choose the
+            value that is least work for this batch.
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
@@ -188,9 +198,12 @@ def choose_layout(
     if optional and (compares or too_small or not _saves(decoder.config, padded, least, least, least)):
         return in_parts
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
-    share = decoder.attention != "splash"  # the splash kernel supports only segments
+    share = decoder.attention != "splash"  # the splash kernel supports no common beginnings
     most = padded.prompts if compares and padded.group is not None else None
-    shape = shape_for(config, padded, shards)
+    shapes = [shape_for(config, padded, shards)]
+    # Longer rows have room for several sequences with a common beginning, at the price of more attention.
+    while padded.group is None and shapes[-1].rows >= 2 * shards and 2 * shapes[-1].tokens <= LEAST_TOKENS:
+        shapes.append(row_shape(shapes[-1].rows * shapes[-1].tokens, 2 * shapes[-1].tokens, multiple=shards))
 
     def packed_into(shape: RowShape) -> tuple[Packed, tuple[int, int, int]]:
         count = most or -(-padded.rows // shape.rows)
@@ -198,17 +211,14 @@ def choose_layout(
         positions = packed.count.item() * packed.tokens[0].size
         return packed, (positions, positions * shape.tokens, positions)
 
-    packed, work = packed_into(shape)
     if optional:
+        packed, work = packed_into(shapes[0])
         return Layout(1, packed, rows, minibatches) if _saves(decoder.config, padded, *work) else in_parts
-    # Longer rows have room for several sequences with a common beginning, at the price of more attention.
-    while padded.group is None and shape.rows >= 2 * shards and 2 * shape.tokens <= LEAST_TOKENS:
-        shape = row_shape(shape.rows * shape.tokens, 2 * shape.tokens, multiple=shards)
-        other, less = packed_into(shape)
-        if _flops(decoder.config, *less) > 0.9 * _flops(decoder.config, *work):
-            break
-        packed, work = other, less
-    return Layout(1, packed, rows, minibatches)
+    if doublings is None:
+        flops = [_flops(decoder.config, *packed_into(shape)[1]) for shape in shapes]
+        doublings = next(number for number, each in enumerate(flops) if each <= 1.1 * min(flops))
+    packed, _ = packed_into(shapes[min(doublings, len(shapes) - 1)])
+    return Layout(1, packed, rows, minibatches, doublings)
 
 
 def _saves(config: DecoderConfig, shape: Shape, positions: int, pairs: int, scores: int) -> bool:
@@ -240,7 +250,7 @@ def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:
         filled: number of padding prompts at the end of the batch; they do not count.
     """
     if layout.packed is not None:
-        computed = layout.packed.segments[: layout.packed.count]
+        computed = layout.packed.ends[: layout.packed.count]
         return 1 - (computed > 0).mean().item() if computed.size else 0.0
     completions, prompts = np.maximum(batch.completion_mask.sum(-1) - 1, 0), batch.prompt_mask.sum(-1)
     if layout.rows is not None:

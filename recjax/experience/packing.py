@@ -1,6 +1,6 @@
 """Packs the sequences of a batch end to end into rows, to save the update from padding. On the host, in NumPy."""
 
-from collections.abc import Sequence
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -25,38 +25,47 @@ class RowShape(NamedTuple):
 class Packed(NamedTuple):
     """A batch in rows of equal length, as host arrays; a sequence is a prompt and one completion.
 
-    Shapes: `first` [micro_batches, batch], `count` scalar, all other fields [micro_batches, rows, row_tokens].
+    Sequences in a row run a common beginning once: a row is a tree, written depth first. A token follows, for each
+    smaller position, the latest token of that position.
 
-    positions, targets: position of each token in its own sequence, and the token that follows it.
-    segments: number of each token's stretch within its row, from 1; 0 at padding. A stretch is a whole sequence, a
-        prefix that completions of a prompt share, or the own tokens of a completion, from the last prompt token on.
-    prefixes: segment of the shared prefix, for own tokens of a completion; for other tokens their own segment. None if
-        all stretches are whole sequences.
-    first: position in the micro-batch, rows end to end, where the target is the completion's first token; -1 in other
-        micro-batches, and for completions without tokens.
+    Shapes: `places` [batch, time], `count` scalar, all other fields [micro_batches, rows, row_tokens].
+
+    positions, targets: position of each token in its sequences, and the token that follows it there.
+    ends: index in the row after the last token that follows this token in a sequence; 0 at padding.
+    places: index of the token that predicts each completion token, with all rows of all micro-batches end to end; -1 at
+        padding and for completions without tokens.
     count: number of micro-batches with sequences; further micro-batches keep shapes equal from batch to batch.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
-    segments: np.ndarray
     targets: np.ndarray
-    prefixes: np.ndarray | None
-    first: np.ndarray
+    ends: np.ndarray
+    places: np.ndarray
     count: np.ndarray
 
 
 class _Sequences(NamedTuple):
-    """The sequence of each completion in a batch: a prefix, which sequences with equal prefixes share, and own tokens.
+    """The sequence of each completion in a batch.
 
-    tokens: whole sequences; all other fields are [batch]. prefix: number of the prefix. before: length of the prefix.
-    own: number of own tokens without the last, which is only a target; 0 for completions without tokens.
+    tokens: whole sequences; all other fields are [batch].
+    lengths: tokens to run: all but the last, which is only a target; 0 for completions without tokens.
+    ranks: rank of each sequence in the order of their tokens, in which sequences that begin alike are neighbors.
+    shared: by rank, the number of tokens that a sequence shares with its predecessor. The last common token is not
+        shared, because different tokens may follow it.
     """
 
     tokens: list[np.ndarray]
-    prefix: np.ndarray
-    before: np.ndarray
-    own: np.ndarray
+    lengths: np.ndarray
+    ranks: np.ndarray
+    shared: np.ndarray
+
+    def shared_with(self, index: int) -> Int[np.ndarray, " batch"]:
+        """The number of tokens that each sequence shares with one of them."""
+        rank = self.ranks[index]
+        before = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
+        after = np.minimum.accumulate(self.shared[rank + 1 :])
+        return np.concatenate([before, self.lengths[[index]], after])[self.ranks]
 
 
 def row_shape(
@@ -132,132 +141,108 @@ def pack(
         batch: rows grouped by prompt, equally many per prompt; they may have no tokens.
         shape: shape of the micro-batches, whose rows have room for any of the sequences.
         together: a number for each row of the batch; rows with equal numbers go into one micro-batch. None: any.
-        share: whether sequences in a row share a common prefix; if not, each sequence repeats the prefix, as attention
-            kernels that support only segments require.
+        share: whether sequences in a row share their common beginning; if not, each sequence has its own copy, as the
+            splash kernel requires.
         most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
         grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:
         ValueError: a micro-batch is too small for what goes together.
     """
-    sequences, rows = _sequences(batch, share), np.arange(len(batch.completions))
-    units = rows[:, None] if together is None else [rows[together == each] for each in np.unique(together)]
+    sequences, members = _sequences(batch, share), {}
+    lengths, groups = sequences.lengths, batch.group_ids
+    for row in sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row]):
+        members.setdefault(row if together is None else int(together[row]), []).append(row)
+    # The largest groups come first, and in a group the longest sequences; those with a common prompt follow each other.
+    sizes = np.bincount(groups, lengths)[groups]
+    units = sorted(members.values(), key=lambda unit: (-sizes[unit[0]], groups[unit[0]], -lengths[unit].sum()))
     for unit in units if together is not None else ():
         while _first_fit(sequences, [unit], shape, 1) is None:
             if not grow:
-                lengths = np.sort(sequence_lengths(batch)[unit])[::-1]
                 raise ValueError(
                     f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
-                    f" tokens, but rows of {', '.join(map(str, lengths[lengths > 0]))} tokens belong to one"
-                    f" {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
+                    f" tokens, but rows of {', '.join(str(lengths[index]) for index in unit)} tokens belong"
+                    f" to one {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
                     " together; raise it"
                 )
             shape = shape._replace(rows=2 * shape.rows)
-    most = most or -(-len(rows) // shape.rows)
-    while (places := _first_fit(sequences, units, shape, most)) is None:
+    most = most or -(-len(batch.completions) // shape.rows)
+    while (row_of := _first_fit(sequences, units, shape, most)) is None:
         most *= 2
-    return _laid_out(batch, sequences, shape, most, places, share)
+    return _laid_out(batch, sequences, shape, most, row_of)
 
 
 def _sequences(batch: Batch, share: bool) -> _Sequences:
-    """Splits sequences: a prefix ends before the token that predicts the first sampled one; empty without `share`."""
-    lengths = sequence_lengths(batch)
-    per_prompt = len(batch.completions) // len(batch.prompts)
-    prompts = batch.prompt_mask.sum(-1).repeat(per_prompt)
-    before = np.where((lengths > 0) & share, prompts - 1 + batch.completion_mask.argmax(-1), 0)
-    of_prompts = [tokens[mask] for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
-    own = [tokens[mask] for tokens, mask in zip(batch.completions, batch.real_tokens, strict=True)]
-    tokens = [np.concatenate([of_prompts[index // per_prompt], each]) for index, each in enumerate(own)]
-    numbers = {}
-    prefix = [
-        numbers.setdefault(own[:count].tobytes(), len(numbers)) for own, count in zip(tokens, before, strict=True)
-    ]
-    return _Sequences(tokens, np.array(prefix), before, lengths - before)
+    """The sequences of a batch; without `share` they share no tokens."""
+    per_prompt, rows = len(batch.completions) // len(batch.prompts), range(len(batch.completions))
+    prompts = [tokens[mask] for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
+    completions = [tokens[mask] for tokens, mask in zip(batch.completions, batch.real_tokens, strict=True)]
+    tokens = [np.concatenate([prompts[row // per_prompt], completions[row]]) for row in rows]
+    order = sorted(rows, key=lambda row: tokens[row].astype(">i4").tobytes())
+    shared = np.zeros(len(rows), int)
+    for rank, (row, other) in enumerate(itertools.pairwise(order), 1) if share else ():
+        common = np.equal(*(tokens[each][: min(len(tokens[row]), len(tokens[other]))] for each in (row, other)))
+        shared[rank] = max((len(common) if common.all() else common.argmin()) - 1, 0)
+    return _Sequences(tokens, sequence_lengths(batch), np.argsort(order), shared)
 
 
-def _laid_out(
-    batch: Batch, sequences: _Sequences, shape: RowShape, most: int, places: dict[int, int], share: bool
-) -> Packed:
-    """The packed batch, with each sequence in its row from `_first_fit`."""
-    rows, first = np.zeros((5, most * shape.rows, shape.tokens), np.int32), np.full((most, len(sequences.own)), -1)
-    used, stretches = np.zeros((2, most * shape.rows), int)
-    prefixes: dict[tuple[int, int], int] = {}
+def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, most: int) -> np.ndarray | None:
+    """The row of each sequence, with the rows of all micro-batches end to end; None if the sequences do not fit.
 
-    def write(row: int, tokens: np.ndarray, position: int, prefix: int | None) -> int:
-        """Appends a stretch to a row and returns its segment number."""
-        start, length = used[row], len(tokens) - 1
-        stretches[row] += 1
-        used[row] += length
-        own = int(stretches[row])
-        laid = tokens[:-1], position + np.arange(length), np.full(length, own), tokens[1:]
-        rows[:, row, start : start + length] = *laid, np.full(length, own if prefix is None else prefix)
-        return own
-
-    for index, row in places.items():
-        sequence, before = sequences.tokens[index], int(sequences.before[index])
-        shared = row, int(sequences.prefix[index])
-        if before and shared not in prefixes:
-            prefixes[shared] = write(row, sequence[: before + 1], 0, None)
-        # The last prompt token predicts the first completion token.
-        asked = len(sequence) - batch.real_tokens[index].sum() - 1
-        first[row // shape.rows, index] = row % shape.rows * shape.tokens + used[row] + asked - before
-        write(row, sequence[before:], before, prefixes.get(shared))
-    count = max((row // shape.rows + 1 for row in places.values()), default=0)
-    packed = Packed(*rows.reshape(5, most, *shape), first.astype(np.int32), np.array(count, np.int32))
-    return packed if share else packed._replace(prefixes=None)
-
-
-def _first_fit(
-    sequences: _Sequences, units: Sequence[np.ndarray] | np.ndarray, shape: RowShape, most: int
-) -> dict[int, int] | None:
-    """The row of each non-empty sequence, in packing order, by first-fit decreasing; None if they do not fit.
-
-    Sequences with the same prefix are placed consecutively, in a row that already has the prefix if there is room.
+    Each sequence goes where it takes the fewest tokens, so preferably next to sequences that begin alike.
 
     Args:
-        units: groups of sequence indices; each group goes into one micro-batch.
         most: number of micro-batches.
     """
-    free = np.full((most, shape.rows), shape.tokens)
-    held = np.zeros((most, shape.rows, sequences.prefix.max(initial=0) + 1), bool)
-    by_prefix = np.bincount(sequences.prefix, sequences.own)
-    largest = [max(sequences.prefix[unit], key=by_prefix.__getitem__) for unit in units]
-    sizes = [(-by_prefix[own], own, -sequences.own[unit].sum()) for own, unit in zip(largest, units, strict=True)]
-    places: dict[int, int] = {}
-    for number in sorted(range(len(units)), key=sizes.__getitem__):
-        unit = [index for index in map(int, units[number]) if sequences.own[index]]
-        unit.sort(key=lambda index: -sequences.own[index])
-        if not unit:
-            continue
-        needed = _needed(sequences, unit[0], held)
-        cheapest = np.where(free >= needed, needed, shape.tokens + 1).min(-1)
-        for micro_batch in np.argsort(cheapest, kind="stable"):
-            if cheapest[micro_batch] > shape.tokens:
-                return None
-            left = free[micro_batch].copy(), held[micro_batch].copy()
-            rows = _rows_for(sequences, unit, *left)
-            if rows is not None:
+    free, row_of = np.full(most * shape.rows, shape.tokens), np.full(len(sequences.lengths), -1)
+
+    def needed(index: int) -> np.ndarray:
+        """Tokens that a sequence takes in each row; more than a row has where there is no room."""
+        placed, shared = np.flatnonzero(row_of >= 0), np.zeros(len(free), int)
+        np.maximum.at(shared, row_of[placed], sequences.shared_with(index)[placed])
+        tokens = sequences.lengths[index] - shared
+        return np.where(tokens <= free, tokens, shape.tokens + 1)
+
+    def fits(unit: list[int], rows: slice) -> bool:
+        """Places a unit in a micro-batch, as far as there is room."""
+        for index in unit:
+            tokens = needed(index)[rows]
+            row = int(tokens.argmin())
+            if tokens[row] > shape.tokens:
+                return False
+            row_of[index] = rows.start + row
+            free[rows.start + row] -= tokens[row]
+        return True
+
+    for unit in units:
+        least = needed(unit[0]).reshape(most, -1).min(-1)
+        for micro_batch in np.argsort(least, kind="stable"):
+            before = free.copy(), row_of.copy()
+            rows = slice(micro_batch * shape.rows, (micro_batch + 1) * shape.rows)
+            if fits(unit, rows):
                 break
+            free[:], row_of[:] = before
         else:
             return None
-        free[micro_batch], held[micro_batch] = left
-        places.update((int(index), int(micro_batch * shape.rows + row)) for index, row in zip(unit, rows, strict=True))
-    return places
+    return row_of
 
 
-def _needed(sequences: _Sequences, index: int, held: np.ndarray) -> np.ndarray:
-    """Tokens that a sequence would take in each row; `held` marks the prefixes that each row already has."""
-    return sequences.own[index] + np.where(held[..., sequences.prefix[index]], 0, sequences.before[index])
-
-
-def _rows_for(sequences: _Sequences, unit: Sequence[int], free: np.ndarray, held: np.ndarray) -> list[int] | None:
-    """The row where each sequence takes fewest tokens; updates `free` and `held`. None if a sequence does not fit."""
-    rows = []
-    for index in unit:
-        needed = _needed(sequences, index, held)
-        row = int(np.argmin(np.where(free >= needed, needed, np.iinfo(int).max)))
-        if free[row] < needed[row]:
-            return None
-        free[row] -= needed[row]
-        held[row, sequences.prefix[index]] = True
-        rows.append(row)
-    return rows
+def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, row_of: np.ndarray) -> Packed:
+    """The packed batch, with each sequence in its row from `_first_fit`."""
+    tokens, positions, targets, ends = np.zeros((4, most * shape.rows, shape.tokens), np.int32)
+    places = np.full(batch.completions.shape, -1, np.int32)
+    of_completions, order = batch.real_tokens, np.argsort(sequences.ranks)
+    for row in np.unique(row_of[row_of >= 0]):
+        used, path, rank = 0, np.zeros(0, int), -1  # path: where the row runs the tokens of the latest sequence
+        for index in order[row_of[order] == row]:
+            shared = sequences.shared[rank + 1 : sequences.ranks[index] + 1].min() if used else 0
+            ends[row, path[shared:]] = used
+            own = np.arange(shared, sequences.lengths[index])
+            path, sequence = np.concatenate([path[:shared], used + own - shared]), sequences.tokens[index]
+            used, rank = used + len(own), sequences.ranks[index]
+            for array, values in ((tokens, sequence[own]), (positions, own), (targets, sequence[own + 1])):
+                array[row, path[own]] = values
+            completion = of_completions[index]
+            places[index, completion] = row * shape.tokens + path[len(path) - completion.sum() :]
+        ends[row, path] = used
+    count = np.array(row_of.max(initial=-1) // shape.rows + 1, np.int32)
+    return Packed(*(x.reshape(most, *shape) for x in (tokens, positions, targets, ends)), places, count)

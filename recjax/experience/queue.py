@@ -119,15 +119,13 @@ class Queue(NamedTuple):
     """All sampled groups that may still be trained on.
 
     round: number of the current round.
-    batches: number of batches that the policy has sampled.
     waiting: groups with missing rewards, in order of arrival; groups of the next round too, if they were sampled early.
     ready: groups to train on.
-    counts: number of groups, completions or tokens removed over the whole run, by reason; and of completions that
-        could not be graded, by `ungraded/` and the reason.
+    counts: over the whole run, the number of groups, completions or tokens removed, by reason; of completions that
+        could not be graded, by `ungraded/` and the reason; and of `batches` that the policy sampled.
     """
 
     round: int = 0
-    batches: int = 0
     waiting: tuple[Waiting, ...] = ()
     ready: tuple[Entry, ...] = ()
     counts: Counter[str] = Counter()
@@ -144,11 +142,8 @@ def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
         Waiting(group, tuple(next(rounds) if lacks else 0 for lacks in flags), round_, grades if rows else None)
         for group, flags in zip(groups, lacking, strict=True)
     ]
-    return queue._replace(
-        batches=queue.batches + (number > 0),
-        waiting=(*queue.waiting, *arrived),
-        counts=queue.counts + Counter(left_out),
-    )
+    counts = queue.counts + Counter(left_out) + Counter(batches=int(number > 0))
+    return queue._replace(waiting=(*queue.waiting, *arrived), counts=counts)
 
 
 def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int) -> np.ndarray:
@@ -297,7 +292,7 @@ def counts(queue: Queue) -> dict[str, int]:
     """The queue's metrics; counts of removed groups are totals over the run and exclude groups that were used up."""
     rounds = [one.round for one in queue.waiting if one.round is not None]
     return {
-        "experience/drawn_batches": queue.batches - any(round_ > queue.round for round_ in rounds),
+        "experience/drawn_batches": queue.counts["batches"] - any(round_ > queue.round for round_ in rounds),
         "experience/waiting_groups": sum(round_ <= queue.round for round_ in rounds),
         "experience/ready_groups": len(queue.ready),
         **{f"experience/left_out/{reason}": queue.counts[reason] for reason in (*LOST, *LEFT) if reason != "used_up"},
@@ -327,4 +322,4 @@ def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
     held = list(zip(groups_from_bytes(groups), numbers, strict=True))
     waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in held[:count])
     ready = tuple(Entry(group, *uses) for group, uses in held[count:])
-    return Queue(plain["round"], plain["batches"], waiting, ready, Counter(plain["counts"]))
+    return Queue(plain["round"], waiting, ready, Counter(plain["counts"]))

@@ -12,18 +12,13 @@ KERNELS = ("plain", "cudnn", "splash")
 LANES = 128  # smallest block of splash attention, in tokens
 
 
-def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
-    """True where a query may attend to a key: the key is real and, if masks are ids, in the query's sequence.
-
-    Raises:
-        ValueError: one mask is boolean and the other holds sequence ids.
-    """
-    if (queries.dtype == bool) != (keys.dtype == bool):
-        raise ValueError(f"masks of {queries.dtype} and {keys.dtype} do not mix; give bool for all, or ids for all")
-    if keys.dtype == bool:
-        return keys[:, None, None, None, None, :]
-    queries, keys = pairs(queries, keys)
-    return (queries == keys) & (keys != 0)
+def self_attention_mask(
+    mask: Bool[Array, "rows time"] | Int[Array, "rows time"],
+) -> Bool[Array, "rows 1 1 1 time time"]:
+    """True where a token may attend to a token of its own row, the last axis; see `Decoder.__call__` for the mask."""
+    time, keys = mask.shape[1], mask[:, None, None, None, None, :]
+    keys = keys if mask.dtype == bool else jnp.arange(time)[:, None] < keys
+    return keys & jnp.tril(jnp.ones((time, time), bool))
 
 
 def pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
@@ -48,7 +43,8 @@ def attend(
             the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
         scale: factor on the scores.
         cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
-        ids: the tokens' own mask, if the only segment's mask follows from it and causality; None otherwise.
+        ids: the tokens' own mask, if the only segment's mask follows from it and causality; None otherwise. The splash
+            kernel reads it as the sequences' ids, so they must not share tokens.
         kernel: one of KERNELS, for self-attention of several tokens. Attention over contexts, attention of a single
             token and options that the kernel lacks use "plain". Results at padding are undefined.
     Returns:

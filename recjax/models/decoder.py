@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.attention import attention_mask, capped, pairs
+from recjax.models.attention import capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
 from recjax.models.layer import PRODUCT, Block, Part, PerLayer, RMSNorm, cut, joined
 from recjax.models.placement import constrain, constrain_params, stream_axes
@@ -29,13 +29,13 @@ class Context(NamedTuple):
     """Keys and values of earlier tokens, for all layers.
 
     A context may have fewer rows than the batch: each context row then serves batch/rows consecutive rows, so that a
-    prompt is run once for all completions of its group. `mask` and `positions` mean the same as in the decoder's call.
+    prompt is run once for all completions of its group. `mask` is True at real tokens.
     An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
     values: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
-    mask: Bool[Array, "rows length"] | Int[Array, "rows length"]
+    mask: Bool[Array, "rows length"]
     positions: Int[Array, "rows length"]
 
 
@@ -72,7 +72,6 @@ class Decoder(nn.Module):
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
-        prefixes: Int[Array, "batch time"] | None = None,
         turns: tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
@@ -80,21 +79,19 @@ class Decoder(nn.Module):
         Args:
             tokens: token ids.
             positions: number of tokens before each token in its own sequence; rotary embeddings and windows use them.
-            mask: True at real tokens; no token attends to padding. For several sequences packed into a row: integer
-                ids, 0 at padding; a token attends only to tokens with its own id.
+            mask: True at real tokens; no token attends to padding. For several sequences packed into a row: integers,
+                for each token the index after the last token that attends to it; 0 at padding.
             contexts: earlier tokens that every row may attend to.
             place: index in the last context at which the keys and values of these tokens are written; the context's
                 mask and positions already include them. A sampling loop so updates its cache without a copy. None:
                 write nothing.
-            prefixes: a second id, for each token, of tokens that it attends to: a prompt that several packed sequences
-                of the row share. Requires integer ids in `mask`. None: no shared prompts.
             turns: `turns(positions)`, if the caller has it; None: compute it here.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
             [layers, batch, kv_heads, time, head_dim], or a tuple over layers if `unrolled`; with `place`, the keys and
             values of the last context.
         """
-        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, prefixes, turns)
+        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, turns)
         return hidden, keys_values
 
     def turns(
@@ -124,14 +121,13 @@ class Decoder(nn.Module):
         parts: tuple[Tokens, ...],
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
-        prefixes: Int[Array, "batch time"] | None = None,
         turns: tuple[Array, Array] | None = None,
     ) -> tuple[list[Float[Array, "batch time hidden"]], tuple]:
         """Runs the layers on several parts; each part also attends to all earlier parts.
 
         Args:
             parts: the number of rows of each part is a multiple of the number of rows of every earlier part.
-            contexts, place, prefixes, turns: see `__call__`; the last three require a single part.
+            contexts, place, turns: see `__call__`; the last two require a single part.
         Returns:
             Hidden states of each part; keys and values of the last part, as `__call__` returns them.
         """
@@ -159,17 +155,14 @@ class Decoder(nn.Module):
         for part in parts:
             if place is None:
                 sources.append((part.mask, part.positions))
-            masks = [attention_mask(part.mask, mask) for mask, _ in sources]
+            masks = [mask[:, None, None, None, None, :] for mask, _ in sources]
             if place is None:  # the last source is the part itself
-                if prefixes is not None:
-                    masks[-1] |= attention_mask(prefixes, part.mask)
-                masks[-1] &= jnp.tril(jnp.ones((part.ids.shape[1],) * 2, bool))
+                masks[-1] = self_attention_mask(part.mask)
             distances = []
             if windows is not None:
                 distances = [jnp.subtract(*pairs(part.positions, positions)) for _, positions in sources]
             its_turns = self.turns(part.positions) if turns is None else turns
-            ids = part.mask if prefixes is None else None
-            looking.append(Part(part.positions, its_turns, masks, distances, ids))
+            looking.append(Part(part.positions, its_turns, masks, distances, part.mask))
         per_layer = PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows)
 
         block = Block

@@ -141,9 +141,8 @@ def packed_logprobs(
     params: dict,
     tokens: Int[Array, "rows row_tokens"],
     positions: Int[Array, "rows row_tokens"],
-    segments: Int[Array, "rows row_tokens"],
     targets: Int[Array, "rows row_tokens"],
-    prefixes: Int[Array, "rows row_tokens"] | None = None,
+    ends: Int[Array, "rows row_tokens"],
     *,
     sampling: Sampling,
     chunk: int,
@@ -151,25 +150,10 @@ def packed_logprobs(
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
-        tokens, positions, segments, targets, prefixes: see `recjax.experience.packing.Packed`. Results at padding are
-            undefined.
+        tokens, positions, targets, ends: see `recjax.experience.packing.Packed`. Results at padding are undefined.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
     """
     weights = {"params": params_for(decoder, params)}
-    hidden, _ = decoder.apply(weights, tokens, positions, segments, prefixes=prefixes)
+    hidden, _ = decoder.apply(weights, tokens, positions, ends)
     return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
-
-
-def completions_of_packed(
-    values: Float[Array, "rows row_tokens"], first: Int[Array, " batch"], mask: Bool[Array, "batch time"]
-) -> Float[Array, "batch time"]:
-    """Values of packed sequences at their completions' tokens; 0 where `mask` is False.
-
-    Args:
-        values: values of the packed sequences' targets.
-        first: see `recjax.experience.packing.Packed`.
-        mask: True at tokens of completions in these rows.
-    """
-    places = jnp.where(mask, first[:, None] + jnp.arange(mask.shape[1]), 0)
-    return jnp.where(mask, values.reshape(-1)[places], 0.0)

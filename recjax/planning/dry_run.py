@@ -3,6 +3,7 @@
 import itertools
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -118,7 +119,7 @@ def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list
     if programs.is_packed(config):
         rows, time = shape_for(config, shape)
         tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
-        inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 5
+        inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
     else:
         shape = shape._replace(prompts=shape.prompts // config.micro_batches(shape.positions))
         batch, rows = batch_arrays(shape), shape.prompts * shape.group
@@ -219,9 +220,11 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
     """Total bytes, by phase."""
-    always = sum(item.bytes for item in memory if item.phase == "always")
-    parts = {phase: [item.bytes for item in memory if item.phase == phase] for phase in programs.PROGRAMS}
-    return {phase: always + sum(sizes) for phase, sizes in parts.items() if sizes}
+    totals = Counter()
+    for item in memory:
+        totals[item.phase] += item.bytes
+    always = totals.pop("always", 0)
+    return {phase: always + size for phase, size in totals.items()}
 
 
 def _show_devices(config: Config, needed: int, device: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The two large programs of a run, sampling and the update, as shapes, and how they compile for a device.
+"""The large programs of a run as shapes, and how they compile for a device: sampling, scoring and the update.
 
 Dry runs and compile checks read the same shapes. This file reads no weights.
 """
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
-from recjax.experience.layout import Layout
+from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, shape_for
 from recjax.experience.stored import stored_per_batch
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, teacher_decoder
@@ -24,7 +24,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
-from recjax.models.trainable import adapted, in_compute_dtype, split_params
+from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
 from recjax.planning.targets import Target
@@ -36,7 +36,6 @@ from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 
-PROGRAMS = ("sample", "update")
 START = "trained parameters as they were at the start"
 COPY = "sampler's copy"
 CAST = "weights as they compute"
@@ -227,10 +226,21 @@ def plan(config: Config, target: Target) -> Plan:
     return planned
 
 
+def programs_of(config: Config) -> tuple[str, ...]:
+    """The large programs of a run, in order.
+
+    Only runs with several updates of a batch score it before the first one, if the algorithm reads the proximal policy.
+    """
+    scores = config.training.updates > 1 and config.algorithm.build().needs_proximal
+    return ("sample", "score", "update") if scores else ("sample", "update")
+
+
 def given(plan: Plan, program: str) -> dict[str, Any]:
     """The arguments of a program from `plan.held`; for sampling, also the weights of `plan.sampler`."""
     if program == "sample":
         return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
+    if program == "score":
+        return {name: plan.held[name] for name in ("trained parameters", "frozen parameters")}
     names = ["trained parameters", "optimizer's state"]
     names += [START] if plan.config.algorithm.build().needs_reference else []
     names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
@@ -244,13 +254,16 @@ def beside(plan: Plan, program: str) -> int:
 
 
 def compiled(plan: Plan, program: str) -> Program:
-    """Traces, compiles and measures one of PROGRAMS, without running it."""
+    """Traces, compiles and measures one of `programs_of`, without running it."""
     started, taken = time.perf_counter(), bytes_on_device(given(plan, program))
     if program == "sample":
         parts = executables(plan.config, plan.model.decoder, plan.sampling_plan, *given(plan, "sample").values())
     else:
+        scores = program == "score"  # once for each minibatch
         with jax.set_mesh(plan.mesh):
-            parts = [Executable(traced_update(plan), plan.mesh, 1, _turns(plan), 0)]
+            traced = traced_score(plan) if scores else traced_update(plan)
+        times = plan.config.training.minibatches if scores else 1
+        parts = [Executable(traced, plan.mesh, times, _turns(plan), 0)]
     peaks, flops, traffic = [], 0, {}
     for part in parts:
         flops += part.times * matmul_flops(part.traced.jaxpr, unknown_trips=part.turns) // len(plan.target.devices)
@@ -281,33 +294,46 @@ def needed_by(refusal: str) -> int:
     return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
 
 
-def traced_update(plan: Plan) -> jax.stages.Traced:
-    """The update, traced for the plan's devices; packed rows are in the largest possible number of micro-batches."""
-    config, decoder, arguments = plan.config, plan.model.decoder, given(plan, "update")
-    teacher = arguments.pop(TEACHER, None)
-    params, optimizer_state, *reference, frozen = arguments.values()
+def traced_score(plan: Plan) -> jax.stages.Traced:
+    """The scoring of a minibatch under the proximal policy, traced for the plan's devices."""
+    config, (batch, layout) = plan.config, batch_and_layout(plan)
+    options = plan.model.decoder, combine(*given(plan, "score").values()), batch, config.rollout.sampling()
+    return score_batch.trace(layout, *options, config.model.logprob_chunk)
+
+
+def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
+    """Sharded shapes of a batch and its layout; packed rows are in the largest possible number of micro-batches."""
+    config = plan.config
     minibatches, parts = config.training.minibatches, micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
+    batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)
     if is_packed(config):
         most = _turns(plan)
-        shapes = [(most, *_packed_shape(plan))] * 5 + [(most, shape.rows), ()]
+        shapes = [(most, *_packed_shape(plan))] * 4 + [(shape.rows, shape.time), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
-        packed = packed._replace(prefixes=None) if decoder.attention == "splash" else packed
         layout = Layout(1, packed, rows, minibatches)
-    reads_proximal = config.training.updates > 1 and config.algorithm.build().needs_proximal
+    return batch, layout
+
+
+def traced_update(plan: Plan) -> jax.stages.Traced:
+    """The update, traced for the plan's devices."""
+    config, decoder, arguments = plan.config, plan.model.decoder, given(plan, "update")
+    teacher = arguments.pop(TEACHER, None)
+    params, optimizer_state, *reference, frozen = arguments.values()
+    batch, layout = batch_and_layout(plan)
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
         reference[0] if reference else None,
-        jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays),
+        batch,
         jax.eval_shape(lambda: jax.random.key(0)),
         layout,
         teacher,
-        laid_out(plan.mesh, arrays.completions.shape, jnp.float32, ROWS) if reads_proximal else None,
+        laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if "score" in programs_of(config) else None,
         recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
     )
 

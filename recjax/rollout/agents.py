@@ -260,6 +260,7 @@ async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: f
     finally:
         policy.stop()
         task.cancel()
+        task._log_destroy_pending = False  # some agents do not end when canceled
     if failure is None and not policy.trajectory.turns:
         failure, words = "silent", "it returned without a call of the policy"
     if failure is None and returned is not None:

@@ -57,9 +57,9 @@ class Learner:
             return run.initial
         return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
 
-    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None) -> Layout:
+    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
-        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows)
+        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows, doublings)
 
     def proximal_logprobs(
         self, run: Run, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
@@ -69,13 +69,12 @@ class Learner:
         Args:
             layouts: layouts of a pass over the batch, which score it one minibatch after the other.
         """
-        if not self._recipe.algorithm.needs_proximal:
+        recipe, params = self._recipe, combine(trained.params, run.frozen)
+        if not recipe.algorithm.needs_proximal:
             return None
-        decoder, params, batch = self._recipe.decoder, combine(trained.params, run.frozen), put_rows(batch)
-        sampling, chunk = self._recipe.sampling, self._recipe.chunk
+        options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk
         # Log-probs are 0 outside a layout's minibatch.
-        scored = [score_batch(each, decoder, params, batch, sampling, chunk)[0] for each in layouts]
-        return functools.reduce(jnp.add, scored)
+        return sum(score_batch(layout, *options)[0] for layout in layouts)
 
     def update(
         self,

@@ -104,14 +104,14 @@ def train(
 
             # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
             # that reads the parts gets them.
-            weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                weighted = with_part_weights(learned, weights)
-                layout = _layout(run, learned, groups, step)
+                weighted = with_part_weights(learned, run.part_weights if algorithm.reads("reward_parts") else None)
+                layout = _layout(run, state, learned, groups, step)
+                state = state._replace(totals=state.totals | {"row_doublings": layout.doublings})
                 proximal = state.proximal_logprobs
                 if begins and config.training.updates > 1:
                     steps_of_pass = range(step, step + config.training.minibatches)
-                    layouts = (_layout(run, learned, groups, each) for each in steps_of_pass)
+                    layouts = (_layout(run, state, learned, groups, each) for each in steps_of_pass)
                     proximal = run.learner.proximal_logprobs(run, state.trained, weighted, layouts)
                     state = state._replace(groups=tuple(groups), proximal_logprobs=proximal)
                 trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step, proximal)
@@ -169,7 +169,7 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
         RuntimeError: too many rounds have gone by without enough groups to train on.
     """
     source, settings, count, seed = run.source, run.settings, run.own[0], run.config.seed
-    state, batches = sync_sampler(run, state, step), state.queue.batches
+    state, before = sync_sampler(run, state, step), state.queue.counts["batches"]
     source.begin_step(run, state)
     for idle in itertools.count(1):
         state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
@@ -186,8 +186,9 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
         if source.endless and run.stopping:
             return state, None
         if idle >= settings.idle_rounds and not source.endless:
+            batches = queue.counts["batches"] - before
             raise RuntimeError(
-                f"step {step}: {queue.batches - batches} batches were sampled, but too few groups remain to train on:"
+                f"step {step}: {batches} batches were sampled, but too few groups remain to train on:"
                 f" {counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"
                 " experience.late.deadline), or choose problems whose completions differ in reward"
             )
@@ -239,10 +240,10 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     return logged | run.source.metrics(queue, groups, step)
 
 
-def _layout(run: Run, batch: Batch, groups: list[Group], step: int) -> Layout:
+def _layout(run: Run, state: State, batch: Batch, groups: list[Group], step: int) -> Layout:
     """The micro-batches of a step, which trains on the whole batch or on one of its minibatches."""
     rows = minibatch_rows(batch, len(groups), step - 1, run.config.training, run.config.seed)
-    return run.learner.layout(run, batch, rows)
+    return run.learner.layout(run, batch, rows, state.totals.get("row_doublings"))
 
 
 def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:

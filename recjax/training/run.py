@@ -141,8 +141,8 @@ class State(NamedTuple):
     source: JSON data of the run's source.
     groups: groups of a batch that the run makes further updates of.
     proximal_logprobs: log-probs of that batch before its first update; None if the algorithm reads none.
-    totals: the run's seconds by phase, wall seconds and tokens; a digest of the store; size and checksum of
-        metrics.jsonl; the config; if the run follows a store, the run's unique id.
+    totals: the run's seconds by phase, wall seconds and tokens; `Layout.doublings` of its updates; a digest of the
+        store; size and checksum of metrics.jsonl; the config; if the run follows a store, the run's unique id.
     """
 
     step: int

@@ -125,7 +125,7 @@ class PolicySource(Source):
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         batches = run.batch_of(config.training.steps)
         last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
-        for number in range(queue.batches + 1, (last - 1) // interval + 2):
+        for number in range(queue.counts["batches"] + 1, (last - 1) // interval + 2):
             weights = run.learner.sampler_params(run, state)
             groups, grades = self.sample_batch(run, weights, state.version, number)
             groups = _joined(run, state, groups, number)
@@ -228,7 +228,7 @@ class GeneratorSource(Source):
         with self.generators as generators:
             generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
             self.begin_step(run, state)
-            issued = state.queue.batches + len(in_flight)
+            issued = state.queue.counts["batches"] + len(in_flight)
             if run.record and hosts.is_first():
                 with Store(run.record, create=True) as store:
                     batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
@@ -250,7 +250,7 @@ class GeneratorSource(Source):
         config, queue, generators, every = run.config, state.queue, self.generators, run.settings.sampling_interval
         updates = config.training.updates
         while not wait and not generators.are_busy:
-            number, ahead = queue.batches + len(generators.in_flight) + 1, self._versions_ahead(run, queue)
+            number, ahead = queue.counts["batches"] + len(generators.in_flight) + 1, self._versions_ahead(run, queue)
             has_turn = step + len(ahead) // run.own[0] * every * updates <= config.training.steps
             has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime, updates)
             due = number, queue.round, every, state.version, step

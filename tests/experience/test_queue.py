@@ -82,7 +82,7 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
             assert deadline is None or waited <= deadline
             assert ids(group) == ids(whole) or waited == deadline
             gone[group.id] = group
-    assert not queue.waiting and queue.batches == 23
+    assert not queue.waiting and queue.counts["batches"] == 23
     rows = sum(len(group.completions) for _, group in came.values())
     left = queue.counts
     assert rows == sum(len(group.completions) for group in gone.values()) + left["rows_without_reward"]
@@ -90,7 +90,7 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
     # What did not go in time got its reward after all, and too late.
     assert left["rewards_too_late"] == left["rows_without_reward"]
     if deadline is None:
-        assert left == Counter(used_up=len(gone))
+        assert left == Counter(used_up=len(gone), batches=23)
 
 
 def test_a_group_goes_when_whole_in_the_order_it_came():
@@ -154,9 +154,9 @@ def test_what_is_sampled_early_joins_in_its_round():
     how, group = settings_with(), make_group(0)
     queue = put(Queue(1), Arrival([ungraded(group)], grades(group), 1, early=True), 0, how)
     queue = plain_and_back(deliver(wait_for_grades(queue)[0], 1, how))
-    assert [*counts(queue).values()][:3] == [0, 0, 0] and len(queue.waiting) == queue.batches == 1
+    assert [*counts(queue).values()][:3] == [0, 0, 0] and len(queue.waiting) == queue.counts["batches"] == 1
     queue = a_round(next_round(queue), 1, how)
-    assert [*counts(queue).values()][:3] == [1, 0, 1] and not queue.waiting and queue.batches == 1
+    assert [*counts(queue).values()][:3] == [1, 0, 1] and not queue.waiting and queue.counts["batches"] == 1
 
 
 def test_groups_of_graded_completions_wait_for_their_round_too():
@@ -182,7 +182,7 @@ def test_completions_that_could_not_be_graded_are_counted_when_delivered():
     how, group = settings_with(), make_group(0, (0.0, 0.0, 0.0))
     failed = [Grade(0.0, None, False, failure) for failure in ("none", "timeout", "timeout")]
     queue = a_round(put(Queue(1), Arrival([ungraded(group)], failed, 1), 0, how), 1, how)
-    assert queue.counts == {"ungraded/none": 1, "ungraded/timeout": 2}
+    assert queue.counts == {"ungraded/none": 1, "ungraded/timeout": 2, "batches": 1}
 
 
 def test_completions_whose_reward_is_none_leave_and_are_counted():
@@ -193,7 +193,8 @@ def test_completions_whose_reward_is_none_leave_and_are_counted():
     queue = deliver(queue, 1, how)
     assert [[grade.reward for grade in grades(entry.group)] for entry in queue.ready] == [[1.0, 2.0]]
     assert not queue.waiting
-    assert queue.counts == {"ungraded/no_reward": 1, "rows_without_reward": 3, "groups_without_reward": 1}
+    expected = {"ungraded/no_reward": 1, "rows_without_reward": 3, "groups_without_reward": 1, "batches": 1}
+    assert queue.counts == expected
 
 
 def test_the_oldest_weights_go_first_where_batches_come_in_any_order():

@@ -146,15 +146,15 @@ def loaded(request, tmp_path_factory):
     return Loaded(request.param, config, jax.tree.map(jnp.asarray, params), prompts, sequences, scores, gradients)
 
 
-def laid_out(sequences, layout, ids=True):
-    """The sequences in one batch [4, 22] with junk around them; its mask holds sequence ids, or says what is real."""
+def laid_out(sequences, layout, ends=True):
+    """The sequences in one batch [4, 22] with junk around them; its mask holds sequence ends, or says what is real."""
     tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (4, 22))
     positions, mask, counted = (np.zeros(tokens.shape, int) for _ in range(3))
     for index, (sequence, (row, start)) in enumerate(zip(sequences, PLACES[layout], strict=True)):
         here = slice(start, start + len(sequence))
-        tokens[row, here], positions[row, here], mask[row, here] = sequence, np.arange(len(sequence)), index + 1
+        tokens[row, here], positions[row, here], mask[row, here] = sequence, np.arange(len(sequence)), here.stop
         counted[row, start + PROMPTS[index // GROUP] : here.stop] = 1
-    return tokens, positions, mask if ids else mask > 0, counted[:, 1:] > 0
+    return tokens, positions, mask if ends else mask > 0, counted[:, 1:] > 0
 
 
 @jit
@@ -241,7 +241,7 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
     assert draws.mask.sum() > 16, "too few tokens to test the cache with"
     completions = [tokens[mask] for tokens, mask in zip(draws.tokens, draws.mask, strict=True)]
     sequences = [np.concatenate([loaded.prompts[row // GROUP], tokens]) for row, tokens in enumerate(completions)]
-    scores = forward(loaded.params, loaded.config, *laid_out(sequences, "right", ids=False)[:3])
+    scores = forward(loaded.params, loaded.config, *laid_out(sequences, "right", ends=False)[:3])
     for row, sequence in enumerate(sequences):
         expected = logprobs_of(scores[row, : len(sequence)], sequence)[PROMPTS[row // GROUP] - 1 :]
         np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
@@ -250,7 +250,7 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
 @pytest.mark.slow
 def test_every_option_matters(loaded):
     """Each option that the family sets changes the logits when it is put back to its default."""
-    tokens, positions, mask, _ = laid_out(loaded.sequences, "right", ids=False)
+    tokens, positions, mask, _ = laid_out(loaded.sequences, "right", ends=False)
     scores = forward(loaded.params, loaded.config, tokens, positions, mask)
     options = [field for field in dataclasses.fields(DecoderConfig) if field.name in OPTIONS]
     for option in options:

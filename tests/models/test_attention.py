@@ -11,7 +11,7 @@ import pytest
 
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
-from recjax.models.attention import KERNELS, attend, attention_mask, splash_attention
+from recjax.models.attention import KERNELS, attend, self_attention_mask, splash_attention
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.marks import slow_except
@@ -20,7 +20,7 @@ BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
 # Padding on the right, and two sequences in a row with padding after them.
 MASK = np.arange(TIME) < LENGTHS[:, None]
-IDS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 0, 0, 0], [1, 2, 0, 0, 0, 0, 0]])
+IDS = np.array([[3, 3, 3, 7, 7, 7, 7], [2, 2, 4, 4, 0, 0, 0], [1, 2, 0, 0, 0, 0, 0]])  # where a sequence ends
 
 
 def inputs(heads=4, kv_heads=2, batch=BATCH, time=TIME, seed=0):
@@ -55,7 +55,7 @@ def allowed(ids, window=None):
 
 def kernel_mask(ids, window=None):
     """The decoder's mask of a lone segment."""
-    mask = attention_mask(jnp.asarray(ids), jnp.asarray(ids)) & jnp.tril(jnp.ones((TIME, TIME), bool))
+    mask = self_attention_mask(jnp.asarray(ids))
     return mask if window is None else mask & (np.subtract.outer(np.arange(TIME), np.arange(TIME)) < window)
 
 
@@ -120,7 +120,7 @@ def test_contexts_shared_by_a_group_are_plain(kernels_here, kernel):
 
     @jax.jit
     def mixed(queries, keys, values, prompt):
-        segments = [(*prompt, attention_mask(jnp.asarray(ids), jnp.asarray(prompt_ids)))]
+        segments = [(*prompt, jnp.asarray(prompt_ids)[:, None, None, None, None, :])]
         return attend(queries, [*segments, (keys, values, kernel_mask(ids))], 0.5, kernel=kernel)
 
     look = np.concatenate([np.repeat(prompt_ids, 3, 0)[:, None].repeat(TIME, 1), allowed(ids)], axis=-1)

@@ -208,18 +208,16 @@ def test_only_position_differences_matter():
 
 
 @pytest.mark.parametrize(
-    "splits, ids, options",
+    "splits, options",
     [
-        pytest.param((9,), None, {}, marks=pytest.mark.slow),
-        pytest.param((3, 7), None, {}, marks=pytest.mark.slow),
-        ((6, 9), [1, 1, 1, 1, 0, 2, 2, 2, 2, 2], {"windows": (None, 3), "rope_layers": (False, True)}),
+        pytest.param((9,), {}, marks=pytest.mark.slow),
+        pytest.param((3, 7), {}, marks=pytest.mark.slow),
+        ((6, 9), {"windows": (None, 3), "rope_layers": (False, True)}),
     ],
 )
-def test_earlier_tokens_as_contexts_change_nothing(splits, ids, options):
+def test_earlier_tokens_as_contexts_change_nothing(splits, options):
     tokens, positions, mask = small_batch()
     mask[1, :2] = mask[2, 9] = False
-    if ids:
-        mask, positions = mask * np.array(ids), positions - 5 * (np.arange(10) >= 5)
     params, decoder = small_params(), Decoder(dataclasses.replace(SMALL, **options))
     whole, (keys, values) = run(decoder, params, tokens, positions, mask)
     edges = (0, *splits, tokens.shape[1])
@@ -227,7 +225,7 @@ def test_earlier_tokens_as_contexts_change_nothing(splits, ids, options):
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
-        real = mask[:, part] > 0
+        real = mask[:, part]
         np.testing.assert_allclose(hidden[real], whole[:, part][real], atol=1e-4)
         real = np.broadcast_to(real[None, :, None], new[0].shape[:-1])
         np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
@@ -253,23 +251,31 @@ def test_one_prompt_serves_its_whole_group():
 
 def test_packed_sequences_do_not_see_each_other():
     tokens, positions, _ = small_batch(rows=2)
-    ids = np.array([[1] * 4 + [2] * 6, [5] * 3 + [0] * 2 + [7] * 5])
-    base = our_logits(SMALL, small_params(), tokens, positions, ids)
+    ends = np.array([[4] * 4 + [10] * 6, [3] * 3 + [0] * 2 + [10] * 5])
+    base = our_logits(SMALL, small_params(), tokens, positions, ends)
     for row, first in ((0, 4), (1, 5)):
         others = changed(tokens, (row, first - 2), (tokens[row, first - 2] + 1) % SMALL.vocab_size)
-        found = our_logits(SMALL, small_params(), others, positions, ids)
+        found = our_logits(SMALL, small_params(), others, positions, ends)
         np.testing.assert_array_equal(found[row, first:], base[row, first:])
     others = changed(tokens, (0, 5), (tokens[0, 5] + 1) % SMALL.vocab_size)
-    found = our_logits(SMALL, small_params(), others, positions, ids)
+    found = our_logits(SMALL, small_params(), others, positions, ends)
     assert (np.abs(found - base)[0, 5:].max(axis=-1) > 1e-3).all(), "its own sequence sees it"
 
 
-def test_masks_of_two_kinds_are_refused():
-    tokens, positions, mask = small_batch()
-    _, keys_values = run(Decoder(SMALL), small_params(), tokens, positions, mask)
-    context = Context(*keys_values, mask, positions)
-    with pytest.raises(ValueError, match="masks of int32 and bool do not mix; give bool for all, or ids for all"):
-        run(Decoder(SMALL), small_params(), tokens, positions + 10, mask.astype(np.int32), (context,))
+def test_packed_sequences_share_what_is_before_them():
+    """A context of three tokens, then a tree of four sequences: a b, with c d and with c e f, and with g after b."""
+    (row,), (positions,), (mask,) = small_batch(rows=1)
+    context, (a, b, c, d, e, f, g) = row[:3], row[3:]
+    tree, depths, ends = [a, b, c, d, c, e, f, g], [0, 1, 2, 3, 2, 3, 4, 2], [8, 8, 4, 4, 7, 7, 7, 8]
+    decoder, params = Decoder(SMALL), small_params()
+    _, before = run(decoder, params, context[None], positions[None, :3], mask[None, :3])
+    before = (Context(*before, mask[None, :3], positions[None, :3]),)
+    arrays = (np.array(x)[None] for x in (tree, np.add(depths, 3), ends))
+    packed, _ = run(decoder, params, *arrays, before)
+    for places in ([0, 1, 2, 3], [0, 1, 4, 5, 6], [0, 1, 7]):
+        alone = np.array([*context, *(tree[place] for place in places)])[None]
+        hidden, _ = run(decoder, params, alone, np.arange(alone.size)[None], np.ones(alone.shape, bool))
+        np.testing.assert_allclose(packed[0, places], hidden[0, 3:], atol=1e-5)
 
 
 @pytest.mark.parametrize("options, tolerance", [({"remat": "full"}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])

@@ -296,7 +296,7 @@ DOES = {
 }  # fmt: skip
 
 
-def test_failing_agents_cost_themselves_alone(made):
+def test_failing_agents_cost_themselves_alone(made, caplog):
     parts = made("by_column", "task.agent_seconds=0.3", "task.agent_turns=5")
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]
     groups, grades = sampled(*parts, asked, group_size=1)
@@ -306,6 +306,8 @@ def test_failing_agents_cost_themselves_alone(made):
     alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
     same(ours, theirs, 1e-5)
+    gc.collect()
+    assert "Task was destroyed but it is pending" not in caplog.text, "an agent goes on after its time"
 
 
 def test_a_device_that_is_busy_costs_no_agent_its_seconds(made, monkeypatch):

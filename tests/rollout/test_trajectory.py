@@ -190,10 +190,13 @@ def test_what_belongs_together_is_packed_into_one_micro_batch(share):
     batch = pad(GROUPS, Shape(8, None, 5, 5))
     for together in (None, batch.trajectories, batch.group_ids):
         packed = pack(batch, RowShape(1, 5), together, share, grow=True)
-        places = np.argmax(packed.first >= 0, axis=0)
-        assert ((packed.first >= 0).sum(0) == [1] * 6 + [0] * 2).all() and packed.count == places[:6].max() + 1
+        size = packed.tokens[0].size
+        places = packed.places.max(-1) // size  # the micro-batch of each row
+        assert (places[6:] == -1).all() and packed.count == places.max() + 1
+        assert ((packed.places >= 0) == batch.token_mask).all()
+        assert all(len({*row[row >= 0] // size}) <= 1 for row in packed.places)
         if together is None:
-            assert packed.count == 4  # two of LONG, and SHORT and OTHER share rows
+            assert packed.count == (2 if share else 4)  # two of LONG, and SHORT and OTHER share rows
         else:
             assert all(len({*places[:6][together[:6] == each]}) == 1 for each in together[:6])
     words = "room for 1 rows of 5 tokens, but rows of 5, 4 tokens belong to one trajectory"

@@ -1,6 +1,7 @@
 """The server as a process: started, killed, told to end; a run that trains on what it left; SmolLM2."""
 
 import contextlib
+import itertools
 import re
 import signal
 import socket
@@ -21,7 +22,7 @@ from recjax.training.trained import open_checkpoint
 from tests import commands
 from tests.batch_shapes import shape_of
 from tests.commands import Command
-from tests.experience.rows import read_columns
+from tests.experience.rows import read, read_columns
 from tests.training.tiny_run import TINY, train
 
 pytestmark = pytest.mark.slow
@@ -65,21 +66,19 @@ def post(client, path, **body):
     return reply.json()
 
 
-def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
-    answered, rewarded, random = {}, set(), np.random.default_rng(0)
+def kill_under_load(flags, ask, answered):
+    """Starts a server three times and kills it while four clients run `ask(client)` again and again."""
+    random = np.random.default_rng(0)
     for _ in range(3):
-        process, address = started("--run", run[0], "--record", tmp_path / "store.db", "--reward_seconds=0.5")
+        process, address = started(*flags)
         stop = threading.Event()
 
-        def ask(address=address, stop=stop):
+        def asks(address=address, stop=stop):
             with httpx.Client(base_url=address, timeout=30) as client, contextlib.suppress(httpx.HTTPError):
                 while not stop.is_set():
-                    reply = post(client, TEXT, prompt="1+2=", n=2, max_tokens=4, return_token_ids=True)
-                    answered[reply["id"]] = [choice["token_ids"] for choice in reply["choices"]]
-                    post(client, "/v1/feedback", id=reply["id"], index=0, reward=1.5)
-                    rewarded.add(f"{reply['id']}/0")
+                    ask(client)
 
-        askers = [threading.Thread(target=ask) for _ in range(4)]
+        askers = [threading.Thread(target=asks) for _ in range(4)]
         for asker in askers:
             asker.start()
         before = len(answered)
@@ -91,7 +90,19 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
         stop.set()
         for asker in askers:
             asker.join()
-        read_columns(tmp_path / "store.db")  # whatever was being written
+
+
+def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
+    answered, rewarded = {}, set()
+
+    def ask(client):
+        reply = post(client, TEXT, prompt="1+2=", n=2, max_tokens=4, return_token_ids=True)
+        answered[reply["id"]] = [choice["token_ids"] for choice in reply["choices"]]
+        post(client, "/v1/feedback", id=reply["id"], index=0, reward=1.5)
+        rewarded.add(f"{reply['id']}/0")
+
+    kill_under_load(["--run", run[0], "--record", tmp_path / "store.db", "--reward_seconds=0.5"], ask, answered)
+    read_columns(tmp_path / "store.db")  # whatever was being written
     with running("--run", run[0], "--record", tmp_path / "store.db"):
         pass
     rows = {row.id: row for row in read_columns(tmp_path / "store.db")}
@@ -100,6 +111,29 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
     assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 10
     for name in rows:  # a reply that nobody got is whole as well
         assert f"{name[:-1]}0" in rows and f"{name[:-1]}1" in rows
+
+
+def test_no_reward_of_a_turn_is_lost_however_often_the_server_is_killed(run, tmp_path):
+    """Sessions of turns that are rewarded one by one, and end after the last kill."""
+    rewarded, numbers, flags = {}, itertools.count(), ["--run", run[0], "--record", tmp_path / "store.db"]
+
+    def ask(client):
+        name = f"s{next(numbers)}"
+        for turn in range(4):
+            reply = post(client, f"/sessions/{name}{TEXT}", prompt=f"{turn}+2=", max_tokens=2)
+            assert post(client, "/v1/feedback", id=reply["id"], reward=turn + 0.5)["turn"] == turn
+            rewarded[name] = turn + 1
+
+    kill_under_load(flags, ask, rewarded)
+    assert {*rewarded.values()} > {4}, "some sessions were in the middle"
+    with running(*flags) as client:
+        for name in rewarded:
+            assert post(client, f"/sessions/{name}/reward")["new"]
+    grades = {record.completion.id: record.completion.grade for record in read(tmp_path / "store.db")}
+    for name, count in rewarded.items():
+        turns = grades[f"session/{name}"].turns
+        assert turns[:count] == tuple(turn + 0.5 for turn in range(count)), name
+        assert grades[f"session/{name}"].reward == sum(turns)
 
 
 def test_told_to_end_it_finishes_what_runs(run, tmp_path):

@@ -35,7 +35,7 @@ class CountingLearner(Learner):
     def sampler_params(self, run, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def layout(self, run, batch, rows):
+    def layout(self, run, batch, rows, doublings):
         return Layout(rows=rows)
 
     def proximal_logprobs(self, run, trained, batch, layouts):

@@ -8,7 +8,7 @@ from recjax.experience.layout import Layout, choose_layout, padding_waste
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.training.update import recipe_of
-from tests.training.test_packing import gsm8k_like
+from tests.training.test_packing import gsm8k_like, shares_tokens
 from tests.training.test_update import make_batch
 from tests.training.tiny_run import TINY
 
@@ -32,9 +32,10 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
     )
 
 
-def packed(config, batch, shape=SMALL, **options):
+def packed(config, batch, shape=SMALL, doublings=None, **options):
     recipe = recipe_of(config, Decoder(shape, **options))
-    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch)
+    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch, None, doublings)
+    assert doublings in (None, layout.doublings)
     assert (layout.parts == 1) if layout.packed else layout.count == config.micro_batches(batch.shape.positions)
     return layout.packed
 
@@ -64,7 +65,7 @@ def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batch
     batch = gsm8k_like(np.random.default_rng(1))
     parts = f"training.micro_batch_prompts={96 // micro_batches}"
     found = packed(config("rollout.prompts_per_step=96", parts), batch)
-    assert found.segments[0].size <= 96 * (256 + 8 * 1023) // micro_batches
+    assert found.tokens[0].size <= 96 * (256 + 8 * 1023) // micro_batches
     assert padding_waste(batch, Layout(1, found)) < 0.2
 
 
@@ -75,17 +76,19 @@ def test_what_an_algorithm_reads_together_stays_padded(config):
 
 
 def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_work(config):
-    def row_tokens(prompt, shape=SMALL):
+    def row_tokens(prompt, shape=SMALL, doublings=None):
         one = with_lengths([40] * 64, prompts=64, group=1, prompt_time=207, time=207)
         one.prompt_mask[:] = np.arange(207) < prompt
         agents = one._replace(trajectories=np.arange(64), token_mask=one.completion_mask)
-        return packed(config("training.micro_batch_prompts=1"), agents, shape).tokens.shape[-1]
+        return packed(config("training.micro_batch_prompts=1"), agents, shape, doublings).tokens.shape[-1]
 
     assert row_tokens(139) > 2 * 207 > row_tokens(1)
     assert row_tokens(139, TINY_DECODER) < row_tokens(139)
+    # Later batches have the row length that the first one chose.
+    assert row_tokens(1, doublings=1) == row_tokens(139) and row_tokens(139, doublings=0) == row_tokens(1)
 
 
 def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
     uneven = with_lengths([2] * 64)
-    assert packed(config(), uneven).prefixes is not None
-    assert packed(config(), uneven, attention="splash").prefixes is None
+    assert shares_tokens(uneven, packed(config(), uneven))
+    assert not shares_tokens(uneven, packed(config(), uneven, attention="splash"))

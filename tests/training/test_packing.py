@@ -22,15 +22,21 @@ SHAPE = RowShape(3, 9)  # the longest sequence of make_batch is 4 + 5 - 1 tokens
 
 
 def ragged(seed=0):
-    """Unequal lengths, rows without a token, and a prompt whose rows have none."""
+    """Unequal lengths, rows without a token, a prompt whose rows have none, and rows that begin alike."""
     batch = make_batch(seed)
     batch.completion_mask[[1, 6, 7, 8]] = False
     batch.completion_mask[0], batch.prompt_mask[0] = True, True
+    batch.completions[2, :2], batch.completions[4] = batch.completions[0, :2], batch.completions[3]
     return batch
 
 
+def shares_tokens(batch, packed):
+    """True if the rows run fewer tokens than the sequences have."""
+    return (packed.ends > 0).sum() < sequence_lengths(batch).sum()
+
+
 def same_step(one, other):
-    chex.assert_trees_all_close(one, other, rtol=2e-4, atol=2e-5)
+    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +47,9 @@ def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
     expected = step(batch, preset, overrides=CASES[preset])
     for share in (True, False):
-        packed = pack(batch, SHAPE, batch.group_ids if whole_prompts else None, share)
-        assert packed.count > 1 and (packed.segments > 1).any()
-        assert not share or (packed.prefixes != packed.segments).any()
+        packed = pack(batch, RowShape(2, 9), batch.group_ids if whole_prompts else None, share)
+        assert packed.count > 1 and ((0 < packed.ends) & (packed.ends < 9)).any()
+        assert share == shares_tokens(batch, packed)
         params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
         same_step((params, metrics), expected)
         assert metrics["gradient_norm"] > 1e-3
@@ -52,6 +58,7 @@ def test_packing_changes_nothing(preset):
 @pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])
 def test_packing_changes_nothing_of_trajectories(preset):
     batch = pad(GROUPS, Shape(8, None, 5, 5))
+    batch.completions[3:6, 0] += 1  # the rows of the last trajectory end otherwise than those of the first
     together = batch.group_ids if preset == "pairwise_consistency" else batch.trajectories
     expected = step(batch, preset)  # each row by itself, after its own prompt
     assert expected[1]["gradient_norm"] > 1e-3
@@ -96,43 +103,45 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
     shape = row_shape(longest * together * multiple + more, longest, together, multiple)
     assert shape.rows % multiple == 0 and shape.rows * shape.tokens <= longest * together * multiple + more
     packed = pack(batch, shape, batch.group_ids if whole_prompts else None, share)
-    assert packed.tokens.shape == (len(packed.first), *shape)
-    assert packed.count <= len(packed.first) and not packed.segments[packed.count :].any()
-    prefixes = packed.prefixes if share else packed.segments
-    assert share or packed.prefixes is None
-    own, copied = 0, set()
+    assert packed.tokens.shape[1:] == shape
+    assert packed.count <= len(packed.tokens) and not packed.ends[packed.count :].any()
+    rows = [x.reshape(-1, shape.tokens) for x in packed[:4]]
+    held = {}  # the tokens before each token of a row, and the one that it predicts
     for index, length in enumerate(sequence_lengths(batch)):
-        (where,) = np.flatnonzero(packed.first[:, index] >= 0) if length else (None,)
-        if where is None:
-            assert (packed.first[:, index] == -1).all()
+        places, real = packed.places[index], batch.completion_mask[index]
+        assert ((places >= 0) == real).all()
+        if not length:
             continue
-        prompt = batch.prompts[index // group][batch.prompt_mask[index // group]]
-        completion = batch.completions[index][batch.completion_mask[index]]
-        row, place = divmod(int(packed.first[where, index]), shape.tokens)
-        last = place + len(completion) - 1
-        segments, prefix = packed.segments[where, row], prefixes[where, row, last]
-        assert packed.targets[where, row, place : last + 1].tolist() == completion.tolist()
-        # What the last token may look at is the whole sequence up to it, in order.
-        seen = ((segments == segments[last]) | (segments == prefix)) & (np.arange(shape.tokens) <= last)
-        assert packed.tokens[where, row, seen].tolist() == [*prompt, *completion[:-1]]
-        assert packed.positions[where, row, seen].tolist() == list(range(length))
-        assert segments[last] > 0 and (segments == segments[last]).sum() == (len(completion) if share else length)
-        own += (segments == segments[last]).sum()
-        copied.add((where, row, prompt[:-1].tobytes(), len(prompt) - 1))
-    # A prompt is in a row once, however many go on from it there.
-    assert own + (sum(length for *_, length in copied) if share else 0) == (packed.segments > 0).sum()
+        prompt, completion = batch.prompts[index // group][batch.prompt_mask[index // group]], batch.completions[index]
+        sequence = [*prompt.tolist(), *completion[real].tolist()]
+        (row,) = {*(places[real] // shape.tokens).tolist()}
+        tokens, positions, targets, ends = (x[row] for x in rows)
+        for before, place in enumerate((places[real] - row * shape.tokens).tolist(), len(prompt)):
+            # What a token may look at is the whole sequence up to it, in order.
+            seen = (np.arange(shape.tokens) <= place) & (place < ends)
+            assert tokens[seen].tolist() == sequence[:before] and targets[place] == sequence[before]
+            assert positions[seen].tolist() == list(range(before))
+        held.setdefault(row, []).append(sequence)
+    # A row runs equal beginnings once, up to the last token before they part.
+    expected = 0
+    for sequences in held.values():
+        beginnings = {tuple(sequence[:end]) for sequence in sequences for end in range(2, len(sequence) + 1)}
+        expected += len(beginnings) if share else sum(len(sequence) - 1 for sequence in sequences)
+    assert expected == (rows[3] > 0).sum()
     if whole_prompts:
-        together = (packed.first >= 0).reshape(len(packed.first), -1, group).any(-1)
-        assert (together.sum(0) <= 1).all()
+        assert (micro_batches_of_prompts(packed, group) <= 1).all()
+
+
+def micro_batches_of_prompts(packed, group):
+    """The number of micro-batches that hold completions of each prompt."""
+    prompts = (packed.places // packed.tokens[0].size).reshape(-1, group * packed.places.shape[1])
+    return np.array([len({*of_prompt[of_prompt >= 0].tolist()}) for of_prompt in prompts])
 
 
 def test_completions_of_a_prompt_stay_together_where_they_are_compared():
-    def most_micro_batches_of_a_prompt(whole_prompts):
-        batch = make_batch()
-        packed = pack(batch, SHAPE, batch.group_ids if whole_prompts else None)
-        return (packed.first >= 0).reshape(len(packed.first), -1, 3).any(-1).sum(0).max()
-
-    assert most_micro_batches_of_a_prompt(True) == 1 < most_micro_batches_of_a_prompt(False)
+    batch = make_batch()
+    together, apart = (pack(batch, SHAPE, units) for units in (batch.group_ids, None))
+    assert micro_batches_of_prompts(together, 3).max() == 1 < micro_batches_of_prompts(apart, 3).max()
 
 
 def gsm8k_like(generator) -> Batch:
@@ -153,9 +162,7 @@ def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
         batch = gsm8k_like(np.random.default_rng(seed))
         packed = pack(batch, row_shape(budget, 256 + 1024 - 1))
         assert padding_waste(batch, Layout(1, packed)) < 0.1
-        assert padding_waste(batch, Layout(1, packed)) == pytest.approx(
-            1 - (packed.segments[: packed.count] > 0).mean()
-        )
+        assert padding_waste(batch, Layout(1, packed)) == pytest.approx(1 - (packed.ends[: packed.count] > 0).mean())
         assert padding_waste(batch, Layout()) > 0.7
 
 

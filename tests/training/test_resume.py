@@ -15,6 +15,7 @@ REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spr
 MIX = ["experience.mix.store={store}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
 # Checkpoints of steps 3 and 6 are in the middle of a batch.
 UPDATES = ["training.updates_per_batch=2", "training.minibatches=2"]
+FOLLOW = ["experience.store={store}", "experience.follow=true", "rollout.max_context_tokens=16"]
 AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
 TURNS = "algorithm.advantage={name: turn_returns, discount: 0.5}"
 OF_AGENTS = "experience.mix.store={agents}"
@@ -35,6 +36,7 @@ FEEDS = {
     "updates": [*UPDATES],
     "updates, offset, interval": [*UPDATES, "regime.sync_offset=1", "regime.sync_interval=2"],
     "updates, store": [*UPDATES, "experience.store={store}"],
+    "updates, follow": [*UPDATES, *FOLLOW],
     "updates, late, replay, mix": [*UPDATES, "experience.late={longest: 1}", REPLAY, *MIX],
     "agents": [*AGENT, TURNS],
     "agents, late, replay, record": [*AGENT, TURNS, LATE, REPLAY, "experience.record=true"],
@@ -48,7 +50,7 @@ FEEDS = {
 }
 
 QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
-QUICK += ("updates", "updates, late, replay, mix")
+QUICK += ("updates", "updates, late, replay, mix", "updates, follow")
 QUICK += (
     "agents, late, replay, record",
     "agents, a store of trajectories",

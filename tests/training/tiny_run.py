@@ -63,4 +63,5 @@ def train_until_killed(config, at: int = 5) -> None:
 
 def without_times(rows: list[dict]) -> list[dict]:
     """Rows without what the clock wrote."""
-    return [{name: row[name] for name in row if name not in ("wall_seconds", "tokens_per_second")} for row in rows]
+    times = ("wall_seconds", "tokens_per_second", "follow/waited_seconds")
+    return [{name: row[name] for name in row if name not in times} for row in rows]
