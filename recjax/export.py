@@ -23,6 +23,7 @@ from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_mode
 from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
+from recjax.training.checkpoint import split_step
 from recjax.training.run_folder import starts
 from recjax.training.trained import open_checkpoint, run_adapters, run_config
 
@@ -82,6 +83,14 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
             f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
             " (model.path); remove --adapters to export the whole model"
         )
+    earlier = config
+    while earlier.model.run:
+        earlier = run_config(split_step(earlier.model.run)[0])
+        if earlier.model.lora != config.model.lora:
+            raise ValueError(
+                f"--adapters: {str(run)!r} trained adapters of the weights of another run (model.run), not of"
+                f" {config.model.path!r}; remove --adapters to export the whole model"
+            )
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)

@@ -45,7 +45,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
 from recjax.training.sources import kept_records, sample_batch
-from recjax.training.trained import for_sampling, open_checkpoint, run_config
+from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 
 FLAGS = flags.FLAGS
 
@@ -63,6 +63,7 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     Raises:
         ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
+    config = config if run else with_start(config)
     known, model, name = known_ids(place), config.model, None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
@@ -181,7 +182,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
-        (sampler, params), version = prepare(config), 0
+        (sampler, params), version = prepare(config, starting_policy), 0
     else:
         # The run's config determines the policy, the command's config the prompts.
         _, policy, params, version, _ = open_checkpoint(Path(run), step)

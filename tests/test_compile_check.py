@@ -113,7 +113,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     params = init_params(made.model.decoder.config, jax.random.key(0))
     placed = jax.device_put(params, param_shardings(made.mesh, params))
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
-    optimizer = make_optimizer(made.config.optimizer, made.config.training.steps)
+    optimizer = make_optimizer(made.config.optimizer)
     moments = jax.eval_shape(optimizer.init, made.model.trained)
     sizes = {name: bytes_on_device(tree) for name, tree in made.held.items()}
     assert sizes["trained parameters"] + sizes["frozen parameters"] == own

@@ -38,7 +38,7 @@ def finished(request, tmp_path_factory):
     train(config)
     prepared, params = prepare(config)
     initial, frozen = split_params(params, config.model)
-    state = TrainState(initial, make_optimizer(config.optimizer, config.training.steps).init(initial))
+    state = TrainState(initial, make_optimizer(config.optimizer).init(initial))
     manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints")
     restored = checkpoint.restore(manager, state, initial)
     manager.close()

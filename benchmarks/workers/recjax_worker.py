@@ -25,7 +25,7 @@ from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
 from recjax.training.mesh import make_mesh
 from recjax.training.start import begin
-from recjax.training.update import recipe_of, update
+from recjax.training.update import hyperparameters_of, recipe_of, update
 
 CONFIG = """
 output: {scratch}/run
@@ -61,7 +61,7 @@ def prepare(inputs: Inputs) -> System:
     jax.set_mesh(make_mesh(config.mesh))
     run, state, manager = begin(config, overwrite=True)
     held, recipe = {"state": state, "steps": 0}, recipe_of(config, run.policy.decoder)
-    sampling = config.rollout.sampling()
+    sampling, numbers = config.rollout.sampling(), hyperparameters_of(config, config.optimizer.learning_rate)
     del state
     prompts = run.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
@@ -77,6 +77,7 @@ def prepare(inputs: Inputs) -> System:
             put_rows(batch._replace(reward_parts={})),
             jax.random.key(number),
             layout,
+            hyperparameters=numbers,
             recipe=recipe,
         )
         return trained, {name: float(value) for name, value in on_host(metrics).items()}

@@ -33,7 +33,7 @@ from recjax.training.evaluation import part_key
 from recjax.training.learner import drop_key
 from recjax.training.run import prepare
 from recjax.training.sources import batch_key
-from recjax.training.update import TrainState, clipped_adamw, recipe_of, update
+from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 
 
 class Seed(NamedTuple):
@@ -124,7 +124,14 @@ class Programs:
             most_offset: of the regimes; 0 keeps no older weights than the sampler's.
         """
         recipe = recipe_of(config, policy.decoder)
-        optimizer = optax.inject_hyperparams(functools.partial(clipped_adamw, config.optimizer))(learning_rate=0.0)
+        chosen, adamw = hyperparameters_of(config, 0.0), make_optimizer(config.optimizer)
+        self._options = {"algorithm": chosen["algorithm"]}
+
+        def with_rate(learning_rate):
+            rates = chosen["optimizer"] | {"learning_rate": learning_rate}
+            return optax.GradientTransformation(adamw.init, functools.partial(adamw.update, **rates))
+
+        optimizer = optax.inject_hyperparams(with_rate)(learning_rate=0.0)
         self._config, self._policy = config, policy
         self._recipe = recipe._replace(optimizer=optimizer)
         self._sampler = made_for_sampling(policy.decoder)
@@ -203,7 +210,9 @@ class Programs:
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
             batch = self._batch(seed, sampler, asked, keys)
             key = jax.random.fold_in(drop_key(seed.number), number)
-            state, metrics, _ = update(state, {}, None, batch, key, Layout(), recipe=self._recipe)
+            state, metrics, _ = update(
+                state, {}, None, batch, key, Layout(), hyperparameters=self._options, recipe=self._recipe
+            )
             measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
             return (state, sampler, older), measured
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import group_index, group_minima, group_sizes, group_sums
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 
 Singleton = Literal["zero", "reward"]
 
@@ -74,7 +74,7 @@ def group_normalized_advantages(
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
     *,
-    epsilon: float = 1e-6,
+    epsilon: Scalar = 1e-6,
     ddof: Literal[0, 1] = 0,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
@@ -143,7 +143,7 @@ def asymmetric_advantages(
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
     *,
-    beta: float = 0.1,
+    beta: Scalar = 0.1,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
     """Reward minus a lowered baseline, which stresses good completions over bad ones.
@@ -190,7 +190,7 @@ def teacher_advantages(
     teacher_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    coefficient: float = 0.0,
+    coefficient: Scalar = 0.0,
 ) -> Float[Array, "batch time"]:
     """Teacher's log-probs minus the policy's log-probs: A_t = c (log π_teacher − log π).
 

@@ -1,7 +1,9 @@
 """An algorithm: one function for each axis of the equation in `losses`."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.algorithms.ratios import behavior_anchor, token_ratio
@@ -36,6 +38,11 @@ class Algorithm:
     unbiased_reference_kl: Callable | None = None
     entropy: Callable | None = None
     distillation: Callable | None = None
+
+    def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":
+        """The algorithm with these values of its functions' options, by axis, as arguments of a compiled program."""
+        bound = {axis: functools.partial(getattr(self, axis), **values) for axis, values in options.items()}
+        return dataclasses.replace(self, **bound)
 
     def reads(self, *names: str) -> bool:
         """True if the loss reads any of `names`."""

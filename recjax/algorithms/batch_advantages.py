@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import first_rows, group_index, group_minima, group_sizes, group_sums, trajectory_sums
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 
 
 def _mean_and_deviation(values, weights, ddof=0):
@@ -26,7 +26,7 @@ def _whitened(values, kept, lengths, over, ddof, epsilon):
     return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
 
 
-def _require_epsilon(epsilon: float) -> None:
+def _require_epsilon(epsilon: Scalar) -> None:
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or equal rewards divide by zero")
 
 
@@ -49,7 +49,7 @@ def batch_whitened_advantages(
     baseline: Literal["none", "group"] = "group",
     over: Literal["completions", "tokens"] = "completions",
     ddof: Literal[0, 1] = 0,
-    epsilon: float = 1e-6,
+    epsilon: Scalar = 1e-6,
 ) -> Float[Array, " batch"]:
     """Rewards, raw or minus their group's mean, scaled to mean 0 and standard deviation 1 over the batch.
 
@@ -88,7 +88,7 @@ def batch_deviation_advantages(
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
     *,
-    epsilon: float = 1e-6,
+    epsilon: Scalar = 1e-6,
 ) -> Float[Array, " batch"]:
     """Reward minus the group's mean, divided by the standard deviation of all rewards in the batch.
 
@@ -201,7 +201,7 @@ def part_normalized_advantages(
     *,
     over: Literal["completions", "tokens"] = "completions",
     ddof: Literal[0, 1] = 0,
-    epsilon: float = 1e-6,
+    epsilon: Scalar = 1e-6,
 ) -> Float[Array, " batch"]:
     """Weighted sum of reward parts, each normalized within its group; the sum is then whitened over the batch.
 
@@ -245,7 +245,7 @@ def log_mean_exp_advantages(
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
     *,
-    beta: float = 1.0,
+    beta: Scalar = 1.0,
 ) -> Float[Array, " batch"]:
     """Reward minus the group's soft maximum, which is the value of the KL-regularized optimum.
 
@@ -283,7 +283,7 @@ def discounted_advantages(
     kept: Bool[Array, " batch"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    discount: float = 0.99,
+    discount: Scalar = 0.99,
 ) -> Float[Array, "batch time"]:
     """Reward minus the group's mean, discounted backward from the completion's last token.
 
@@ -305,14 +305,14 @@ def discounted_advantages(
         [[ 0.25  0.5 ]
          [-0.5   0.  ]]
     """
-    require(0 < discount <= 1, "discount", discount, "must be above 0 and at most 1")
+    require((0 < discount) & (discount <= 1), "discount", discount, "must be above 0 and at most 1")
     counts = completion_mask.astype(rewards.dtype)
     to_come = jnp.sum(counts, axis=-1, keepdims=True) - jnp.cumsum(counts, axis=-1)
     centered = deviations(rewards, group_index(group_ids), kept)[:, None]
     return jnp.where(completion_mask & kept[:, None], discount**to_come * centered, 0.0)
 
 
-def turn_returns(turn_rewards: Float[Array, "batch turns"], *, discount: float) -> Float[Array, "batch turns"]:
+def turn_returns(turn_rewards: Float[Array, "batch turns"], *, discount: Scalar) -> Float[Array, "batch turns"]:
     """Discounted sum of a trajectory's rewards from each turn onward.
 
     G_k = r_k + γ G_{k+1};  after its last turn, a trajectory has the return of that turn.
@@ -343,7 +343,7 @@ def turn_return_advantages(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
-    discount: float = 1.0,
+    discount: Scalar = 1.0,
     baseline: Literal["none", "group"] = "group",
 ) -> Float[Array, "batch time"]:
     """Discounted rewards from each turn onward, minus the group's mean for that turn.
@@ -372,7 +372,7 @@ def turn_return_advantages(
         [[ 0.25  0.25 -0.5 ]
          [-0.25  0.    0.5 ]]
     """
-    require(0 < discount <= 1, "discount", discount, "must be above 0 and at most 1")
+    require((0 < discount) & (discount <= 1), "discount", discount, "must be above 0 and at most 1")
     found = turn_returns(turn_rewards, discount=discount)
     if baseline == "group":
         index = group_index(group_ids)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import bounded_exp, per_token
 
 
-def _require_range(epsilon_low: float, epsilon_high: float) -> None:
+def _require_range(epsilon_low: Scalar, epsilon_high: Scalar) -> None:
     for name, value in (("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
         require(value >= 0, name, value, "must be 0 or more")
 
@@ -22,8 +22,8 @@ def one_side_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: Scalar = 0.2,
+    epsilon_high: Scalar = 0.2,
 ) -> Bool[Array, "batch time"]:
     """False where the ratio has already left the range in the direction in which the advantage pushes.
 
@@ -55,8 +55,8 @@ def two_side_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: Scalar = 0.2,
+    epsilon_high: Scalar = 0.2,
 ) -> Bool[Array, "batch time"]:
     """True where the ratio is inside the range, regardless of the advantage.
 
@@ -87,10 +87,10 @@ def ring_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    outer_low: float = 0.6,
-    outer_high: float = 2.0,
+    epsilon_low: Scalar = 0.2,
+    epsilon_high: Scalar = 0.2,
+    outer_low: Scalar = 0.6,
+    outer_high: Scalar = 2.0,
 ) -> Bool[Array, "batch time"]:
     """True inside the range, and also far outside where the advantage pushes the ratio back toward the range.
 
@@ -125,9 +125,9 @@ def dual_clip_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    bound: float = 3.0,
+    epsilon_low: Scalar = 0.2,
+    epsilon_high: Scalar = 0.2,
+    bound: Scalar = 3.0,
 ) -> Bool[Array, "batch time"]:
     """`one_side_mask`, but also False where A < 0 and the ratio is above a bound.
 
@@ -155,8 +155,8 @@ def log_one_side_mask(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    epsilon_low: float = 0.4,
-    epsilon_high: float = 0.4,
+    epsilon_low: Scalar = 0.4,
+    epsilon_high: Scalar = 0.4,
 ) -> Bool[Array, "batch time"]:
     """`one_side_mask` on each token's own log-ratio, even if weights use the ratio of a completion.
 
@@ -186,7 +186,7 @@ def probability_difference_mask(
     behavior_logprobs: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    delta: float = 0.2,
+    delta: Scalar = 0.2,
 ) -> Bool[Array, "batch time"]:
     """False where the token's probability has already moved by more than δ in the direction of the advantage.
 
@@ -217,7 +217,7 @@ def binary_kl_mask(
     behavior_logprobs: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    delta: float = 0.05,
+    delta: Scalar = 0.05,
 ) -> Bool[Array, "batch time"]:
     """False where the token has moved in the direction of the advantage and KL(μ ‖ π) is above δ.
 
@@ -253,13 +253,13 @@ def balanced_mask(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    low: float = 0.6,
-    highest_low: float = 0.9,
-    high: float = 1.2,
-    highest_high: float = 3.0,
-    step_low: float = 0.02,
-    step_high: float = 0.05,
-    positive_share: float = 0.5,
+    low: Scalar = 0.6,
+    highest_low: Scalar = 0.9,
+    high: Scalar = 1.2,
+    highest_high: Scalar = 3.0,
+    step_low: Scalar = 0.02,
+    step_high: Scalar = 0.05,
+    positive_share: Scalar = 0.5,
 ) -> Bool[Array, "batch time"]:
     """`one_side_mask` with bounds that rise until tokens with A > 0 reach a share of the batch's policy gradient.
 
@@ -296,11 +296,12 @@ def balanced_mask(
     require(highest_high >= high, "highest_high", highest_high, f"must be at least high = {high}")
     require(step_low > 0, "step_low", step_low, "must be above 0")
     require(step_high > 0, "step_high", step_high, "must be above 0")
-    require(0 <= positive_share <= 1, "positive_share", positive_share, "must be from 0 to 1")
+    require((0 <= positive_share) & (positive_share <= 1), "positive_share", positive_share, "must be from 0 to 1")
     ratio, sign = bounded_exp(scored_log_ratio), per_token(advantages)
     size = jnp.where(completion_mask, ratio * jnp.abs(sign), 0.0)
-    high_steps, low_steps = (round(x, 6) for x in ((highest_high - high) / step_high, (highest_low - low) / step_low))
-    high_steps, low_steps = -int(-high_steps // 1), -int(-low_steps // 1)
+    # Slightly below the quotients, because rounding may put them just above a whole number.
+    quotients = (highest_high - high) / step_high, (highest_low - low) / step_low
+    high_steps, low_steps = (jnp.ceil(x * (1 - 1e-6)).astype(int) for x in quotients)
 
     def bounds(step):
         upper = jnp.minimum(high + jnp.minimum(step, high_steps) * step_high, highest_high)

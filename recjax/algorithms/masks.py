@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
 
 
@@ -18,7 +18,7 @@ def off_policy_negatives_mask(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
-    delta: float = 0.5,
+    delta: Scalar = 0.5,
 ) -> Bool[Array, "batch time"]:
     """False in completions with A < 0 that the policy has moved away from: mean_t log(μ/π) > δ.
 
@@ -46,8 +46,8 @@ def sequence_band_mask(
     trajectories: Int[Array, " batch"] | None = None,
     *,
     level: Literal["mean", "product"] = "mean",
-    low: float = 0.99,
-    high: float = 1.01,
+    low: Scalar = 0.99,
+    high: Scalar = 1.01,
 ) -> Bool[Array, "batch time"]:
     """False in completions whose ratio is outside a band.
 
@@ -71,7 +71,7 @@ def sequence_band_mask(
         [[False False]
          [ True  True]]
     """
-    require(0 <= low <= 1, "low", low, "must be from 0 to 1")
+    require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
     whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask, trajectories)
     least = jnp.log(jnp.float32(low))
@@ -79,7 +79,7 @@ def sequence_band_mask(
 
 
 def second_moment_mask(
-    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, tau: float = 0.04
+    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, tau: Scalar = 0.04
 ) -> Bool[Array, "batch time"]:
     """True for as many tokens of lowest (log ρ)² as keep its mean at most τ; ties are kept or dropped together.
 
@@ -111,7 +111,7 @@ def one_side_second_moment_mask(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    tau: float = 0.04,
+    tau: Scalar = 0.04,
 ) -> Bool[Array, "batch time"]:
     """False for the tokens that moved furthest in the advantage's direction, if their mean (log ρ)² is above τ.
 
@@ -144,7 +144,7 @@ def one_side_second_moment_mask(
 
 
 def high_entropy_mask(
-    scored_entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, share: float = 0.2
+    scored_entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, share: Scalar = 0.2
 ) -> Bool[Array, "batch time"]:
     """True for a share of the batch's tokens, chosen by highest entropy; ties are kept together.
 
@@ -160,7 +160,7 @@ def high_entropy_mask(
         >>> print(high_entropy_mask(jnp.array([[0.1, 2.0, 0.5]]), jnp.array([[True, True, True]]), share=0.3))
         [[False  True False]]
     """
-    require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
+    require((0 < share) & (share <= 1), "share", share, "must be above 0 and at most 1")
     return _highest(scored_entropy, completion_mask, share)
 
 
@@ -169,7 +169,7 @@ def covariance_mask(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    share: float = 0.0002,
+    share: Scalar = 0.0002,
 ) -> Bool[Array, "batch time"]:
     """False for a share of the batch's tokens, chosen by highest covariance of log π and A: they lower entropy most.
 
@@ -190,17 +190,15 @@ def covariance_mask(
         [[False  True]
          [ True  True]]
     """
-    require(0 <= share < 1, "share", share, "must be from 0 to below 1")
-    if share == 0:
-        return jnp.ones_like(completion_mask)
+    require((0 <= share) & (share < 1), "share", share, "must be from 0 to below 1")
     count = jnp.maximum(jnp.sum(completion_mask), 1)
     token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
     logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)
     centered = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
-    return ~_highest(centered, completion_mask, share)
+    return ~(_highest(centered, completion_mask, share) & (share > 0))
 
 
-def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: float):
+def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: Scalar):
     """True for the highest ceil(share · n) of n unmasked values, and for values equal to the lowest chosen one."""
     falling = -jnp.sort(-jnp.where(mask, values, -jnp.inf).reshape(-1))
     # Slightly below the share, because rounding may put the product just above a whole number.

@@ -3,18 +3,24 @@
 import difflib
 import importlib
 import inspect
+import sys
 import sysconfig
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
+# A numeric option of an axis function: a Python float, or an argument of a compiled program.
+Scalar = float | typing.SupportsFloat
 
 
-def require(condition: bool, name: str, value: Any, remedy: str) -> None:
+def require(condition: Any, name: str, value: Any, remedy: str) -> None:
     """Raises an error about an option's value unless `condition` is true.
+
+    Arguments of a compiled program have no value yet when JAX traces it; their conditions pass.
 
     Raises:
         ValueError: `condition` is false; the message contains the option, the value and the remedy.
@@ -25,6 +31,9 @@ def require(condition: bool, name: str, value: Any, remedy: str) -> None:
             ...
         ValueError: epsilon_low = -0.2: must be 0 or more
     """
+    jax = sys.modules.get("jax")  # a config's checks need no JAX
+    if jax and isinstance(condition, jax.core.Tracer):
+        return
     if not condition:
         raise ValueError(f"{name} = {value!r}: {remedy}")
 
@@ -118,6 +127,9 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
         # The type is compared too, because 1 == 1.0 == True.
         require(any(value == x and type(value) is type(x) for x in choices), place, value, f"takes one of {choices}")
         return value
+    kinds = typing.get_args(annotation)
+    if float in kinds and types.NoneType not in kinds:  # a float or a scalar array
+        annotation = float
     if annotation not in (int, float, str, bool):  # in a user's own function
         require(isinstance(value, int | float | str | None), place, value, "takes a number, a text, or true or false")
         return value

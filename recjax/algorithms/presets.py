@@ -1,5 +1,7 @@
 """Builds algorithms from names: presets, and a config's changes to them."""
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -89,27 +91,61 @@ ROWS, TIME = 4, 3  # shape of the arrays that trace an algorithm
 
 
 @functools.cache
-def _try(algorithm: Algorithm) -> None:
-    """Traces an algorithm once, to run the range checks of its functions and to check shapes."""
+def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
+    """Traces an algorithm once, to run the range checks of its functions and to check shapes.
 
-    def once(row, ids, flag, token, mask, key):
+    Args:
+        free: names of options, by axis, that are arguments of the traced program.
+    """
+
+    def once(values, row, ids, flag, token, mask, key):
+        made = algorithm.with_options({axis: dict.fromkeys(options, values) for axis, options in free})
         parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
         parts |= {"turn_rewards": token, "token_turns": token.astype(int)}
         scored = losses.Scored(token, token, token)
         rows = losses.row_terms(
-            algorithm, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts
+            made, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts
         )
         for name in ("advantages", "weights", "kept"):
             shape = getattr(rows, name).shape
             allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
             require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
-        return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
+        return losses.loss(made, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
     row, token = (ROWS,), (ROWS, TIME)
     shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    jax.eval_shape(once, *arrays, jax.eval_shape(jax.random.key, 0))
+    jax.eval_shape(once, 1.0, *arrays, jax.eval_shape(jax.random.key, 0))
+
+
+@functools.cache
+def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, float]]]:
+    """Separates an algorithm from the values of its numeric options, so that one compiled program serves all values.
+
+    A user's own function keeps values that it computes with outside of JAX, as in `if cap > 1`.
+
+    Returns:
+        The algorithm without the values, equal for all values; and the values by axis and option, for
+        `Algorithm.with_options`.
+
+    Examples:
+        >>> free, options = free_options(build_algorithm("rec_one_side_nois", {"clip": {"epsilon_low": 0.5}}))
+        >>> options
+        {'clip': {'epsilon_low': 0.5, 'epsilon_high': 0.2}}
+        >>> free == free_options(build_algorithm("rec_one_side_nois", {}))[0]
+        True
+    """
+    free, options = {}, {}
+    for axis, function in vars(algorithm).items():
+        bound = getattr(function, "keywords", {})
+        values = {option: value for option, value in bound.items() if type(value) is float}
+        kept = {option: value for option, value in bound.items() if option not in values}
+        with contextlib.suppress(Exception):  # raised by a user's own function
+            if values:
+                _try(algorithm, ((axis, tuple(values)),))
+                free[axis], options[axis] = _bound(base(function), **kept) if kept else base(function), values
+    return dataclasses.replace(algorithm, **free), options
 
 
 def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> Algorithm:

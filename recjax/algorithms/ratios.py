@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import trajectory_sums
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 
 # e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
@@ -123,8 +123,8 @@ def clipped_sequence_mean_ratio(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
-    epsilon_low: float = 0.4,
-    epsilon_high: float = 0.4,
+    epsilon_low: Scalar = 0.4,
+    epsilon_high: Scalar = 0.4,
 ) -> Float[Array, "batch time"]:
     """Geometric mean of the completion's token ratios, each clipped on the side to which the advantage pushes.
 
@@ -189,7 +189,7 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
 
 
 def interpolated_anchor(
-    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: float = 0.5
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: Scalar = 0.5
 ) -> Float[Array, "batch time"]:
     """Interpolates the log-probs of policy and behavior policy: α log μ + (1 − α) log π.  Needs no scoring pass.
 
@@ -205,5 +205,5 @@ def interpolated_anchor(
         >>> print(interpolated_anchor(jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -2.0]]), share=0.5))
         [[-1.5 -2. ]]
     """
-    require(0 <= share <= 1, "share", share, "must be from 0 to 1")
+    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
     return share * behavior_logprobs + (1 - share) * logprobs

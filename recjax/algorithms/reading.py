@@ -55,7 +55,6 @@ def base(function: Callable) -> Callable:
     return function.func if isinstance(function, functools.partial) else function
 
 
-@functools.cache
 def names_read(function: Callable | None) -> tuple[str, ...]:
     """Names of a function's positional parameters; an axis that is off reads none.
 
@@ -65,9 +64,12 @@ def names_read(function: Callable | None) -> tuple[str, ...]:
         >>> names_read(bounded)
         ('ratio', 'advantages')
     """
-    if function is None:
-        return ()
-    parameters = inspect.signature(base(function)).parameters.values()
+    return () if function is None else _positional(base(function))
+
+
+@functools.cache  # by functions without options, which may be arguments of a compiled program
+def _positional(function: Callable) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
     return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
 
 

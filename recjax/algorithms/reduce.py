@@ -17,7 +17,7 @@ from recjax.algorithms.groups import (
     one_per_trajectory,
     trajectory_sums,
 )
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 
 SumAndCount = tuple[Float[Array, ""], Float[Array, ""]]
 
@@ -111,7 +111,7 @@ def pairwise_consistency_loss(
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
     *,
-    tau: float = 1.0,
+    tau: Scalar = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over groups of the weighted pairwise consistency loss, and the number of groups.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import trajectory_sums
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference, sequence_sum
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -19,7 +19,7 @@ def log_likelihood_bonus(
     logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    beta: float = 0.1,
+    beta: Scalar = 0.1,
 ) -> Float[Array, "batch time"]:
     """Imitation of the behavior policy: a sample of β KL(μ ‖ π), up to a constant.
 
@@ -47,7 +47,7 @@ def squared_log_ratio_per_token(
     behavior_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    tau: float = 0.1,
+    tau: Scalar = 0.1,
 ) -> Float[Array, "batch time"]:
     """Pulls every token's probability back to the behavior policy.
 
@@ -77,7 +77,7 @@ def squared_log_ratio_per_completion(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
-    tau: float = 0.1,
+    tau: Scalar = 0.1,
 ) -> Float[Array, "batch time"]:
     """Pulls every completion's probability back to the behavior policy.
 
@@ -154,7 +154,7 @@ def reference_kl_penalty(
     reference_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    coefficient: float = 0.0,
+    coefficient: Scalar = 0.0,
     estimator: KLEstimator = "k3",
 ) -> Float[Array, "batch time"]:
     """`coefficient` · `reference_kl`: a penalty on the KL to the reference policy.
@@ -183,7 +183,7 @@ def unbiased_reference_kl_penalty(
     reference_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    coefficient: float = 0.0,
+    coefficient: Scalar = 0.0,
 ) -> Float[Array, "batch time"]:
     """`coefficient` · KL(π ‖ π_ref), estimated on tokens that μ sampled, with unbiased value and gradient.
 
@@ -212,7 +212,7 @@ def unbiased_reference_kl_penalty(
 
 
 def entropy_bonus(
-    entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: float = 0.0
+    entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: Scalar = 0.0
 ) -> Float[Array, "batch time"]:
     """Entropy bonus, `coefficient` · entropy, which the loss subtracts.
 

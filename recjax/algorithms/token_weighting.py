@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import bounded_exp, per_token
 
 
@@ -19,7 +19,7 @@ def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch
     return jax.lax.stop_gradient(ratio)
 
 
-def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) -> Float[Array, "batch time"]:
+def truncated_weights(ratio: Float[Array, "batch time"], *, cap: Scalar = 5.0) -> Float[Array, "batch time"]:
     """The ratio up to a cap: w_t = min(ρ_t, c).  Tokens beyond the cap keep their gradient.
 
     Args:
@@ -39,7 +39,7 @@ def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) ->
 
 
 def banded_weights(
-    ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 5.0
+    ratio: Float[Array, "batch time"], *, low: Scalar = 0.5, high: Scalar = 5.0
 ) -> Float[Array, "batch time"]:
     """The ratio inside a band, and 0 outside the band.
 
@@ -61,7 +61,7 @@ def banded_weights(
 
 
 def bounded_weights(
-    ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 2.0
+    ratio: Float[Array, "batch time"], *, low: Scalar = 0.5, high: Scalar = 2.0
 ) -> Float[Array, "batch time"]:
     """The ratio clipped to a band: w_t = min(max(ρ_t, low), high).
 
@@ -81,13 +81,13 @@ def bounded_weights(
     return jnp.clip(ratio, low, high)
 
 
-def _require_around_one(low: float, high: float) -> None:
-    require(0 <= low <= 1, "low", low, "must be from 0 to 1")
+def _require_around_one(low: Scalar, high: Scalar) -> None:
+    require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
 
 
 def tapered_weights(
-    ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: float = 1.0
+    ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: Scalar = 1.0
 ) -> Float[Array, "batch time"]:
     """1 where A ≥ 0, min(ρ, c) where A < 0: the less likely bad tokens have become, the less they are pushed down.
 
@@ -112,8 +112,8 @@ def inverse_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    cap: float = 3.0,
-    cap_negative: float = 3.0,
+    cap: Scalar = 3.0,
+    cap_negative: Scalar = 3.0,
 ) -> Float[Array, "batch time"]:
     """min(1/ρ, c) where A > 0, so that unlikely tokens gain most; min(ρ, c') elsewhere.
 
@@ -142,8 +142,8 @@ def soft_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: Scalar = 1.0,
+    tau_negative: Scalar = 1.05,
 ) -> Float[Array, "batch time"]:
     """The ratio times a gate that closes smoothly as the ratio moves away from 1.
 
@@ -173,10 +173,10 @@ def peaked_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
-    power_positive: float = 2.0,
-    decay_positive: float = 3.0,
-    power_negative: float = 3.0,
-    decay_negative: float = 2.0,
+    power_positive: Scalar = 2.0,
+    decay_positive: Scalar = 3.0,
+    power_negative: Scalar = 3.0,
+    decay_negative: Scalar = 2.0,
 ) -> Float[Array, "batch time"]:
     """ρ^k exp(λ(1−ρ)), which is 1 at ρ = 1 and falls to 0 far from ρ = 1.
 
@@ -210,7 +210,7 @@ def expert_shaped_weights(
     logprobs: Float[Array, "batch time"],
     foreign: Bool[Array, " batch"],
     *,
-    gamma: float = 0.1,
+    gamma: Scalar = 0.1,
 ) -> Float[Array, "batch time"]:
     """The ratio on the policy's own tokens; γp/(p+γ)² on other models' tokens, with the policy's probability p.
 

@@ -1,14 +1,12 @@
 """Row weights and selections, from the whole batch. The loss treats them as constants."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import group_index, group_minima, group_sums
-from recjax.algorithms.options import require
+from recjax.algorithms.options import Scalar, require
 
 # e^20 ≈ 5e8: no useful weight is larger, and a product of two such weights does not overflow float32.
 MAX_EXPONENT = 20.0
@@ -28,7 +26,7 @@ def _exp_weights(advantages, kept, temperature):
 
 
 def exp_advantage_weights(
-    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, temperature: float = 1.0
+    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, temperature: Scalar = 1.0
 ) -> Float[Array, "batch *rest"]:
     """Weights that grow with the advantage.
 
@@ -52,7 +50,7 @@ def exp_advantage_weights(
 
 
 def bisected_temperature(
-    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float, ceiling: float
+    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: Scalar, ceiling: Scalar
 ) -> Float[Array, ""]:
     """Temperature τ at which the batch's exponentially weighted advantages sum to zero.
 
@@ -90,13 +88,17 @@ def bisected_temperature(
         root_above = still_positive(middle)
         return jnp.where(root_above, middle, low), jnp.where(root_above, high, middle)
 
-    ends = jnp.full((), math.log(floor), advantages.dtype), jnp.full((), math.log(ceiling), advantages.dtype)
+    ends = tuple(jnp.log(jnp.asarray(end, advantages.dtype)) for end in (floor, ceiling))
     root = jnp.exp(sum(jax.lax.fori_loop(0, BISECTIONS, halve, ends)) / 2)
     return jnp.where(still_positive(ends[0]), jnp.where(still_positive(ends[1]), ceiling, root), floor)
 
 
 def bisected_exp_advantage_weights(
-    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float = 0.8, ceiling: float = 100.0
+    advantages: Float[Array, "batch *rest"],
+    kept: Bool[Array, " batch"],
+    *,
+    floor: Scalar = 0.8,
+    ceiling: Scalar = 100.0,
 ) -> Float[Array, "batch *rest"]:
     """Weights that grow with the advantage, at the τ at which the batch's weighted advantages sum to zero.
 

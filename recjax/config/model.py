@@ -2,8 +2,10 @@
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
+
+import pydantic
 
 from recjax.config.fields import ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
@@ -27,7 +29,18 @@ def _no_pattern(text: str) -> str | None:
         return f"{text!r} is not a regular expression ({error}); correct the pattern"
 
 
-class DecoderShape(ConfigBlock):
+class _Described(ConfigBlock):
+    """A block of which only the keys that are set describe the model, in files and in digests."""
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_later_keys(self, dump: Callable) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None or name not in _LATER}
+
+
+_LATER = ("characters", "run", "reference")  # absent from the files of earlier versions
+
+
+class DecoderShape(_Described):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
     hidden_size: Int = key(
@@ -42,6 +55,9 @@ class DecoderShape(ConfigBlock):
         ge=1,
     )
     intermediate_size: Int = key(256, "Width of the MLP", ge=1)
+    characters: str | None = key(
+        None, "Alphabet of the tokenizer, in the order of its ids; null: the task's characters"
+    )
 
 
 class LoraConfig(ConfigBlock):
@@ -54,11 +70,22 @@ class LoraConfig(ConfigBlock):
     )
 
 
-class ModelConfig(ConfigBlock):
-    """The policy: either `path` or `decoder`."""
+class ModelConfig(_Described):
+    """The policy: `path`, `decoder` or `run`."""
 
     path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")
     decoder: DecoderShape | None = key(None)
+    run: str | None = key(
+        None,
+        "Run to continue in a new folder, with its model, weights and optimizer state: the run's folder, for its newest"
+        " checkpoint, or checkpoints/STEP or checkpoints/best in it (highest evaluation/accuracy)",
+        excludes="warm_start",
+    )
+    reference: str | None = key(
+        None,
+        "Anchor of the KL to a reference: a run's folder, checkpoints/STEP or checkpoints/best in it, or a model; null:"
+        " the policy before the first step",
+    )
     chat_date: checked(str, _no_day) | None = key(
         None,
         "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"

@@ -1,13 +1,15 @@
 """The schema of a run: every key with its type, default, bounds and meaning, and the contradictions between keys."""
 
+import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
 
-from recjax.algorithms.options import require
+from recjax.algorithms.options import checked_value, described, did_you_mean, require
 from recjax.algorithms.reading import RESCORED, names_read
 from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
@@ -50,8 +52,8 @@ class AlgorithmConfig(ConfigBlock):
     correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behavior policy")
     regularizer: dict[str, Any] = key(dict, "Term added to the loss")
     reduction: dict[str, Any] = key(dict, "Reduction of token losses to one loss")
-    reference_kl: dict[str, Any] = key(dict, "KL to the initial policy")
-    unbiased_reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, with importance weights")
+    reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, or to model.reference")
+    unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")
     entropy: dict[str, Any] = key(dict, "Entropy bonus")
     distillation: dict[str, Any] = key(dict, "Advantages from a teacher's log-probs")
 
@@ -77,6 +79,8 @@ class AlgorithmConfig(ConfigBlock):
         yield teacher and not algorithm.needs_teacher, "model.teacher", problem
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
         yield algorithm.needs_teacher and not teacher, "algorithm.distillation", problem
+        problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
+        yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
         of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"
         problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
@@ -113,12 +117,22 @@ class AlgorithmConfig(ConfigBlock):
             raise ValueError(f"algorithm.{error}") from error
 
 
+_SCHEDULES = {
+    "constant": {"name": "constant_schedule"},
+    "linear": {"name": "linear_schedule", "end_value": 0.0},
+    "cosine": {"name": "cosine_decay_schedule"},
+}
+
+
 class OptimizerConfig(ConfigBlock):
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
     learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
-    schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate schedule; linear and cosine decay to zero over training.steps"
+    schedule: Literal["constant", "linear", "cosine"] | dict[str, Any] = key(
+        "constant",
+        "Learning rate schedule after the warm-up; linear and cosine decay to zero over training.steps. A mapping names"
+        " an optax schedule with its arguments, such as {name: cosine_decay_schedule, alpha: 0.1}; by default its peak"
+        " is optimizer.learning_rate and its length the steps after the warm-up",
     )
     warmup_steps: Int = key(
         0, "Optimizer steps in which the learning rate rises from zero", must="be below training.steps", ge=0
@@ -128,6 +142,63 @@ class OptimizerConfig(ConfigBlock):
     beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
     beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
     epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
+    state: Literal["run", "new"] = key(
+        "run", "Adam's state before the first step with model.run: that run's state, or zeros", needs="model.run"
+    )
+
+    def refusals(self, config: "Config") -> Iterator[Refusal]:
+        """A schedule that cannot be built."""
+        if isinstance(self.schedule, dict):
+            import jax  # imported here, so that grading workers start without JAX
+
+            try:  # shapes only, because a real array would claim the local devices
+                jax.eval_shape(lambda count: self.build_schedule(config.training.steps)(count), 0)
+            except Exception as error:
+                problem = str(error) if str(error).startswith("optimizer.") else ""
+                problem = problem or f"optimizer.schedule = {self.schedule!r}: optax refuses it: {described(error)}"
+                raise ValueError(problem) from error
+        return iter(())
+
+    def build_schedule(self, steps: int) -> "optax.Schedule":
+        """Learning rate by number of previous updates: a linear warm-up, then the schedule.
+
+        Args:
+            steps: number of updates, over which a schedule without a length of its own extends.
+        Raises:
+            ValueError: a schedule that optax lacks, or arguments that it does not take.
+        """
+        import optax  # imported here, so that grading workers start without JAX
+
+        options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
+        place, name = "optimizer.schedule", options.pop("name", None)
+        known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
+        remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
+        require(name in known, f"{place}.name", name, remedy)
+        parameters = inspect.signature(getattr(optax.schedules, name)).parameters
+        for option, value in options.items():
+            remedy = f"is no argument of {name}, which takes {', '.join(parameters)}{did_you_mean(option, parameters)}"
+            require(option in parameters, f"{place}.{option}", value, remedy)
+            if not isinstance(value, dict | list):
+                options[option] = checked_value(f"{place}.{option}", parameters[option].annotation, value)
+        peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
+        remedy = f"{name} has its own peak; set only one of the two"
+        has_own = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
+        is_set = self.learning_rate != type(self).model_fields["learning_rate"].default
+        require(not (has_own and is_set), "optimizer.learning_rate", self.learning_rate, remedy)
+        remedy = f"{name} has its own warm-up; remove one of them"
+        has_own = self.warmup_steps and peak not in ("value", "init_value")
+        require(not has_own, "optimizer.warmup_steps", self.warmup_steps, remedy)
+        rest = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
+        defaults = {peak: self.learning_rate, "decay_steps": rest, "transition_steps": rest}
+        options = {option: value for option, value in defaults.items() if option in parameters} | options
+        missing = [each.name for each in parameters.values() if each.default is each.empty and each.name not in options]
+        require(not missing, place, self.schedule, f"{name} needs {', '.join(missing)} too")
+        after = getattr(optax.schedules, name)(**options)
+        if self.warmup_steps == 0:
+            return after
+        # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …
+        first, last = options[peak] / self.warmup_steps, max(self.warmup_steps - 1, 1)
+        return optax.join_schedules([optax.linear_schedule(first, options[peak], last), after], [self.warmup_steps])
 
 
 class TrainingConfig(ConfigBlock):
@@ -157,6 +228,11 @@ class TrainingConfig(ConfigBlock):
         ge=1,
     )
     checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
+    resume_with: list[str] = key(
+        list,
+        "Keys of optimizer and algorithm, such as optimizer.learning_rate, whose values may differ from the stored run"
+        " when it resumes; environment.json records each change",
+    )
     impossible_tokens: Literal["error", "drop"] = key(
         "error",
         "Treatment of tokens with probability 0, log-prob −inf, under a policy. error: end the run; drop: exclude them"
@@ -185,6 +261,12 @@ class TrainingConfig(ConfigBlock):
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
         problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
         yield not in_order, "training.profile_steps", problem
+        known = [name for name in KEYS if name.startswith("optimizer.") and name != "optimizer.state"]
+        axes = config.algorithm.resolved().items() if self.resume_with else ()
+        known += [f"algorithm.{axis}.{option}" for axis, block in axes for option in block if option != "name"]
+        for name in self.resume_with:
+            problem = f"{name!r} cannot change; takes {', '.join(known)}{did_you_mean(name, known)}"
+            yield name not in known, "training.resume_with", problem
 
 
 _SAMPLED = "evaluation.temperature above 0"
@@ -272,7 +354,8 @@ class Config(ConfigBlock):
         """Refuses settings that contradict each other or that nothing would read."""
         for name, choices in {"model": ("path", "decoder"), "task": TASKS}.items():
             given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
-            if len(given) != 1:
+            # A run's config.yaml keeps the model of the run that it continues.
+            if len(given) != 1 and (given or name != "model" or self.model.run is None):
                 found = f"found {' and '.join(given) or 'none'}"
                 raise ValueError(
                     f"{name}: give exactly one of {', '.join(f'{name}.{one}' for one in choices)}; {found}"

@@ -64,7 +64,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
                 date,
             )
     else:
-        tokenizer = character_tokenizer(characters)
+        tokenizer = character_tokenizer(config.model.decoder.characters or characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
@@ -120,7 +120,7 @@ def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
     """The decoder config of `model.decoder` with `vocabulary` tokens."""
     head_dim = shape.hidden_size // shape.num_heads
-    return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump())
+    return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump(exclude={"characters"}))
 
 
 def compute_dtype(name: str) -> jnp.dtype:

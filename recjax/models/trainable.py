@@ -68,7 +68,7 @@ def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
 
 
 def combine(first: dict, second: dict) -> dict:
-    """Merges two trees that share no leaf."""
+    """Merges two trees; a leaf of both is that of the second."""
     return unflatten(flatten(first) | flatten(second))
 
 

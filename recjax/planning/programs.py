@@ -34,9 +34,11 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
-from recjax.training.update import TrainState, make_optimizer, recipe_of, update
+from recjax.training.trained import with_start
+from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 
 START = "trained parameters as they were at the start"
+REFERENCE = "reference policy's parameters"
 COPY = "sampler's copy"
 CAST = "weights as they compute"
 TEACHER = "teacher's parameters"
@@ -101,7 +103,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     Raises:
         ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
     """
-    notes, model = [], None
+    config, notes, model = with_start(config), [], None
 
     def reached(load: Callable) -> Any:
         try:
@@ -116,7 +118,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     def tokenizer():
         if config.model.path:
             return load_tokenizer(config.model.path, config.model.chat_date)
-        return character_tokenizer(characters([*task.train, *task.evaluation]))
+        return character_tokenizer(config.model.decoder.characters or characters([*task.train, *task.evaluation]))
 
     def shapes() -> Model:
         if config.model.path:
@@ -145,15 +147,19 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
-    optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
+    optimizer, size = make_optimizer(config.optimizer), model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
         "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
         "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
-    if reads_start := config.algorithm.build().needs_reference or config.evaluation.initial_kl:
+    needs_reference = config.algorithm.build().needs_reference
+    if reads_start := (needs_reference and not config.model.reference) or config.evaluation.initial_kl:
         parts[START] = copy
+    if needs_reference and config.model.reference:
+        whole = combine(model.trained, model.frozen)
+        parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, whole))
     if keeps_copy(config) and not (reads_start and config.regime.offline):
         parts[COPY] = copy
     if config.model.teacher:
@@ -242,7 +248,8 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
     if program == "score":
         return {name: plan.held[name] for name in ("trained parameters", "frozen parameters")}
     names = ["trained parameters", "optimizer's state"]
-    names += [START] if plan.config.algorithm.build().needs_reference else []
+    reference = REFERENCE if plan.config.model.reference else START
+    names += [reference] if plan.config.algorithm.build().needs_reference else []
     names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
     return {name: plan.held[name] for name in names}
 
@@ -334,6 +341,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
         layout,
         teacher,
         laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if "score" in programs_of(config) else None,
+        hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
         recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
     )
 

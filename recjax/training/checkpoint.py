@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -133,6 +135,36 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())) if batch else (),
         proximal_logprobs=put_rows(batch.get("proximal_logprobs")),
     )
+
+
+def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.OptState:
+    """The optimizer state of a run's checkpoint, whose learning rate schedule begins again.
+
+    Args:
+        fresh: state before a first step, on the devices.
+    Raises:
+        ValueError: the checkpoint has another optimizer, or cannot be read.
+    """
+    like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
+    arguments = ocp.args.PyTreeRestore(
+        item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+    )
+    folder = run / "checkpoints" / str(step) / "state"
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
+    except Exception as error:
+        remedy = "set optimizer.state=new to begin with a new state"
+        raise ValueError(f"{folder}: its optimizer state does not fit ({_short(error)}); {remedy}") from error
+    is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+    return jax.tree.map(lambda new, old: new if is_count(new) else old, fresh, state, is_leaf=is_count)
+
+
+def split_step(source: str | Path) -> tuple[Path, str | None]:
+    """A run's folder and the name of its checkpoint, a step or "best", from RUN or RUN/checkpoints/NAME."""
+    path = Path(source)
+    is_checkpoint = path.parent.name == "checkpoints" and (path.name.isdecimal() or path.name == "best")
+    return (path.parents[1], path.name) if is_checkpoint else (path, None)
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,20 @@ from recjax.experience.layout import Layout, choose_layout, score_batch
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
+from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
-from recjax.training.run import Run, State, initial_policy
-from recjax.training.update import Learned, TrainState, learning_rate_schedule, recipe_of, update
+from recjax.training.run import Run, State
+from recjax.training.trained import reference_params, starting_policy
+from recjax.training.update import Learned, TrainState, hyperparameters_of, recipe_of, update
 
 
 class Learner:
     """Computes with JAX. Tests of the loop give `train` a subclass that only counts."""
 
-    initial_policy = staticmethod(initial_policy)
+    initial_policy = staticmethod(starting_policy)
 
     def begin(self, run: Run, params: dict) -> tuple[Run, TrainState]:
-        """The run with its frozen, initial and teacher parameters, and the state before the first step.
+        """The run with its frozen, initial, reference and teacher parameters, and the state before the first step.
 
         Args:
             params: all of the policy's parameters in float32.
@@ -36,14 +39,23 @@ class Learner:
         teacher = load_teacher(config, run.policy.tokenizer)
         self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
         steps = config.training.steps
-        rates = learning_rate_schedule(config.optimizer, steps)(np.arange(steps))
-        self._rates = np.broadcast_to(jax.device_get(rates), steps)
+        self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
+        self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
-        reads_initial = self._recipe.algorithm.needs_reference or config.evaluation.initial_kl
+        needs_reference = self._recipe.algorithm.needs_reference
+        reads_initial = (needs_reference and not config.model.reference) or config.evaluation.initial_kl
         frozen = in_compute_dtype(decoder, frozen, copy=False)
         initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
-        run = run._replace(frozen=frozen, initial=initial, teacher=teacher)
-        return run, first_state(self._recipe.optimizer, params)
+        reference = initial if needs_reference else None
+        if needs_reference and config.model.reference:
+            reference = reference_params(config, run.policy)
+        run = run._replace(frozen=frozen, initial=initial, reference=reference, teacher=teacher)
+        trained = first_state(self._recipe.optimizer, params)
+        is_new = not steps_of(Path(config.output) / "checkpoints")
+        if config.model.run and config.optimizer.state == "run" and is_new:
+            folder, step = split_step(config.model.run)
+            trained = trained._replace(optimizer_state=optimizer_state_of(folder, int(step), trained.optimizer_state))
+        return run, trained
 
     def sampler_params(self, run: Run, state: State, copy: bool = False) -> dict:
         """The sampler's parameters, in the dtype of the computation: the trained parameters, or the state's copy.
@@ -86,18 +98,21 @@ class Learner:
         proximal_logprobs: Float[Array, "batch time"] | None = None,
     ) -> tuple[TrainState, dict, Learned]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        _, rate = _rates_of(self._rates, trained.optimizer_state)
+        numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         trained, metrics, learned = update(
             trained,
             run.frozen,
-            run.initial if self._recipe.algorithm.needs_reference else None,
+            run.reference,
             put_rows(batch),
             jax.random.fold_in(self._drop_key, run.batch_of(step)),
             layout,
             run.teacher and run.teacher.params,
             proximal_logprobs,
+            numbers,
             recipe=self._recipe,
         )
-        return trained, metrics | {"learning_rate": _rate_of(self._rates, trained.optimizer_state)}, learned
+        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, learned
 
     def evaluate(self, run: Run, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""
@@ -124,7 +139,8 @@ def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.Opt
 
 
 @jax.jit
-def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
-    """The learning rate of the latest update; steps without data made none, so their number does not say which."""
-    counts = optax.tree.get_all_with_path(optimizer_state, "count")
-    return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]
+def _rates_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
+    """Learning rates of the latest and the next update; steps without data made none, so their number says neither."""
+    count = optax.tree.get_all_with_path(optimizer_state, "count")[-1][1]  # the schedule's, after Adam's
+    rates = jnp.asarray(learning_rates)
+    return rates[jnp.maximum(count - 1, 0)], rates[jnp.minimum(count, len(rates) - 1)]

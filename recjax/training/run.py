@@ -52,6 +52,7 @@ class Run(NamedTuple):
     others: completions of a store that join the policy's groups, by prompt.
     frozen: parameters that are not trained, in the compute dtype.
     initial: trained parameters before the first step, in the compute dtype; None if nothing reads them.
+    reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
     teacher: the model that `model.teacher` names.
     agents: programs that talk to the policy; open during the run.
     learner: the `Learner`.
@@ -72,6 +73,7 @@ class Run(NamedTuple):
     others: ByPrompt | None = None
     frozen: dict = {}
     initial: dict | None = None
+    reference: dict | None = None
     teacher: Teacher | None = None
     agents: Agents | None = None
     learner: Any = None
@@ -156,15 +158,19 @@ class State(NamedTuple):
     proximal_logprobs: Float[Array, "batch time"] | None = None
 
 
-def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+def initial_policy(
+    config: Config, policy: Policy, train: Prompts | None, params: dict | None = None
+) -> tuple[Policy, dict]:
     """The policy with its adapters, and all of its parameters before the first step, in float32.
 
     Args:
         policy: the result of `policy_alone`.
         train: prompts for a warm start; None without one.
+        params: parameters to start from; None: those that `model` describes.
     """
-    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-        params = load_params(config, policy.decoder.config)
+    if params is None:
+        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+            params = load_params(config, policy.decoder.config)
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:

@@ -21,7 +21,7 @@ from recjax.config import KEYS, Config, stored_values, to_yaml, unknown_keys
 from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
-from recjax.training.checkpoint import newest_whole, progress, steps_of
+from recjax.training.checkpoint import newest_whole, progress, split_step, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _MAY_CHANGE = {
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.impossible_tokens",
+    "training.resume_with",
     "training.profile_steps",
     "training.micro_batch_prompts",
     "training.tokens_per_micro_batch",
@@ -112,7 +113,7 @@ def _chat_date(config: Config, overwrite: bool) -> str | None:
     output = Path(config.output)
     if overwrite or not (output / "config.yaml").is_file():
         return date.today().isoformat()
-    return (_stored_config(output).get("model") or {}).get("chat_date") or date.today().isoformat()
+    return (stored_config(output).get("model") or {}).get("chat_date") or date.today().isoformat()
 
 
 def is_finished(config: Config) -> bool:
@@ -153,8 +154,13 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
                 if path.name != run_lock.NAME:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             output.mkdir(parents=True, exist_ok=True)
+        changed = ""
+        if config.training.resume_with and (output / "config.yaml").is_file():
+            both = [_dotted(values) for values in (config.model_dump(), stored_config(output))]
+            chosen = _chosen(config, both[1])
+            changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
         write_whole(output / "config.yaml", to_yaml(config))
-        _record_start(output)
+        _record_start(output, changed)
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -179,15 +185,19 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
     gone = tuple(".".join(map(str, key)) for key in unknown_keys(theirs))
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
-    if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone):
+    if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone | _chosen(config, theirs)):
         raise ValueError(
             f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
         )
 
 
 def _check_same_config(config: Config, output: Path) -> None:
-    ours, theirs = config.model_dump(), _stored_config(output)
+    ours, theirs = config.model_dump(), stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
+    fixed |= _chosen(config, theirs)
+    if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
+        of_start = ("model.run", "model.path", "model.decoder")
+        fixed |= {key for key in _dotted(ours).keys() | _dotted(theirs).keys() if key.startswith(of_start)}
     # A config of an older version lacks keys that have default values here, which do not change the run.
     values = _dotted(ours)
     added = values.keys() - _dotted(theirs).keys()
@@ -201,7 +211,7 @@ def _check_same_config(config: Config, output: Path) -> None:
         )
 
 
-def _stored_config(output: Path) -> dict[str, Any]:
+def stored_config(output: Path) -> dict[str, Any]:
     """The values in config.yaml of a run; if the file is damaged, the values in the newest whole checkpoint."""
     path = output / "config.yaml"
     try:
@@ -221,6 +231,21 @@ def _stored_config(output: Path) -> dict[str, Any]:
     )
 
 
+def continues(given: str | None, stored: str | None) -> bool:
+    """True if a stored `model.run` is the one that a config gives; the stored one names a step."""
+    if given is None or stored is None:
+        return False
+    (run, name), (stored_run, step) = split_step(given), split_step(stored)
+    return run == stored_run and name in (None, "best", step)
+
+
+def _chosen(config: Config, theirs: dict) -> set[str]:
+    """The dotted keys that `training.resume_with` names, with the keys inside of them."""
+    chosen = tuple(config.training.resume_with)
+    keys = _dotted(config.model_dump()).keys() | _dotted(theirs).keys()
+    return {key for key in keys if key in chosen or key.startswith(tuple(f"{name}." for name in chosen))}
+
+
 def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
     """Describes the differing values by dotted key: `theirs` ("there") and `ours` ("now"); empty if all are equal."""
     ours, theirs = _dotted(ours), _dotted(theirs)
@@ -232,8 +257,12 @@ def _dotted(values: dict) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in flatten_dict(values).items()}
 
 
-def _record_start(output: Path) -> None:
-    """Adds versions, commit and devices to environment.json; replaces the file if it cannot be read."""
+def _record_start(output: Path, changed: str) -> None:
+    """Adds versions, commit and devices to environment.json; replaces the file if it cannot be read.
+
+    Args:
+        changed: settings that `training.resume_with` let change; empty: none.
+    """
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "recjax": recjax.__version__,
@@ -244,6 +273,9 @@ def _record_start(output: Path) -> None:
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
     }
+    if changed:
+        entry["changed"] = {"after_step": newest_whole(output / "checkpoints")[0], "settings": changed}
+        logger.info("%s resumes with other settings: %s", output, changed)
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
 
 

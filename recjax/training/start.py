@@ -22,6 +22,7 @@ from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
 from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
+from recjax.training.trained import with_start
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def open_run(
         ValueError: see `begin`; also a folder that cannot be used or that another process holds.
     """
     check_run_folder(config, overwrite)
-    config = with_chat_date(config, overwrite)
+    config = with_chat_date(with_start(config, overwrite), overwrite)
     with contextlib.ExitStack() as stack:
         if jax.sharding.get_mesh().empty:
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))

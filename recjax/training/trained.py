@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from recjax import __version__
+from recjax import __version__, hosts
 from recjax.config import Config, make_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
 from recjax.files import check_manifest
@@ -23,13 +23,23 @@ from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
-from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split_params
+from recjax.models.trainable import (
+    adapted,
+    combine,
+    flatten,
+    in_compute_dtype,
+    merged,
+    split_params,
+    with_adapters,
+)
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
-from recjax.training.checkpoint import newest_whole, none_whole, progress, steps_of
+from recjax.tasks.prompts import Prompts
+from recjax.training.checkpoint import newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.mesh import check_fits
+from recjax.training.metrics import read_metrics
 from recjax.training.run import characters, initial_policy, prompts_of
-from recjax.training.run_folder import check_config_file, starts
+from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +63,21 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
     """Opens a policy on the devices of the current mesh, in the compute dtype.
 
     Args:
-        source: run folder (its newest checkpoint), a checkpoints/STEP folder in it, or a Hugging Face folder or hub
-            name; None or "base": the initial policy of `config`, after its warm start.
+        source: run folder (its newest checkpoint), checkpoints/STEP or checkpoints/best in it, or a Hugging Face
+            folder or hub name; None or "base": the initial policy of `config`, after its warm start.
         config: stop strings and chat template variables of the policy. It describes the model only without a source.
     Raises:
         ValueError: the checkpoint or model does not exist, or does not fit the mesh.
     """
     folder = Path(source or "base")
-    is_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
-    run, step = (folder.parents[1], int(folder.name)) if is_step else (folder, None)
+    run, step = split_step(folder)
+    config = with_start(config) if source in (None, "base") else config
     bare = config.model.model_copy(update={"lora": None, "freeze": []})  # adapters change nothing before training
     if source in (None, "base"):
         policy, params = _initial(config.model_copy(update={"model": bare}))
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         opened = OpenedPolicy(name, policy, params)
-    elif is_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
+    elif step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
         opened = open_checkpoint(run, step)
         policy = opened.policy
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
@@ -108,6 +118,76 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
+def with_start(config: Config, overwrite: bool = True) -> Config:
+    """The config with the model of the run that `model.run` names, and with the step of the checkpoint.
+
+    The config.yaml of a run keeps both, so a run that resumes has the same start.
+
+    Args:
+        overwrite: read no config.yaml in the folder `output`.
+    Raises:
+        ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters.
+    """
+    model, stored = config.model, {}
+    if model.run is None:
+        return config
+    if not overwrite and (Path(config.output) / "config.yaml").is_file():
+        stored = stored_config(Path(config.output)).get("model") or {}
+    run, name = split_step(stored["run"] if continues(model.run, stored.get("run")) else model.run)
+    theirs = run_config(run)
+    step, decoder = hosts.from_first(lambda: _whole_step(run, theirs, name)), theirs.model.decoder
+    if decoder and not decoder.characters:
+        train, evaluation = load_problems(theirs)
+        decoder = decoder.model_copy(update={"characters": characters([*train, *evaluation])})
+    shapes, trained = (
+        differences(*(each.model_dump(include=keys) for each in (model, theirs.model)), {"decoder.characters"})
+        for keys in ({"path", "decoder"}, {"lora", "freeze"})
+    )
+    if shapes and (model.path or model.decoder):
+        raise ValueError(f"model.run = {model.run!r} has another model ({shapes}); remove model.path or model.decoder")
+    if trained and config.optimizer.state == "run":
+        raise ValueError(
+            f"model.run = {model.run!r} trained other parameters (model.{trained}), and its optimizer state does not"
+            " fit; set optimizer.state=new to begin with a new state, or train the same parameters"
+        )
+    start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
+    return config.model_copy(update={"model": model.model_copy(update=start)})
+
+
+def starting_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """`initial_policy`, with the parameters of the checkpoint that `model.run` names.
+
+    Adapters of that run stay adapters if this run has the same; otherwise they are merged.
+    """
+    if config.model.run is None:
+        return initial_policy(config, policy, train)
+    run, name = split_step(config.model.run)
+    theirs = run_config(run)
+    same = theirs.model.lora == config.model.lora
+    params = put_params(checkpoint_reader(run, theirs, merge=not same)[1](_whole_step(run, theirs, name)))
+    policy, with_new = initial_policy(config, policy, train, params)
+    return policy, combine(with_new, params) if same else with_new
+
+
+def reference_params(config: Config, policy: Policy) -> dict:
+    """All parameters of `model.reference`, as the decoder of the policy takes them, in the compute dtype.
+
+    Raises:
+        ValueError: the reference cannot be read, or has another shape or tokenizer than the policy.
+    """
+    opened, plain = open_policy(config.model.reference, config), dataclasses.replace(policy.decoder.config, lora=None)
+    theirs = dataclasses.replace(opened.policy.decoder.config, lora=None)
+    if theirs != plain or opened.policy.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ValueError(
+            f"model.reference = {config.model.reference!r}: its shape or tokenizer differs from the policy's"
+            f" ({theirs} there, {plain} here); choose a reference with the policy's shape and tokenizer"
+        )
+    if config.model.lora is None:
+        return opened.params
+    params = with_adapters(opened.policy.decoder, opened.params, config.model.lora, jax.random.key(0))[1]
+    return in_compute_dtype(policy.decoder, params, copy=False)
+
+
 def run_config(run: Path) -> Config:
     """The config of a run; keys that this version does not have are skipped, with a warning that names them.
 
@@ -137,11 +217,11 @@ def _made_by(run: Path) -> str:
     return f"; the run was made with recjax {made}, this is {__version__}" if made not in (None, __version__) else ""
 
 
-def open_checkpoint(run: Path, step: int | None = None) -> OpenedPolicy:
+def open_checkpoint(run: Path, step: int | str | None = None) -> OpenedPolicy:
     """Opens a checkpoint of a run: the policy without adapters, and float32 parameters as NumPy arrays on the host.
 
     Args:
-        step: step of the checkpoint; None: the newest.
+        step: step of the checkpoint, or "best": the highest evaluation/accuracy; None: the newest.
     Raises:
         ValueError: the checkpoint does not exist, or the model or task of the config has changed.
     """
@@ -151,7 +231,7 @@ def open_checkpoint(run: Path, step: int | None = None) -> OpenedPolicy:
     return OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, config)
 
 
-def checkpoint_reader(run: Path, config: Config) -> tuple[Policy, Callable[[int], dict]]:
+def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Policy, Callable[[int], dict]]:
     """The policy of a run without adapters, and a function that reads its parameters at a step.
 
     The function returns all parameters in float32, with adapters merged, as NumPy arrays on the host. Checkpoints lack
@@ -160,13 +240,14 @@ def checkpoint_reader(run: Path, config: Config) -> tuple[Policy, Callable[[int]
 
     Args:
         config: config of the run.
+        merge: merge adapters.
     Raises:
         ValueError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
             if the checkpoint has other shapes than the model, and types of Orbax for missing files.
     """
     lora = config.model.lora
     if lora is None and not config.model.freeze:
-        policy, constant = _without_params(config, config.model.decoder is not None)[0], {}
+        policy, constant = _without_params(config, False)[0], {}
         trained = abstract_params(policy.decoder.config)
     else:
         policy, params = _initial(config)
@@ -176,18 +257,21 @@ def checkpoint_reader(run: Path, config: Config) -> tuple[Policy, Callable[[int]
 
     def read_params(step: int) -> dict:
         params = combine(_restored(run, step, trained), constant)
-        return merged(decoder_config, params) if lora else params
+        return merged(decoder_config, params) if lora and merge else params
 
     return plain, read_params
 
 
 def _initial(config: Config) -> tuple[Policy, dict]:
     """The policy of a config before its first step, with its adapters, and all of its parameters in float32."""
-    policy, task = _without_params(config, bool(config.model.decoder or config.warm_start))
-    return initial_policy(config, policy, prompts_of(config, policy, task)[0] if config.warm_start else None)
+    policy, task = _without_params(config, config.warm_start is not None)
+    return starting_policy(config, policy, prompts_of(config, policy, task)[0] if config.warm_start else None)
 
 
 def _without_params(config: Config, reads_problems: bool) -> tuple[Policy, Task]:
+    """The policy, and the problems if they are read; the tokenizer of a decoder from scratch may need them too."""
+    decoder = config.model.decoder
+    reads_problems |= decoder is not None and decoder.characters is None
     train, evaluation = load_problems(config) if reads_problems else ([], [])
     return policy_alone(config, characters([*train, *evaluation])), Task(train, evaluation, None)
 
@@ -206,10 +290,16 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
     return step, decoder_config, _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
 
 
-def _whole_step(run: Path, config: Config, step: int | None) -> int:
-    """The step of the newest whole checkpoint, or `step`; checks that the checkpoint is whole and fits the config."""
+def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
+    """The step of the newest whole checkpoint, the best, or `step`; checks that it is whole and fits the config."""
     folder = run / "checkpoints"
     steps = steps_of(folder)
+    if step == "best":
+        accuracy = {row["step"]: row.get("evaluation/accuracy") for row in read_metrics(run / "metrics.jsonl")}
+        step = max((step for step in steps if accuracy.get(step) is not None), key=accuracy.get, default=None)
+        if step is None:
+            raise ValueError(f"{folder}/best: no checkpoint of these steps was evaluated: {steps}; name a step")
+    step = step if step is None else int(step)
     if not steps:
         raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
     if step is None:

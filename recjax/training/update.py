@@ -1,15 +1,17 @@
 """The pure update: log-probabilities, loss, gradients and optimizer step in one jitted function."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
+from recjax.algorithms.presets import free_options
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
@@ -29,6 +31,8 @@ from recjax.models.unrolling import unrolled_for_training
 class Recipe(NamedTuple):
     """The parts that all updates of a run share, static under jit.
 
+    algorithm, optimizer: with values for all options and rates, or without those that `update` gets as
+        `hyperparameters`.
     sampling: distribution that sampled the batches; log π refers to the same distribution.
     chunk: number of token positions whose vocabulary scores a device holds at once.
     teacher: decoder of the teacher, if the algorithm has one.
@@ -43,16 +47,29 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run; layers are unrolled where that is faster, and a constant rate has no last step."""
-    optimizer, steps = config.optimizer, config.training.steps
+    """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster."""
     return Recipe(
         decoder=unrolled_for_training(decoder),
-        algorithm=config.algorithm.build(),
-        optimizer=make_optimizer(optimizer, 0 if optimizer.schedule == "constant" else steps),
+        algorithm=free_options(config.algorithm.build())[0],
+        optimizer=make_optimizer(config.optimizer),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
     )
+
+
+def hyperparameters_of(config: Config, learning_rate: ArrayLike) -> dict[str, dict[str, Any]]:
+    """The numbers that runs of one recipe may differ in: arguments of the compiled `update`.
+
+    A weight decay of 0 is absent, so that the program has no decay, like an axis whose coefficient is 0.
+
+    Args:
+        learning_rate: learning rate of the update.
+    """
+    optimizer = {"learning_rate": learning_rate, "clip_norm": config.optimizer.clip_norm}
+    if config.optimizer.weight_decay:
+        optimizer["weight_decay"] = config.optimizer.weight_decay
+    return {"algorithm": free_options(config.algorithm.build())[1], "optimizer": optimizer}
 
 
 class TrainState(NamedTuple):
@@ -62,41 +79,25 @@ class TrainState(NamedTuple):
     optimizer_state: optax.OptState
 
 
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by number of previous updates: linear warm-up, then constant or decay to zero at `steps`."""
-    peak, decay_steps = config.learning_rate, max(steps - config.warmup_steps, 1)
-    after = {
-        "constant": lambda: optax.constant_schedule(peak),
-        "linear": lambda: optax.linear_schedule(peak, 0.0, decay_steps),
-        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps),
-    }[config.schedule]()
-    if config.warmup_steps == 0:
-        return after
-    # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …, peak.
-    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """AdamW after clipping the gradient by its global norm; its update takes `hyperparameters_of` the optimizer.
 
-
-@functools.cache
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """`clipped_adamw` with the schedule of the config.
-
-    Equal arguments return the same object, so that equal runs share one compiled `update`.
-
-    Args:
-        steps: number of updates at which a decaying schedule ends.
+    Adam's betas and ε are parts of the program: float32 lacks the precision for 1 − β.
     """
-    return clipped_adamw(config, learning_rate_schedule(config, steps))
+    return _clipped_adamw(config.beta1, config.beta2, config.epsilon)
 
 
-def clipped_adamw(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient by its global norm."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon, weight_decay=config.weight_decay
-        ),
-    )
+@functools.cache  # equal arguments return the same object, so that runs share one compiled `update`
+def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
+    def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
+        # As a schedule, because its state counts the updates, which the learning rate follows.
+        adamw = optax.adamw(lambda _: learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay)
+        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+
+    def update(updates, state, params=None, **hyperparameters):
+        return chain(**hyperparameters).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)
 
 
 class Learned(NamedTuple):
@@ -132,6 +133,7 @@ def update(
     layout: Layout,
     teacher_params: dict | None = None,
     proximal_logprobs: Float[Array, "batch time"] | None = None,
+    hyperparameters: dict[str, dict[str, Any]] | None = None,
     *,
     recipe: Recipe,
     axis_name: str | None = None,
@@ -145,19 +147,23 @@ def update(
     Args:
         state: train state, which is donated; use the returned state.
         frozen: constant parameters that the state lacks; they get no gradient.
-        reference_params: trained part of the reference-KL anchor, combined with `frozen`; None without an anchor.
+        reference_params: the reference-KL anchor's trained part, or all of its parameters; None without an anchor.
         batch: rows grouped by prompt, equally many per prompt.
         key: random key for drops, equal for all updates of a batch.
         layout: micro-batches of the minibatch; sequences that the algorithm relates are in one micro-batch.
         teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
         proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
             update of a batch.
+        hyperparameters: values that the recipe lacks; see `hyperparameters_of`.
         axis_name: axis of the surrounding jax.pmap. `batch` and `layout` then are one device's share, with equally many
             prompts on each device; all other arguments and the results are equal on all devices. None: no pmap.
     Returns:
         The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
     decoder, algorithm, optimizer, *distribution, teacher = recipe
+    hyperparameters = hyperparameters or {}
+    algorithm = algorithm.with_options(hyperparameters.get("algorithm", {}))
+    optimizer, rates = optax.with_extra_args_support(optimizer), hyperparameters.get("optimizer", {})
 
     def of_all(x):
         return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
@@ -193,7 +199,7 @@ def update(
 
     def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
         def scored(params):
-            return micro_batch_logprobs(layout, decoder, combine(params, frozen), part, index, *distribution)
+            return micro_batch_logprobs(layout, decoder, combine(frozen, params), part, index, *distribution)
 
         def micro_loss(params):
             logprobs, entropy = scored(params)
@@ -219,7 +225,7 @@ def update(
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)
     gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params, **rates)
     # Skip the step without data: momentum and weight decay would change the parameters despite a zero gradient.
     updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
     optimizer_state = jax.tree.map(

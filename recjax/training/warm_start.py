@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from recjax import __version__
 from recjax.cache import cache_folder
-from recjax.config import Config, WarmStartConfig
+from recjax.config import Config, OptimizerConfig, WarmStartConfig
 from recjax.files import check_manifest, locked_file, write_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 from recjax.hub.policy import Policy
@@ -26,6 +26,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
 from recjax.training.metrics import step_bar
+from recjax.training.update import make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,8 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
-    )
+    optimizer = make_optimizer(OptimizerConfig())
+    rates = np.asarray(optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps)))
     optimizer_state = jax.jit(lambda params: constrain_params(optimizer.init(params)))(params)
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
@@ -98,7 +98,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with step_bar("warm start", config.steps) as bar:
-        for _ in range(config.steps):
+        for rate in rates:
             chosen = generator.integers(len(counts), size=config.batch_size)
             if counts.all():
                 wrong = generator.random(config.batch_size) < config.wrong_fraction
@@ -108,7 +108,8 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
-            params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
+            state = (params, optimizer_state)
+            params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
     return params
@@ -148,11 +149,12 @@ def _with_slips(
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "optimizer"), donate_argnames=("optimizer_state",))
-def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch):
+def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch, learning_rate):
     def cross_entropy(params):
         logprobs, _ = completion_logprobs(decoder, params, *batch, sampling=Sampling(), chunk=1024)
         return -jnp.sum(jnp.where(batch[-1], logprobs, 0.0)) / batch[-1].sum()
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)
-    updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+    rates = {"learning_rate": learning_rate, "clip_norm": 1.0}
+    updates, optimizer_state = optimizer.update(gradient, optimizer_state, params, **rates)
     return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss

@@ -8,6 +8,11 @@ def bounded(ratio, advantages, completion_mask, *, cap=3.0):
     return jnp.where(completion_mask & (advantages > 0), jnp.minimum(ratio, cap), 1.0)
 
 
+def branching(ratio, *, cap: float = 1.0):
+    """A branch of Python's, which a compiled program cannot take."""
+    return jnp.minimum(ratio, cap) if cap > 1 else jnp.ones_like(ratio)
+
+
 def above_median(rewards, kept):
     """The reward over the median of the batch."""
     return jnp.where(kept, rewards - jnp.nanmedian(jnp.where(kept, rewards, jnp.nan)), 0.0)

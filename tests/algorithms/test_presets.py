@@ -19,7 +19,7 @@ from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES
 from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.options import readable_options
-from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
+from recjax.algorithms.presets import PRESETS, build_algorithm, free_options, resolve
 from tests.algorithms.examples import loss_and_gradient, make_example
 from tests.marks import slow_except
 
@@ -303,3 +303,36 @@ def test_every_function_differs_from_the_others_of_its_axis(axis):
     for name, other in itertools.combinations(results, 2):
         with pytest.raises(AssertionError):
             chex.assert_trees_all_close(results[name], results[other], rtol=1e-3, atol=1e-5)
+
+
+NUMBERS = [name for name in PRESETS if free_options(build_algorithm(name, {}))[1]]
+
+
+@pytest.mark.parametrize("preset", slow_except(NUMBERS, "bapo", "clip_cov"))
+def test_numeric_options_are_arguments_of_a_program(preset):
+    algorithm = build_algorithm(preset, {})
+    free, options = free_options(algorithm)
+    for axis, function in vars(algorithm).items():
+        floats = {name: value for name, value in getattr(function, "keywords", {}).items() if type(value) is float}
+        assert options.get(axis, {}) == floats
+    found = jax.jit(lambda options: loss_and_gradient(free.with_options(options), EXAMPLE))(options)
+    chex.assert_trees_all_close(found, loss_and_gradient(algorithm, EXAMPLE), rtol=1e-5, atol=1e-6)
+
+
+def test_values_that_a_program_has_as_arguments_do_not_make_another_algorithm():
+    mine = "tests.algorithms.mine"
+    for changes, others in (
+        ({"clip": {"epsilon_high": 0.3}}, {"clip": {"epsilon_high": 0.4}}),
+        ({"reference_kl": {"coefficient": 0.1}}, {"reference_kl": {"coefficient": 0.2}}),
+        ({"weight": {"name": f"{mine}:bounded", "cap": 2.0}}, {"weight": {"name": f"{mine}:bounded", "cap": 4.0}}),
+    ):
+        (one, options), (other, others) = (free_options(build_algorithm("grpo", each)) for each in (changes, others))
+        assert one == other and options != others and jax.tree.structure(options) == jax.tree.structure(others)
+    # A value of 0 that removes a term, and values that decide a shape or a branch, stay in the program.
+    none, other = (free_options(build_algorithm("grpo", {"reference_kl": {"coefficient": x}}))[0] for x in (0.0, 0.1))
+    assert none != other and not none.needs_reference
+    branches = [{"weight": {"name": f"{mine}:branching", "cap": cap}} for cap in (1.0, 2.0)]
+    made = [free_options(build_algorithm("reinforce", each)) for each in branches]
+    assert made[0] != made[1] and made[0][1] == {}
+    lengths = [{"reduction": {"name": "fixed_length", "length": length}} for length in (3, 4)]
+    assert len({free_options(build_algorithm("reinforce", each))[0] for each in lengths}) == 2

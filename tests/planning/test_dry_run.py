@@ -19,7 +19,7 @@ from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_
 from recjax.planning.programs import batch_arrays
 from recjax.planning.targets import ACCELERATORS
 from recjax.training.run import prepare
-from recjax.training.update import TrainState, make_optimizer, recipe_of, update
+from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
 from tests.rollout.reference_sampler import sample
 from tests.training.simulated_run import simulated
@@ -120,7 +120,7 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_act
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
         lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
     )
-    moments = make_optimizer(config.optimizer, 7).init(trained)
+    moments = make_optimizer(config.optimizer).init(trained)
     found, size = memory(result), sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
     assert found["trained parameters"] == found["sampler's copy"] == size
     assert found.get("frozen parameters", 0) == sum(x.nbytes for x in jax.tree.leaves(frozen))
@@ -172,7 +172,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]
     config = tiny(f"model.decoder={shape}", *sizes)
     run, result = prepare(config)[0], dry_run(config)
-    optimizer = make_optimizer(config.optimizer, 7)
+    optimizer = make_optimizer(config.optimizer)
     state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
     shape = sampled_shape(config, result.prompt_tokens)
     assert shape == (4, 8, result.prompt_tokens, 48)
@@ -183,6 +183,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
         batch_arrays(shape),
         jax.random.key(0),
         Layout(2),
+        hyperparameters=hyperparameters_of(config, 1e-3),
         recipe=recipe_of(config, run.policy.decoder)._replace(decoder=run.policy.decoder, optimizer=optimizer),
     ).compile()
     planned = compiled.memory_analysis().temp_size_in_bytes

@@ -18,8 +18,9 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
+from recjax.training.update import Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.marks import slow_except
+from tests.training.tiny_run import train
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
 SGD = optax.sgd(1.0)
@@ -135,14 +136,15 @@ ALIKE = {
 def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(case):
     preset, packs = case
     batch, algorithm = make_batch(), build_algorithm(preset, ALIKE[preset])
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), steps=10)
+    optimizer = make_optimizer(OptimizerConfig())
     reference = jax.tree.map(lambda x: x * 1.1, initial()) if algorithm.needs_reference else None
 
     def after(state, batch):
         recipe = Recipe(Decoder(CONFIG), algorithm, optimizer, Sampling(0.9), 1024)
         layout = Layout(1, pack(batch, RowShape(rows=4, tokens=16))) if packs else Layout(2)
         arguments = {}, reference, batch, jax.random.key(0), layout
-        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe)[:2]
+        rates = {"optimizer": {"learning_rate": 0.1, "clip_norm": 1.0, "weight_decay": 0.5}}
+        return update(jax.tree.map(jnp.copy, state), *arguments, hyperparameters=rates, recipe=recipe)[:2]
 
     moved, _ = after(TrainState(initial(), optimizer.init(initial())), batch)
     empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
@@ -165,13 +167,39 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
     ],
 )
 def test_learning_rate_of_each_update(config, expected):
-    schedule = learning_rate_schedule(config, 5)
+    schedule = config.build_schedule(5)
     np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-6)
 
 
 def test_the_gradient_is_clipped_to_its_norm_before_adam():
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, clip_norm=0.5, epsilon=1.0), steps=10)
+    optimizer = make_optimizer(OptimizerConfig(epsilon=1.0))
     gradient = jnp.array([30.0, 40.0])
-    updates, _ = optimizer.update(gradient, optimizer.init(jnp.zeros(2)), jnp.zeros(2))
+    rates = {"learning_rate": 1.0, "clip_norm": 0.5}
+    updates, _ = optimizer.update(gradient, optimizer.init(jnp.zeros(2)), jnp.zeros(2), **rates)
     clipped = np.array([0.3, 0.4])
     np.testing.assert_allclose(updates, -clipped / (clipped + 1.0), rtol=1e-5)
+
+
+KL = "algorithm.reference_kl.coefficient=0.1"
+ARGUMENTS = ["optimizer.learning_rate=0.5", "optimizer.schedule=cosine", "optimizer.clip_norm=.inf", "training.steps=9"]
+ARGUMENTS += ["optimizer.warmup_steps=2", "algorithm.clip.epsilon_high=0.5", "algorithm.reference_kl.coefficient=0.2"]
+IN_THE_PROGRAM = ["optimizer.weight_decay=0.1", "optimizer.beta2=0.99", "algorithm.clip={name: two_side}"]
+IN_THE_PROGRAM += ["algorithm.entropy.coefficient=0.1", "algorithm.reference_kl.coefficient=0.0", "rollout.top_p=0.9"]
+
+
+def test_runs_that_differ_in_numbers_share_a_program(tiny):
+    def program(*overrides):
+        config = tiny("run", KL, *overrides)
+        return recipe_of(config, Decoder(CONFIG)), jax.tree.structure(hyperparameters_of(config, 0.1))
+
+    assert [name for name in ARGUMENTS if program(name) != program()] == []
+    assert [name for name in IN_THE_PROGRAM if program(name) == program()] == []
+
+
+@pytest.mark.slow
+def test_a_second_rate_compiles_no_second_update(tiny):
+    rows = [train(tiny("first", KL, "training.steps=2"))]
+    compiled = update._cache_size()
+    rows += [train(tiny(name, KL, "training.steps=2", name)) for name in ARGUMENTS if "steps" not in name]
+    assert update._cache_size() == compiled
+    assert all(row[2]["loss"] != rows[0][2]["loss"] for row in rows[1:2])

@@ -1,0 +1,199 @@
+"""A run that continues another run in a new folder, and a run that resumes with other settings."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.trainable import combine, flatten, is_adapter
+from recjax.planning.dry_run import dry_run
+from recjax.training import checkpoint
+from recjax.training.run_folder import open_run_folder
+from recjax.training.start import begin
+from recjax.training.trained import open_checkpoint, open_policy, with_start
+from tests.training.counting import count
+from tests.training.tiny_run import one_device, train
+
+LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
+KL = "algorithm.reference_kl={coefficient: 0.1}"
+LETTERS = "task={arithmetic: {problems: ['1..9 - 1..9'], template: 'x{a}{op}{b}='}}"
+
+
+def begun(config):
+    """The run and the state before its first step, from a config as a user gives it."""
+    with one_device():
+        run, state, manager = begin(with_start(config, overwrite=False), overwrite=False)
+    manager.close()
+    return run, state
+
+
+def trained(config, step=4, accuracy=None):
+    """Writes a checkpoint as if the run had made steps: random parameters and moments, and counts of 4."""
+    run, state = begun(config)
+    random = np.random.default_rng(step)
+
+    def moved(leaf):
+        drawn = random.normal(1, 0.1, leaf.shape).astype(np.float32)
+        return jnp.full((), 4, jnp.int32) if leaf.dtype == jnp.int32 else leaf + drawn
+
+    state = state._replace(step=step, trained=jax.tree.map(moved, state.trained))
+    folder = Path(config.output)
+    manager = checkpoint.open_checkpoints(folder / "checkpoints")
+    checkpoint.save(manager, state, keep=9)
+    manager.close()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "evaluation/accuracy": accuracy}) + "\n")
+    return run, state
+
+
+def same(ours, theirs):
+    """Whether two trees are equal, to the last bit."""
+    ours, theirs = flatten(ours), flatten(theirs)
+    return ours.keys() == theirs.keys() and all((np.asarray(ours[key]) == theirs[key]).all() for key in ours)
+
+
+def continued(tiny, name, *overrides):
+    """The config of a run that continues the run `first`."""
+    first = tiny("first").output
+    return tiny(name, f"model.run={first}", "model.decoder=null", *overrides)
+
+
+def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
+    _, before = trained(tiny("first"))
+    run, after = begun(continued(tiny, "second", "optimizer.learning_rate=0.5", KL, "algorithm.preset=grpo"))
+    assert after.step == after.version == 0
+    assert same(after.trained.params, before.trained.params) and same(run.reference, before.trained.params)
+    (_, (adam, _, schedule)), (_, (old, _, _)) = after.trained.optimizer_state, before.trained.optimizer_state
+    assert same(adam.mu, old.mu) and same(adam.nu, old.nu)
+    assert adam.count == 4 and schedule.count == 0, "the schedule is that of the new run"
+    _, fresh = begun(continued(tiny, "fresh", "optimizer.state=new"))
+    assert same(fresh.trained.params, before.trained.params)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(fresh.trained.optimizer_state))
+
+
+def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
+    _, before = trained(tiny("first"), 4)
+    second = continued(tiny, "second")
+    begun(second)
+    trained(tiny("first"), 5)
+    assert same(begun(second)[1].trained.params, before.trained.params)
+    assert with_start(second, overwrite=False).model.run.endswith("first/checkpoints/4")
+    assert with_start(continued(tiny, "third")).model.run.endswith("first/checkpoints/5")
+    open_run_folder(second, overwrite=False)  # as the user gives it again
+    other = continued(tiny, "second")
+    other = other.model_copy(update={"model": other.model.model_copy(update={"run": f"{second.model.run}x"})})
+    with pytest.raises(ValueError, match="run of another config"):
+        open_run_folder(other, overwrite=False)
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_accuracy(tiny):
+    states = [trained(tiny("first"), step, accuracy)[1] for step, accuracy in ((4, 0.2), (5, 0.6), (6, 0.6), (7, 0.4))]
+    folder = f"{tiny('first').output}/checkpoints"
+    second = tiny("second", f"model.run={folder}/best", "model.decoder=null")
+    assert with_start(second).model.run == f"{folder}/5"
+    assert same(open_checkpoint(Path(tiny("first").output), "best").params, states[1].trained.params)
+    with one_device():
+        assert same(open_policy(f"{folder}/best", second).params, states[1].trained.params)
+
+
+def test_another_task_has_the_alphabet_of_the_first(tiny):
+    run, _ = trained(tiny("first"))
+    digits = "task.arithmetic={problems: ['4..9 + 4..9'], template: '{a}{op}{b}='}"
+    second, _ = begun(continued(tiny, "second", digits))
+    assert second.policy.tokenizer.get_vocab() == run.policy.tokenizer.get_vocab()
+    assert "1" in second.config.model.decoder.characters and second.train.texts != run.train.texts
+    # What runs with it reads its own config.yaml alone, and plans are made with its shape.
+    assert dry_run(continued(tiny, "planned", digits)).model.decoder.config == second.policy.decoder.config
+    with pytest.raises(ValueError, match="outside the tokenizer's vocabulary"):
+        begun(continued(tiny, "third", LETTERS))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.run=nowhere"], "'nowhere' holds no config.yaml"),
+        (["model.run={first}/checkpoints/3"], "step 3: .*holds the steps 4"),
+        (["model.run={first}/checkpoints/best"], "best: no checkpoint of these steps was evaluated"),
+        ([f"{LORA}"], r"model.run = .* trained other parameters \(model.lora.*optimizer.state=new"),
+        (["model.freeze=[embedding]"], r"model.run = .* trained other parameters \(model.freeze"),
+        (["model.decoder={hidden_size: 32}"], r"has another model \(decoder.hidden_size: 16 there, 32 now"),
+        (["model.reference={first}"], "model.reference = .*reference_kl.coefficient is 0"),
+        (["warm_start={}"], "model.run.*does not work with warm_start"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_work_starts(tiny, overrides, words):
+    trained(tiny("first"))
+    overrides = [text.replace("{first}", tiny("first").output) for text in overrides]
+    with pytest.raises(ValueError, match=words):
+        with_start(continued(tiny, "second", *overrides))
+
+
+def test_adapters_stay_adapters_or_are_merged(tiny):
+    run, before = trained(tiny("first", LORA))
+    whole = open_checkpoint(Path(run.config.output)).params
+    again, state = begun(continued(tiny, "second", LORA))
+    assert same(combine(state.trained.params, again.frozen), combine(before.trained.params, run.frozen))
+    other = LORA.replace("rank: 2", "rank: 4")
+    third, state = begun(continued(tiny, "third", other, "optimizer.state=new"))
+    params = combine(state.trained.params, third.frozen)
+    assert same({path: leaf for path, leaf in flatten(params).items() if not is_adapter(path)}, flatten(whole))
+    assert third.policy.decoder.config.lora.rank == 4
+    # A run's whole policy is made again from the runs before it.
+    trained(continued(tiny, "third", other, "optimizer.state=new"), 2)
+    merged = open_checkpoint(Path(third.config.output)).params
+    assert flatten(merged).keys() == flatten(whole).keys() and not same(merged, whole)
+    merged["embedding"], whole["embedding"] = {}, {}
+    assert same(merged["norm"], whole["norm"]), "adapters change projections alone"
+
+
+def test_the_reference_is_another_policy(tiny):
+    _, before = trained(tiny("first"))
+    run, state = begun(tiny("second", KL, f"model.reference={tiny('first').output}", "evaluation.initial_kl=true"))
+    assert same(run.reference, before.trained.params) and same(run.initial, state.trained.params)
+    run, state = begun(tiny("third", KL, LORA, f"model.reference={tiny('first').output}"))
+    assert run.initial is None
+    assert flatten(run.reference).keys() == flatten(combine(run.frozen, state.trained.params)).keys()
+    wide = "model.decoder.hidden_size=32"
+    with pytest.raises(ValueError, match="model.reference = .*its shape or tokenizer differs"):
+        begun(tiny("fourth", KL, wide, f"model.reference={tiny('first').output}"))
+
+
+def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
+    count(tiny("run", "training.steps=3"))
+    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
+        count(tiny("run", "optimizer.learning_rate=0.5"))
+    other = "training.resume_with=[optimizer.learning_rate]"
+    with pytest.raises(ValueError, match="weight_decay: 0.0 there, 0.5 now"):
+        count(tiny("run", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0.5", other))
+    with pytest.raises(ValueError, match="training.resume_with = .*'seed' cannot change; takes optimizer.learn"):
+        tiny("run", "training.resume_with=[seed]")
+    config = tiny("run", "optimizer.learning_rate=0.5", other)
+    rows = count(config)
+    assert [row["step"] for row in rows] == list(range(8))
+    first, second = json.loads((Path(config.output) / "environment.json").read_text())
+    assert "changed" not in first
+    assert second["changed"] == {"after_step": 3, "settings": "optimizer.learning_rate: 0.01 there, 0.5 now"}
+    assert "learning_rate: 0.5" in (Path(config.output) / "config.yaml").read_text()
+
+
+def test_checkpoints_from_before_a_change_are_read_after_it(tiny):
+    trained(tiny("run"))
+    changed = ["algorithm.clip.epsilon_high=0.5", "training.resume_with=[algorithm.clip.epsilon_high]"]
+    open_run_folder(tiny("run", *changed), overwrite=False)
+    assert open_checkpoint(Path(tiny("run").output)).version == 4
+    with pytest.raises(ValueError, match="epsilon_high"):
+        open_run_folder(tiny("run"), overwrite=False)
+
+
+@pytest.mark.slow
+def test_a_continued_run_trains_and_resumes(tiny):
+    train(tiny("first", "training.steps=4"))
+    schedule = "optimizer.schedule={name: linear_schedule, end_value: 0.0}"
+    second = continued(tiny, "second", schedule, "optimizer.learning_rate=0.02", "algorithm.preset=grpo", KL)
+    rows = train(second)
+    np.testing.assert_allclose([row["learning_rate"] for row in rows[1:]], [0.02 * (7 - i) / 7 for i in range(7)], 1e-5)
+    other = continued(tiny, "other", schedule, "optimizer.learning_rate=0.02", "optimizer.state=new")
+    assert train(other)[1]["learning_rate"] == pytest.approx(0.02)
