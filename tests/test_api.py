@@ -148,7 +148,8 @@ def test_ctrl_c_saves_and_the_same_call_resumes(counted):
 
 
 def test_other_problems_and_another_reward_are_refused_with_the_remedy(counted, tmp_path):
-    counted("run", VALUES | {"training": {"steps": 2}}, reward=digits)
+    result = counted("run", VALUES | {"training": {"steps": 2}}, reward=digits)
+    assert result.metrics["grading/timeout"].iloc[-1] == 0, "it is counted, as the function runs in a worker"
     longer = VALUES | {"training": {"steps": 3}}
     for changed in ({"problems": ROWS[1:]}, {"reward": lambda prompts, completions, answers: [1.0] * len(answers)}):
         with pytest.raises(ValueError, match="of another config .task.*overwrite=True in a program"):

@@ -238,7 +238,8 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     """
     config, logged, failures = run.config, {}, {}
     if run.samples:
-        failures["grading"] = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
+        reward = run.grading.reward
+        failures["grading"] = FAILURES[1:-1] if reward.per_row else FAILURES[1:] if reward.remote else FAILURES[-1:]
     if run.agents:
         failures["agent"] = AGENT_FAILURES
     for of, reasons in failures.items():
