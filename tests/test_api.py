@@ -89,6 +89,14 @@ def test_a_dict_and_a_config_and_a_file_are_one_config(counted, tmp_path):
     assert rows_of(as_config) == rows_of(first) and from_file.config.task.arithmetic
 
 
+def test_importing_the_package_and_its_config_needs_nothing_heavy():
+    program = "import sys, recjax; recjax.Config; print({'jax', 'flax', 'transformers'} & {*sys.modules}, dir(recjax))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("set() ") and "'open_run'" in done.stdout, done.stderr
+    with pytest.raises(AttributeError, match="module 'recjax' has no attribute 'runs'"):
+        recjax.runs  # noqa: B018
+
+
 def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
     others = [
         pd.DataFrame(ROWS),
