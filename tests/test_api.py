@@ -224,7 +224,6 @@ def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, mon
 
 
 def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
-    pytest.importorskip("cloudpickle")
     right = {"a": 1.0, "b": 0.5, "none": None}
 
     def score(prompts, completions, answers, columns):

@@ -11,7 +11,6 @@ SCRIPT = commands.ROOT / "experiments" / "day" / "from_python.py"
 
 @pytest.mark.slow
 def test_a_day_in_python(tmp_path):
-    pytest.importorskip("cloudpickle")
     environment = os.environ | {"PYTHONPATH": str(commands.ROOT), "RECJAX_CACHE": str(tmp_path / "cache")}
     done = commands.run(["-c", SCRIPT.read_text(), "8"], cwd=tmp_path, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
