@@ -188,15 +188,17 @@ def test_changed_rows_in_a_runs_folder_are_noticed_and_the_same_call_restores_th
     assert path.read_text() == whole
 
 
-def test_the_best_checkpoint_stays(counted):
-    values = VALUES | {"training": {"steps": 7, "keep_checkpoints": 1, "keep_best": "evaluation/accuracy"}}
-    result = counted("run", values | {"evaluation": {"every": 2, "problems": 10}})
-    evaluated = result.metrics.set_index("step")["evaluation/accuracy"].dropna()
-    assert list(evaluated.index) == [0, 2, 4, 6, 7] and evaluated.nunique() > 1
-    assert best_step(result.folder, "evaluation/accuracy") == evaluated.idxmax()
-    assert set(steps_of(result.folder / "checkpoints")) == {evaluated.idxmax(), 7}
-    lowest = evaluated[steps_of(result.folder / "checkpoints")].idxmin()
-    assert best_step(result.folder, "-evaluation/accuracy") == lowest
+@pytest.mark.parametrize("metric", ["-evaluation/accuracy", "loss", "-loss"])
+def test_the_best_checkpoint_stays(counted, metric):
+    training = {"steps": 7, "keep_checkpoints": 1, "keep_best": metric}
+    result = counted("run", VALUES | {"training": training, "evaluation": {"every": 2, "problems": 10}})
+    values = result.metrics.set_index("step")[metric.removeprefix("-")][[0, 2, 4, 6, 7]].dropna()
+    best = values.idxmin() if metric.startswith("-") else values.idxmax()
+    assert best_step(result.folder, metric) == best
+    assert set(steps_of(result.folder / "checkpoints")) == {best, 7}
+
+
+def test_a_metric_that_no_checkpoint_has_is_refused(counted):
     with pytest.raises(ValueError, match="keep_best = 'evaluation/acuracy'.*did you mean 'evaluation/accuracy'"):
         counted("typo", VALUES | {"training": {"keep_best": "evaluation/acuracy"}})
     with pytest.raises(ValueError, match="training.keep_best = None: set it to a metric"):
