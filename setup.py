@@ -34,6 +34,7 @@ setup(
     package_data={"recjax.plots": ["*.html"]},
     install_requires=[
         "absl-py>=2.1",
+        "cloudpickle>=3.0",
         "datasets>=4.0",
         "filelock>=3.15",
         "flax>=0.12",

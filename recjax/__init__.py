@@ -1,7 +1,9 @@
 """recjax: off-policy reinforcement learning of language models in JAX (arXiv 2509.24203)."""
 
+import importlib
 import os
 import sys
+from typing import Any
 
 if dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax."):
     from recjax.host_memory import prepare_host_memory
@@ -12,3 +14,17 @@ if dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").start
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 __version__ = "0.1.0"
+# The module of each public name. Names are imported on first use, because most commands begin without JAX.
+_PUBLIC = {"Config": "config", "load_config": "config", "run": "api", "open_run": "api", "Result": "api"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name."""
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"recjax.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names, public names included."""
+    return sorted({*globals(), *_PUBLIC})

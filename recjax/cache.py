@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from recjax.host_memory import close_gaps
 
@@ -18,8 +19,9 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Lets JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR is set."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    """Lets JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR or a program has set the folder."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
+        compilation_cache.reset_cache()  # JAX uses no cache if it has compiled without a folder
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     close_gaps_after_compiling()

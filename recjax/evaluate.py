@@ -9,13 +9,11 @@ rollout.prompts_per_step (number of problems sampled at a time). The same comman
 interrupted one. Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 import jax
-import pandas as pd
 from absl import flags
 from rich.table import Table
 
@@ -24,21 +22,18 @@ from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
-from recjax.console import command, define_process_flags, plain_console, progress_bar, start
+from recjax.console import command, define_process_flags, plain_console, start
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
-from recjax.rollout.agents import Agents
-from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, Task
-from recjax.tasks.prompts import Prompts, encode_problems
-from recjax.training.evaluation import answered, sample_rows, warn_of_ungraded
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import encode_problems
+from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
-from recjax.training.trained import OpenedPolicy, fingerprint, open_policy
+from recjax.training.trained import OpenedPolicy, fingerprint, open_policy, sampled_rows
 
 FLAGS = flags.FLAGS
 
@@ -148,23 +143,6 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(stored, write_yaml(decides))
-
-
-def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
-    """Samples completions of all problems; returns a row for each, with the answer that its grader read."""
-    rows, openings, tokenizer = [], [], evaluated.policy.tokenizer
-    with contextlib.ExitStack() as stack:
-        grading = stack.enter_context(Grading(config, task.reward))
-        bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
-        stack.enter_context(bar)
-        agents = Agents(config, evaluated.policy) if config.task.agent else None
-        stack.enter_context(agents or contextlib.nullcontext())
-        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, agents=agents):
-            rows += sample_rows(done)
-            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
-            bar.update(len(done.groups))
-        parsed = grading.parsed([row["completion"] for row in rows], openings) if hosts.is_first() else None
-    return pd.DataFrame(rows).assign(parsed=parsed)
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:

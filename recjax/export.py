@@ -10,25 +10,18 @@ uploads the folder to the Hugging Face hub. --model rewrites a Hugging Face fold
 JAX_PLATFORMS=cpu in front, the command uses no accelerator.
 """
 
-import json
-import tempfile
 from pathlib import Path
 
 from absl import flags
 from huggingface_hub import HfApi
 
-from recjax.config import Config
 from recjax.console import command, start
-from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
-from recjax.hub.model_card import model_card
+from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.training.checkpoint import split_step
-from recjax.training.run_folder import starts
-from recjax.training.trained import open_checkpoint, run_adapters, run_config
+from recjax.training.trained import export_checkpoint
 
 FLAGS = flags.FLAGS
-_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
 
 
 @command
@@ -56,63 +49,12 @@ def export(
     if model and step is not None:
         raise ValueError(f"--step {step} applies only to --run; remove it, or give --run")
     check_output(output)
-    if adapters:
-        if model or dtype != "float32":
-            raise ValueError("--adapters needs --run and float32; remove --model and --dtype")
-        return f"adapters of {run} after step {export_adapters(Path(run), Path(output), step)}"
+    if adapters and (model or dtype != "float32"):
+        raise ValueError("--adapters needs --run and float32; remove --model and --dtype")
     if model:
         export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
-    _, policy, params, step, config = open_checkpoint(Path(run), step)
-    with tempfile.TemporaryDirectory() as made:
-        base = Path(made)
-        if config.model.path:
-            base = model_folder(config.model.path, _WITH_CARD)
-        else:
-            write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
-        beside = _card_files(Path(run), config, step, base, Path(output).name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside)
-    return f"{run} after step {step}"
-
-
-def export_adapters(run: Path, output: Path, step: int | None) -> int:
-    """Writes a run's adapters at a checkpoint in PEFT's format; returns the checkpoint's step."""
-    config = run_config(run)
-    if not (config.model.lora and config.model.path):
-        raise ValueError(
-            f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
-            " (model.path); remove --adapters to export the whole model"
-        )
-    earlier = config
-    while earlier.model.run:
-        earlier = run_config(split_step(earlier.model.run)[0])
-        if earlier.model.lora != config.model.lora:
-            raise ValueError(
-                f"--adapters: {str(run)!r} trained adapters of the weights of another run (model.run), not of"
-                f" {config.model.path!r}; remove --adapters to export the whole model"
-            )
-    step, decoder_config, params = run_adapters(run, config, step)
-    output.mkdir(parents=True, exist_ok=True)
-    base = model_folder(config.model.path, _WITH_CARD)
-    # PEFT would resolve a relative path against its own working directory, which may differ from this one.
-    is_local = Path(config.model.path).is_dir()
-    write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
-    for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
-        (output / name).write_bytes(content)
-    return step
-
-
-def _card_files(
-    run: Path, config: Config, step: int, base: Path, name: str, adapters: bool = False
-) -> dict[str, bytes]:
-    """Contents of the model card and its figure, by file name."""
-    summary, figure = run / "summary.json", run / "figures" / "training.png"
-    finished = summary.is_file() and step == config.training.steps
-    numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
-    shown = {"training.png": figure.read_bytes()} if figure.is_file() else {}
-    made_with = next(reversed(starts(run)), {})
-    card = model_card(name, config, step, numbers, made_with, base, next(iter(shown), ""), adapters)
-    return {"README.md": card.encode(), **shown}
+    return export_checkpoint(Path(run), Path(output), step, dtype, adapters)
 
 
 def push(folder: str, repository: str, public: bool = False) -> str:

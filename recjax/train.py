@@ -42,28 +42,29 @@ def main(argv: list[str]) -> None:
         config = load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
     from recjax import hosts
+    from recjax.api import run
     from recjax.cache import keep_compiled_programs
     from recjax.planning.dry_run import print_dry_run
-    from recjax.rollout.generators import require_ray
-    from recjax.training.loop import Preempted, train
+    from recjax.training.loop import Preempted
+    from recjax.training.run_folder import check_run_folder
 
-    keep_compiled_programs()
     if FLAGS.dry_run:
+        keep_compiled_programs()
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
     try:
         with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
-            require_ray(config)
-            summary = train(config, FLAGS.overwrite)
+            check_run_folder(config, FLAGS.overwrite)  # `run` accepts a finished run
+            result = run(config, overwrite=FLAGS.overwrite)
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
     if hosts.is_first():
-        show_result(Path(config.output), summary)
+        show_result(result)
 
 
-def show_result(output: Path, summary: dict) -> None:
+def show_result(result: "recjax.api.Result") -> None:
     """Prints accuracy, and completions of a few problems, before and after training, and the costs."""
-    console = plain_console()
+    console, output, summary = plain_console(), result.folder, result.summary
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
     try:

@@ -49,7 +49,14 @@ class Workers:
     them, and the processes that they start, end with the context or with this process, even if it is killed.
     """
 
-    def __init__(self, count: int, seconds: float | None, *modules: str, memory: int | None = 4 * 2**30):
+    def __init__(
+        self,
+        count: int,
+        seconds: float | None,
+        *modules: str,
+        memory: int | None = 4 * 2**30,
+        held: bytes | None = None,
+    ):
         """Stores the arguments; the first call starts the processes.
 
         Args:
@@ -57,10 +64,14 @@ class Workers:
             seconds: time limit of one call; None: no limit.
             modules: modules to import before the workers start; the time limit does not include these imports.
             memory: number of bytes that a worker may allocate; None: no limit.
+            held: pickled object that every worker has in `Workers.held`; the time limit does not include its loading.
         """
         self._count, self._seconds, self._modules, self._memory = count, seconds, modules, memory
+        self._held = held
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._starting, self._closed, self._program, self._control = threading.Lock(), False, None, None
+
+    held: Any = None  # in a worker, the object of the argument `held`
 
     def __enter__(self) -> "Workers":
         """Returns itself; the first call starts the processes."""
@@ -159,9 +170,12 @@ class Workers:
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 },
                 pass_fds=[of_program.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if self._held is None else subprocess.PIPE,
                 start_new_session=True,
             )
+        if self._held is not None:
+            with contextlib.suppress(BrokenPipeError), self._program.stdin as file:  # calls report that it ended
+                file.write(self._held)
         for _ in range(self._count):
             threading.Thread(target=self._answer_all, name="workers", daemon=True).start()
 
@@ -178,6 +192,8 @@ def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> No
     outlast_readers()
     for module in modules:
         importlib.import_module(module)
+    if held := sys.stdin.buffer.read():
+        Workers.held = pickle.loads(held)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes ended workers
     with socket.socket(fileno=control) as connections:
         while descriptors := socket.recv_fds(connections, 1, 1)[1]:

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from recjax import evaluate as command
 from recjax.config import load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
 from recjax.tasks.loading import load_task
+from recjax.training import trained
 from tests import commands
 from tests.training.tiny_run import TINY, train
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_othe
 def test_killed_or_finished_and_started_again_equals_straight_through(finished, tmp_path, monkeypatch):
     folder, config = finished
     evaluate(config(), str(folder / "run"), str(tmp_path / "straight"))
-    rounds, scored = command.sample_rows, []
+    rounds, scored = trained.sample_rows, []
 
     def dies_in_the_third_round(done):
         scored.append(done.first)
@@ -120,7 +120,7 @@ def test_killed_or_finished_and_started_again_equals_straight_through(finished, 
             raise KeyboardInterrupt
         return rounds(done)
 
-    monkeypatch.setattr(command, "sample_rows", dies_in_the_third_round)
+    monkeypatch.setattr(trained, "sample_rows", dies_in_the_third_round)
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(), str(folder / "run"), str(tmp_path / "killed"))
     assert {file.name for file in (tmp_path / "killed").iterdir()} == {"config.yaml"}

@@ -134,7 +134,6 @@ CASES = [
     ("task.reward=number_match", "task.reward = 'number_match'", "module:function", "reasoning_gym"),
     ("task.system_prompt=Be brief.", "task.system_prompt = 'Be brief.'", "plain text", "remove it"),
     ("task.truncated_reward=-1", "task.truncated_reward = -1.0", "task.truncated = penalize", "remove"),
-    ("grading.workers=4", "grading", "does not apply", "tiny_run:digit_share", "remove"),
     ("task.overlong_tokens=4", "task.overlong_tokens = 4: must be at most rollout.max_completion_tokens = 3"),
     # Agents.
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),

@@ -93,6 +93,7 @@ def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, sta
         ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
         ("rollout.max_prompt_tokens=2", "rollout.max_prompt_tokens = 2"),
         ("evaluation.problems=81", "evaluation.problems = 81"),
+        ("grading.workers=4", "grading = {.*does not apply to task.reward = .*tiny_run:digit_share.*remove the block"),
     ],
 )
 def test_what_only_the_task_shows_is_refused_before_there_is_a_folder(config, tmp_path, override, message):

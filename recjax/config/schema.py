@@ -239,6 +239,11 @@ class TrainingConfig(ConfigBlock):
         " from the loss and count them",
     )
     keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
+    keep_best: str | None = key(
+        None,
+        "Metric, such as evaluation/accuracy, by which recjax also keeps the best checkpoint, and saves at every"
+        " evaluation; with - in front, lower is better",
+    )
     profile_steps: list[Int] | None = key(
         None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
     )

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import pydantic
+
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key
 from recjax.tasks.grading.graders import GRADERS
@@ -21,10 +23,18 @@ class ArithmeticTask(ConfigBlock):
     worked: Bool = key(False, "Answers of sums show the columns and carries first: 7+5+0=12;4+8+1=13;132")
 
 
-class FileTask(ConfigBlock):
-    """Problems from your own files: JSON Lines, JSON or Parquet."""
+PASSED = "rows"  # in task.file.train: problems that a program passes to recjax.run, which adds their digest
+PYTHON = "python:"  # beginning of task.reward for a function that a program passes to recjax.run
 
-    train: str = key(..., ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems")
+
+class FileTask(ConfigBlock):
+    """Problems from your own files: JSON Lines, JSON or Parquet; or from a program."""
+
+    train: str = key(
+        ...,
+        ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems; rows: the problems that a"
+        " program passes to recjax.run",
+    )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
     answer_column: str = key("answer", "Column of answers, which the reward compares completions with")
@@ -134,6 +144,14 @@ class TaskConfig(ConfigBlock):
         required="task.agent = environment",
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _expect_problems(cls, values: Any) -> Any:
+        """Without a task, a program passes the problems to recjax.run; `load_config` refuses such a file."""
+        if isinstance(values, dict) and not any(values.get(name) is not None for name in TASKS):
+            return values | {"file": FileTask(train=PASSED)}
+        return values
+
     def chosen(self) -> str:
         """The name of the task in this block, one of TASKS."""
         return next(name for name in TASKS if getattr(self, name) is not None)
@@ -182,14 +200,8 @@ TASKS = tuple(name for name, field in TaskConfig.model_fields.items() if block_o
 
 
 class GradingConfig(ConfigBlock):
-    """Worker processes that run built-in rewards; a completion past a limit gets reward 0 and is counted."""
+    """Worker processes for built-in rewards and functions that a program passes; past a limit, reward 0, counted."""
 
     workers: Int = key(2, "Worker processes", ge=1)
     seconds: Float = key(5.0, "Time limit for one completion", ge=0.1)
     max_characters: Int = key(50_000, "Limit of a completion's characters; a longer one gets reward 0", ge=1)
-
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Limits for a reward that no worker process computes."""
-        applies = config.task.reward_name() in GRADERS or config.task.agent == "tools" or self == GradingConfig()
-        problem = f"does not apply to task.reward = {config.task.reward_name()}, which runs in the training process;"
-        yield not applies, "grading", f"{problem} remove the block"

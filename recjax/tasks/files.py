@@ -1,13 +1,19 @@
-"""The user's own problems: JSON Lines, JSON or Parquet files with a prompt column and an answer column."""
+"""The user's own problems: rows of a file or of a program, with a prompt column and an answer column."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from recjax.config import FileTask
+import pandas as pd
+
+from recjax.cache import cache_folder
+from recjax.config import PASSED, Config, FileTask
+from recjax.files import digest, json_text, write_whole, writing
 from recjax.tasks.problems import Problem, is_chat
 from recjax.tasks.reading import FileRow, read_file, template_of
 
 
-def file_problems(path: str, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
+def file_problems(path: str | Path, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
     """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
     Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The reward gets all other
@@ -55,3 +61,56 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     difficulty = None if label is None else row.answer(config.difficulty_column, label)
     template = {} if isinstance(prompt, str) else template_of(row)
     return Problem(prompt, answer, columns=columns, difficulty=difficulty, template=template)
+
+
+def keep_rows(rows: Any) -> str:
+    """Keeps a program's rows in the cache, as JSON Lines; returns their name in a config, `rows:DIGEST`.
+
+    Args:
+        rows: dicts by column, a pandas DataFrame, or a datasets.Dataset.
+    Raises:
+        ValueError: there are no rows, or a row is not a dict of JSON values; the message numbers rows from 0.
+    """
+    lines = []
+    for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
+        try:
+            lines.append(json_text(row, default=lambda value: value.tolist()) + "\n")  # NumPy's values
+        except (TypeError, ValueError, AttributeError) as error:
+            remedy = "give texts, numbers, lists and dicts"
+            raise ValueError(f"problems: row {number} is not JSON ({error}); {remedy}; got {row!r:.200}") from error
+    if not lines:
+        raise ValueError("problems: there are no rows; pass at least one")
+    content = "".join(lines).encode()
+    path = rows_file(name := f"{PASSED}:{digest(content)}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+    return name
+
+
+def rows_file(name: str) -> Path:
+    """The file of `keep_rows` in the cache, by the name of the rows in a config."""
+    return cache_folder("problems") / f"{name.partition(':')[2]}.jsonl"
+
+
+def passed_files(config: Config) -> dict[str, Path]:
+    """The files of the problems that a program passed, by their names in the config: in the run's folder or the cache.
+
+    Raises:
+        ValueError: no file has the content of this name.
+    """
+    found, task = {}, config.task.file
+    for name in (task.train, task.evaluation) if task else ():
+        if name is None or name.partition(":")[0] != PASSED:
+            continue
+        places = Path(config.output) / f"problems-{name.partition(':')[2]}.jsonl", rows_file(name)
+        whole = [path for path in places if path.is_file() and f"{PASSED}:{digest(path.read_bytes())}" == name]
+        if not whole:
+            raise ValueError(
+                f"task.file = {name!r}: these problems are neither in {places[0]} nor in the cache; pass them:"
+                " recjax.run(config, problems=…), or restore the file"
+            )
+        found[name] = whole[0]
+    return found

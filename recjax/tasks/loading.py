@@ -5,15 +5,15 @@ import json
 import logging
 import pkgutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from recjax.algorithms.options import require
-from recjax.config import Config
+from recjax.config import Config, GradingConfig
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
-from recjax.tasks.files import file_problems
+from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.grading.custom import check_weights
 from recjax.tasks.grading.reward import ROWS, TURNS, Reward, load_reward
 from recjax.tasks.problems import Problem, Task
@@ -27,12 +27,14 @@ MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 
 
-def load_task(config: Config) -> Task:
+def load_task(config: Config, function: Callable | None = None) -> Task:
     """Loads the train problems, the first `evaluation.problems` held-out problems, and the reward.
 
     If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
     on the seed, so the train problems do not depend on `evaluation.problems`.
 
+    Args:
+        function: reward function that a program passed, if one did.
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
@@ -41,11 +43,14 @@ def load_task(config: Config) -> Task:
     if config.task.agent:
         # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
-    reward = load_reward(name, weights, config.task.overlong_tokens is not None)
+    reward = load_reward(name, weights, config.task.overlong_tokens is not None, function)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(config.task.reward_seconds is None, "task.reward_seconds", config.task.reward_seconds, remedy)
         require(config.task.reward_retries == 0, "task.reward_retries", config.task.reward_retries, remedy)
+    in_workers = reward.per_row or reward.remote is not None or config.task.agent == "tools"
+    remedy = f"does not apply to task.reward = {name}, which runs in the training process; remove the block"
+    require(in_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     kept, evaluation = load_problems(config, reward)
     if weights and not reward.per_row:
@@ -103,8 +108,11 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
         return _hold_out(gym.gym_problems(task, count, config.seed, system_prompt), asked)
     if name == "file":
-        train = file_problems(task.train, task, system_prompt)
-        evaluation = task.evaluation and file_problems(task.evaluation, task, system_prompt)
+        passed = passed_files(config)
+        train, evaluation = (
+            file and file_problems(passed.get(file, file), task, system_prompt)
+            for file in (task.train, task.evaluation)
+        )
     else:
         hub = _HUB_TASKS[name]
         system_prompt = hub.SYSTEM_PROMPT if system_prompt is None else system_prompt

@@ -19,9 +19,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from recjax import files, hosts
+from recjax.algorithms.options import did_you_mean
+from recjax.config import TrainingConfig
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.models.placement import on_host, put_rows
+from recjax.training.metrics import read_metrics
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
@@ -45,14 +48,14 @@ def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
-    """Writes a checkpoint and its manifest to disk, then deletes all but the newest `keep` checkpoints.
+def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig) -> None:
+    """Writes a checkpoint and its manifest to disk, then deletes all that the config does not keep.
 
     Args:
         state: run state between two steps, with all grades in its queue.
-        keep: number of checkpoints to keep.
     Raises:
-        ValueError: the checkpoint cannot be written; earlier checkpoints stay.
+        ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
+            `training.keep_best`.
     """
     groups, queue = to_plain(state.queue)
     plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
@@ -87,8 +90,28 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
     finally:
         logs.setLevel(level)
     hosts.wait_for_all("the checkpoint's manifest")
-    for step in sorted(manager.all_steps())[:-keep]:
-        manager.delete(step)
+    best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
+    for step in sorted(manager.all_steps())[: -training.keep_checkpoints]:
+        if step != best:
+            manager.delete(step)
+
+
+def best_step(run: Path, metric: str) -> int:
+    """The step of a run's checkpoint with the best value of a metric, the earliest of equal ones.
+
+    Args:
+        metric: name in metrics.jsonl, with - in front if lower is better.
+    Raises:
+        ValueError: no checkpoint has a step with this metric.
+    """
+    name, rows, steps = metric.removeprefix("-"), read_metrics(run / "metrics.jsonl"), steps_of(run / "checkpoints")
+    values = {row["step"]: row[name] for row in rows if row["step"] in steps and name in row}
+    known = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
+    # Only evaluations have metrics before the first step.
+    if not values and (len(rows) > 1 or name.startswith("evaluation/")):
+        remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
+        raise ValueError(f"training.keep_best = {metric!r}: {remedy}")
+    return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 
 def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params: dict) -> State:

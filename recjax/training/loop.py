@@ -34,23 +34,29 @@ from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
 from recjax.training.sources import kept_records, stored_groups, with_missing_logprobs
-from recjax.training.start import open_run
+from recjax.training.start import start_run
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
 
 
-class Preempted(Exception):
-    """A signal stopped the run, after the run wrote a checkpoint."""
+class Preempted(BaseException):
+    """A signal or `on_step` stopped the run, after the run wrote a checkpoint. `except Exception` does not catch it."""
 
     def __init__(self, step: int, number: int):
-        """Takes the last step and the signal's number."""
-        super().__init__(f"stopped after step {step}; the same command resumes from its checkpoint")
+        """Takes the last step and the signal's number, or `start.STOPPED`."""
+        super().__init__(f"stopped after step {step}; the same command or call resumes from its checkpoint")
         self.signal = number
 
 
 def train(
-    config: Config, overwrite: bool = False, *, sources: Callable | None = None, learner: Learner | None = None
+    config: Config,
+    overwrite: bool = False,
+    *,
+    reward: Callable | None = None,
+    on_step: Callable[[dict], Any] | None = None,
+    sources: Callable | None = None,
+    learner: Learner | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
 
@@ -58,15 +64,19 @@ def train(
 
     Args:
         overwrite: delete the run that the folder holds.
+        reward: the function whose `passed_name` is `task.reward`; None without one.
+        on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns a
+            true value.
         sources: function from the run to the `Source` of its groups; None: `source_of`, which reads the config.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: the config drops all groups that are sampled, or a generator dies repeatedly.
-        Preempted: on SIGTERM, SIGHUP or Ctrl-C, after the current step and its checkpoint.
+        Preempted: on SIGTERM, SIGHUP, Ctrl-C or a request of `on_step`, after the current step and its checkpoint.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
-    with open_run(config, overwrite, sources, learner) as (run, state), contextlib.ExitStack() as stack:
+    options = reward, on_step, sources, learner
+    with start_run(config, overwrite, *options) as (run, state), contextlib.ExitStack() as stack:
         config, first, last = run.config, state.step + 1, run.config.training.steps
         traced, folder = config.training.profile_steps, Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
@@ -140,6 +150,7 @@ def train(
 
             # --- Checkpoint.
             saves = step == last or step % config.training.checkpoint_every == 0
+            saves = saves or (evaluates and config.training.keep_best is not None)
             # Recorded completions stay in the record, so weights that are not finite must not sample them.
             if saves or evaluates or run.record:
                 run.metrics.settle()
@@ -228,7 +239,8 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     """
     config, logged, failures = run.config, {}, {}
     if run.samples:
-        failures["grading"] = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
+        reward = run.grading.reward
+        failures["grading"] = FAILURES[1:-1] if reward.per_row else FAILURES[1:] if reward.remote else FAILURES[-1:]
     if run.agents:
         failures["agent"] = AGENT_FAILURES
     for of, reasons in failures.items():
@@ -280,7 +292,7 @@ def _saved(run: Run, state: State) -> State:
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
         state = state._replace(totals=state.totals | seconds | {"metrics": run.metrics.written})
-        checkpoint.save(run.manager, state, run.config.training.keep_checkpoints)
+        checkpoint.save(run.manager, state, run.config.training)
     return state
 
 

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         trackers: Trackers | None = None,
         *,
         bar: tqdm | None = None,
+        watch: Callable[[dict], None] | None = None,
         phases: "PhaseSeconds | None" = None,
         manager: ocp.CheckpointManager | None = None,
         refuses_impossible: bool = True,
@@ -56,13 +57,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
             written: size and checksum of metrics.jsonl according to that checkpoint.
             trackers: trackers that also get the rows.
             bar: progress bar that shows the rows of steps.
+            watch: function that also gets the rows.
             phases: clock of the run, for the wait for the device.
             manager: the run's checkpoints, which an error names.
             refuses_impossible: whether tokens of probability 0 are an error.
         Raises:
             ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
-        self._path, self._trackers, self._bar = output / "metrics.jsonl", trackers, bar
+        self._path, self._trackers, self._bar, self._watch = output / "metrics.jsonl", trackers, bar, watch
         self._phases, self._manager, self._refuses_impossible = phases or PhaseSeconds(), manager, refuses_impossible
         self._held: dict[str, Any] | None = None
         self._file = None
@@ -102,6 +104,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._digest.update(line.encode())
         if self._trackers:
             self._trackers.log(row)
+        if self._watch:
+            self._watch(dict(row))
 
     def hold(self, row: dict[str, Any]) -> None:
         """Takes the finished row of a step, which may contain device scalars; the previous row must be settled."""

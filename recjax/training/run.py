@@ -180,11 +180,12 @@ def initial_policy(
     return policy, params
 
 
-def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run, dict]:
+def prepare(config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None) -> tuple[Run, dict]:
     """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
 
     Args:
         make_policy: `initial_policy`, or a function with its arguments and results.
+        reward: reward function that a program passed; None without one.
     Returns:
         The run, without the fields that depend on parameters, and all of the initial policy's parameters in float32.
     Raises:
@@ -192,7 +193,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     """
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
-        task = load_task(config)
+        task = load_task(config, reward)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)

@@ -20,6 +20,7 @@ from recjax import hosts
 from recjax.config import KEYS, Config, stored_values, to_yaml, unknown_keys
 from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
+from recjax.tasks.files import passed_files
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, split_step, steps_of
 
@@ -43,6 +44,7 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.keep_best",
     "training.impossible_tokens",
     "training.resume_with",
     "training.profile_steps",
@@ -147,6 +149,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     output = Path(config.output)
     hosts.wait_for_all("checks of the run's folder")
     if hosts.is_first():
+        problems = {name.partition(":")[2]: path.read_bytes() for name, path in passed_files(config).items()}
         with writing(f"output = {config.output!r}: it"):
             # Deletes all but the lock, and config.yaml last, since without it the folder is not a run.
             old = output.iterdir() if overwrite and output.exists() else ()
@@ -160,6 +163,8 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
             chosen = _chosen(config, both[1])
             changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
         write_whole(output / "config.yaml", to_yaml(config))
+        for name, content in problems.items():
+            write_whole(output / f"problems-{name}.jsonl", content)
         _record_start(output, changed)
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
@@ -207,7 +212,7 @@ def _check_same_config(config: Config, output: Path) -> None:
     if changed := differences(ours, theirs, fixed):
         raise ValueError(
             f"output = {config.output!r} contains a run of another config ({changed});"
-            " give another output=…, or --overwrite to delete that run"
+            f" give another output=…, or --overwrite (overwrite=True in a program) to delete that run"
         )
 
 

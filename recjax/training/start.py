@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,12 +25,19 @@ from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
 from recjax.training.trained import with_start
 
+STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
+
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run(
-    config: Config, overwrite: bool, sources: Callable | None = None, learner: Learner | None = None
+def start_run(
+    config: Config,
+    overwrite: bool,
+    reward: Callable | None = None,
+    on_step: Callable[[dict], Any] | None = None,
+    sources: Callable | None = None,
+    learner: Learner | None = None,
 ) -> Iterator[tuple[Run, State]]:
     """Opens everything that a run needs: mesh, folder, lock, trackers, workers, signals, checkpoints and metrics.
 
@@ -45,7 +53,7 @@ def open_run(
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
         trackers = stack.enter_context(contextlib.closing(Trackers(config)))
         lock = stack.enter_context(run_lock.held(Path(config.output)))
-        run, state, manager = begin(config, overwrite, sources, learner)
+        run, state, manager = begin(config, overwrite, reward, sources, learner)
         stack.callback(manager.close)
         resumed = manager.latest_step() is not None
         # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs the run's handler.
@@ -55,12 +63,18 @@ def open_run(
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
         bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
+
+        def watch(row: dict) -> None:
+            if on_step and on_step(row):
+                stopping.append(STOPPED)
+
         metrics = MetricsWriter(
             Path(config.output),
             state.step if resumed else -1,
             state.totals["metrics"],
             trackers,
             bar=bar,
+            watch=watch,
             phases=run.phases,
             manager=manager,
             refuses_impossible=config.training.impossible_tokens == "error",
@@ -101,18 +115,22 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def begin(
-    config: Config, overwrite: bool, sources: Callable | None = None, learner: Learner | None = None
+    config: Config,
+    overwrite: bool,
+    reward: Callable | None = None,
+    sources: Callable | None = None,
+    learner: Learner | None = None,
 ) -> tuple[Run, State, ocp.CheckpointManager]:
     """The run, its state and its checkpoints, on the mesh in context, also if the run was on another mesh before.
 
     Args:
         overwrite: delete the run that the folder holds.
-        sources, learner: see `train`.
+        reward, sources, learner: see `train`.
     Raises:
         ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
     """
     learner = learner or Learner()
-    run, params = prepare(config, learner.initial_policy)
+    run, params = prepare(config, learner.initial_policy, reward)
     run = run._replace(learner=learner, source=(sources or source_of)(run))
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(run) if regrades else {}

@@ -1,9 +1,12 @@
-"""Loads policies: of a run's checkpoint (adapters merged), of a model folder, or the initial policy of a config."""
+"""Loads, evaluates and exports policies: of a checkpoint (adapters merged), a model folder, or a config."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,14 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pandas as pd
 
 from recjax import __version__, hosts
-from recjax.config import Config, make_config, unknown_keys
+from recjax.config import PASSED, Config, make_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
+from recjax.console import progress_bar
 from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
+from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
+from recjax.hub.model_card import model_card
 from recjax.hub.policy import Policy, load_params, policy_alone
-from recjax.hub.tokenizers import stop_token_ids
+from recjax.hub.tokenizers import model_folder, stop_token_ids
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
@@ -32,16 +39,21 @@ from recjax.models.trainable import (
     split_params,
     with_adapters,
 )
+from recjax.rollout.agents import Agents
+from recjax.rollout.trajectory import thoughts_opening
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import newest_whole, none_whole, progress, split_step, steps_of
+from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import read_metrics
 from recjax.training.run import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 
 logger = logging.getLogger(__name__)
+_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
 
 
 class OpenedPolicy(NamedTuple):
@@ -93,6 +105,23 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
         except ValueError as error:
             raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
     return opened._replace(params=for_sampling(opened.policy, opened.params))
+
+
+def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
+    """Samples completions of all problems; returns a row for each, with the answer that its grader read."""
+    rows, openings, tokenizer = [], [], evaluated.policy.tokenizer
+    with contextlib.ExitStack() as stack:
+        grading = stack.enter_context(Grading(config, task.reward))
+        bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
+        stack.enter_context(bar)
+        agents = Agents(config, evaluated.policy) if config.task.agent else None
+        stack.enter_context(agents or contextlib.nullcontext())
+        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, agents=agents):
+            rows += sample_rows(done)
+            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
+            bar.update(len(done.groups))
+        parsed = grading.parsed([row["completion"] for row in rows], openings) if hosts.is_first() else None
+    return pd.DataFrame(rows).assign(parsed=parsed)
 
 
 def for_sampling(policy: Policy, params: dict) -> dict:
@@ -208,7 +237,9 @@ def run_config(run: Path) -> Config:
     if unknown:
         names = ", ".join(".".join(map(str, key)) for key in unknown)
         logger.warning("%s: not read, as this version has no such keys: %s%s", path, names, _made_by(run))
-    return config
+    # Problems that a program passed are in the run's folder, which may have been moved.
+    is_passed = config.task.file is not None and config.task.file.train.startswith(f"{PASSED}:")
+    return config.model_copy(update={"output": str(run)}) if is_passed else config
 
 
 def _made_by(run: Path) -> str:
@@ -334,3 +365,68 @@ def _restored(run: Path, step: int, like: dict) -> dict:
                 f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
             )
     return params
+
+
+def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, adapters: bool = False) -> str:
+    """Writes a run's policy at a checkpoint as a Hugging Face folder, with a model card; describes the export.
+
+    Args:
+        output: new or empty folder.
+        step: step of the checkpoint; None: the newest.
+        dtype: dtype of the weights.
+        adapters: write only the adapters, in PEFT's format and in float32, instead of merging them into the model.
+    Raises:
+        ValueError: the folder has files, the checkpoint does not exist, or the run has no adapters.
+    """
+    check_output(output)
+    if adapters:
+        return f"adapters of {run} after step {_export_adapters(run, output, step)}"
+    _, policy, params, step, config = open_checkpoint(run, step)
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(made)
+        if config.model.path:
+            base = model_folder(config.model.path, _WITH_CARD)
+        else:
+            write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
+        beside = _card_files(run, config, step, base, output.name)
+        export_model(output, policy.decoder.config, params, base, dtype, beside=beside)
+    return f"{run} after step {step}"
+
+
+def _export_adapters(run: Path, output: Path, step: int | None) -> int:
+    config = run_config(run)
+    if not (config.model.lora and config.model.path):
+        raise ValueError(
+            f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
+            " (model.path); remove --adapters to export the whole model"
+        )
+    earlier = config
+    while earlier.model.run:
+        earlier = run_config(split_step(earlier.model.run)[0])
+        if earlier.model.lora != config.model.lora:
+            raise ValueError(
+                f"--adapters: {str(run)!r} trained adapters of the weights of another run (model.run), not of"
+                f" {config.model.path!r}; remove --adapters to export the whole model"
+            )
+    step, decoder_config, params = run_adapters(run, config, step)
+    output.mkdir(parents=True, exist_ok=True)
+    base = model_folder(config.model.path, _WITH_CARD)
+    # PEFT would resolve a relative path against its own working directory, which may differ from this one.
+    is_local = Path(config.model.path).is_dir()
+    write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
+    for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
+        (output / name).write_bytes(content)
+    return step
+
+
+def _card_files(
+    run: Path, config: Config, step: int, base: Path, name: str, adapters: bool = False
+) -> dict[str, bytes]:
+    """Contents of the model card and its figure, by file name."""
+    summary, figure = run / "summary.json", run / "figures" / "training.png"
+    finished = summary.is_file() and step == config.training.steps
+    numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
+    shown = {"training.png": figure.read_bytes()} if figure.is_file() else {}
+    made_with = next(reversed(starts(run)), {})
+    card = model_card(name, config, step, numbers, made_with, base, next(iter(shown), ""), adapters)
+    return {"README.md": card.encode(), **shown}

@@ -131,7 +131,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_chec
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
     options += WITHOUT_PAUSES
     raises = Interrupted(5, lambda: signal.raise_signal(number))
-    with pytest.raises(loop.Preempted, match="stopped after step 5; the same command resumes") as stopped:
+    with pytest.raises(loop.Preempted, match="stopped after step 5; the same command or call resumes") as stopped:
         count(tiny("stopped", *options), raises)
     assert stopped.value.signal == number
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()

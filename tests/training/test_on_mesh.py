@@ -118,7 +118,7 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(tmp_path):
     with on((1, 4, 1)):
         state = start()
         with checkpoint.open_checkpoints(tmp_path) as manager:
-            checkpoint.save(manager, State(3, state, state.params, 0, Queue(), {}, {"tokens": 7}), 1)
+            checkpoint.save(manager, State(3, state, state.params, 0, Queue(), {}, {"tokens": 7}), TrainingConfig())
     for sizes in ((2, 1, 2), None):
         with on(sizes), checkpoint.open_checkpoints(tmp_path) as manager:
             here = start()

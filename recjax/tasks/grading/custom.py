@@ -15,6 +15,7 @@ import numpy as np
 from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
+from recjax.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
+
+
+def remote_parts(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Runs in a worker that holds the reward: `custom_parts` as plain values."""
+    return {name: values.tolist() for name, values in custom_parts(Workers.held, rows).items()}
 
 
 def check_weights(reward: Reward, row: Row) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading.custom import Row, custom_parts
+from recjax.tasks.grading.custom import SCORE, Row, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
@@ -16,13 +16,14 @@ from recjax.workers import CallFailed, Workers
 
 # Reasons why a completion has no grade; no_reward: the user's function returned None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
+NO_REWARD = FAILURES.index("no_reward")
 
 
 class Scores(NamedTuple):
     """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    `failures` holds indices into FAILURES. With a user's function the only failure is no_reward, with the reward NaN;
-    exceptions of the function stop the run.
+    `failures` holds indices into FAILURES. With a user's function, no_reward has the reward NaN, exceptions stop the
+    run, and only a function in worker processes has the failures timeout, crash and too_long.
     """
 
     rewards: np.ndarray
@@ -50,7 +51,9 @@ class Grading:
     """Scores batches in the background, in the order of submission; a context manager that owns the worker processes.
 
     A completion gets reward 0, and 0 for all parts except length, if it is longer than `grading.max_characters` or if a
-    built-in reward crashes, raises, or takes longer than `grading.seconds`. Other completions are not affected.
+    built-in reward crashes, raises, or takes longer than `grading.seconds`. Other completions are not affected. A
+    function that a program passed grades all completions of a prompt in one call, within the sum of their limits. If
+    that call crashes or takes longer, it grades each completion alone.
     """
 
     def __init__(self, config: Config, reward: Reward):
@@ -62,9 +65,13 @@ class Grading:
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
-        if self.reward.per_row:
-            module, limits = GRADERS[self.reward.name].grade.partition(":")[0], self._config.grading
+        limits, reward = self._config.grading, self.reward
+        if reward.per_row:
+            module = GRADERS[reward.name].grade.partition(":")[0]
             self._workers = Workers(limits.workers, limits.seconds, module)
+        elif reward.remote:
+            self._workers = Workers(limits.workers, limits.seconds, remote_parts.__module__, held=reward.remote)
+        if self._workers:
             self._workers.call(str)  # starts the imports
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
@@ -81,7 +88,7 @@ class Grading:
 
     def _scores(self, asked: Sequence[Answered]) -> Scores:
         rows, lengths = [row[:4] for row in asked], np.array([row.length for row in asked])
-        parts, failures = self._graded(asked) if self._workers else self._custom(rows)
+        parts, failures = self._graded(asked) if self.reward.per_row else self._custom(rows)
         longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
@@ -90,23 +97,57 @@ class Grading:
         check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
         if self._workers:
-            rewards = np.where(failures > 0, 0.0, rewards)
+            rewards = np.where((failures > 0) & (failures != NO_REWARD), 0.0, rewards)
         self._check_bounded(rewards, rows, failures == 0)
         success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, success, failures)
 
     def _custom(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row from a user's function, and the failure no_reward for rows without a reward."""
-        parts = custom_parts(self.reward, rows)
-        self._names = self._names or sorted(parts)
-        if sorted(parts) != self._names:
-            raise ValueError(
-                f"reward function {self.reward.name} returned the parts {', '.join(sorted(parts))}, and earlier"
-                f" {', '.join(self._names)}; it must return the same parts for every batch, with 0 or None in them"
-            )
-        missing = np.isnan(list(parts.values())).any(0)
-        return parts, np.where(missing, FAILURES.index("no_reward"), 0).astype(np.int32)
+        """Parts of each row from a user's function, and the failure of its grading."""
+        failures, parts = np.zeros(len(rows), np.int32), {}
+        for places, values in (
+            self._remote(rows) if self.reward.remote else [(slice(None), custom_parts(self.reward, rows))]
+        ):
+            if isinstance(values, str):
+                failures[places] = FAILURES.index(values)
+                continue
+            self._names = self._names or sorted(values)
+            if sorted(values) != self._names:
+                raise ValueError(
+                    f"reward function {self.reward.name} returned the parts {', '.join(sorted(values))}, and earlier"
+                    f" {', '.join(self._names)}; it must return the same parts for every batch, with 0 or None in them"
+                )
+            for name, numbers in values.items():
+                parts.setdefault(name, np.zeros(len(rows)))[places] = numbers
+        if not parts:  # all calls failed
+            names = self._names or {*self.reward.weights} - {LENGTH, OVERLONG} or [SCORE]
+            parts = {name: np.zeros(len(rows)) for name in names}
+        failures[np.isnan(list(parts.values())).any(0)] = NO_REWARD
+        return parts, failures
+
+    def _remote(self, rows: Sequence[Row]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
+        """The parts, or the failure, of each list of places in `rows`, from the worker processes."""
+        limits, found = self._config.grading, []
+
+        def started(places: list[int]) -> tuple[list[int], Future]:
+            asked = [(*rows[place][:3], dict(rows[place][3])) for place in places]
+            return places, self._workers.call(remote_parts, asked, seconds=limits.seconds * len(places))
+
+        short = [place for place, row in enumerate(rows) if len(row[1]) <= limits.max_characters]
+        found.append((sorted({*range(len(rows))} - {*short}), "too_long"))
+        calls = [started(list(group)) for _, group in itertools.groupby(short, lambda place: rows[place][0])]
+        for places, call in calls:
+            try:
+                found.append((places, call.result()))
+            except CallFailed as error:
+                if error.reason == "error":
+                    raise ValueError(str(error).removeprefix("ValueError: ")) from error
+                if len(places) > 1:
+                    calls += [started([place]) for place in places]
+                else:
+                    found.append((places, error.reason))
+        return found
 
     def _check_bounded(self, rewards: np.ndarray, rows: Sequence[Row], graded: np.ndarray) -> None:
         """Refuses rewards that training cannot compute with: not finite, or larger than MOST_REWARD."""

@@ -1,10 +1,14 @@
 """The reward of completions: the function that `task.reward` names, the reward's parts, and their weights."""
 
+import ast
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from recjax.algorithms.options import user_function
+from recjax.config.tasks import PYTHON
+from recjax.files import digest
 from recjax.tasks.grading.graders import GRADERS
 
 OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
@@ -20,7 +24,8 @@ class Reward(NamedTuple):
     `name` is the value of `task.reward`, and `function` the function that it names. A `per_row` function is one of
     recjax.tasks.grading.graders and grades one row in a worker process; any other function takes a batch, see
     recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
-    for a batch (None: no limit). A call that fails is retried `retries` times.
+    for a batch (None: no limit). A call that fails is retried `retries` times. A function that a program passed to
+    recjax.run and that is not `async` runs in worker processes, which get the reward from the pickled bytes `remote`.
     """
 
     name: str
@@ -29,24 +34,79 @@ class Reward(NamedTuple):
     weights: Mapping[str, float]
     seconds: float | None = None
     retries: int = 0
+    remote: bytes | None = None
 
 
-def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), overlong: bool = False) -> Reward:
+def load_reward(
+    name: str,
+    weights: Mapping[str, float] = MappingProxyType({}),
+    overlong: bool = False,
+    function: Callable | None = None,
+) -> Reward:
     """Loads the reward that `task.reward` names; `task.reward_weights` overrides its default weights.
 
     Args:
-        name: name of a built-in reward, or a user's function as module:function.
+        name: name of a built-in reward, a user's function as module:function, or the `passed_name` of `function`.
         overlong: flag to add the part OVERLONG, with weight 1.
+        function: reward function that a program passed to recjax.run; None without one.
     Raises:
-        ValueError: the module or function cannot be imported, or a weight names a part that a built-in reward lacks.
+        ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, or
+            the function is missing or cannot be pickled.
     """
     of_length = {OVERLONG: 1.0} if overlong else {}
+    if name.startswith(PYTHON):
+        if function is None:
+            raise ValueError(
+                f"task.reward = {name!r}: a program passed this function to recjax.run; pass it again as reward=…, or"
+                " set task.reward to a module:function"
+            )
+        name = name.removeprefix(PYTHON).partition("#")[0]
+        reward = Reward(name, function, False, {LENGTH: 0.0, **of_length, **weights})
+        if inspect.iscoroutinefunction(function):
+            return reward
+        import cloudpickle  # only programs that pass functions need it
+
+        try:
+            return reward._replace(remote=cloudpickle.dumps(reward))
+        except Exception as error:  # the values that the function reads raise errors of any kind
+            raise ValueError(
+                f"reward function {name} cannot be sent to the grading workers ({type(error).__name__}: {error});"
+                " create what it reads inside the function, or set task.reward to a module:function, which runs here"
+            ) from error
     if name not in GRADERS:
         return Reward(name, user_function("task.reward", name), False, {LENGTH: 0.0, **of_length, **weights})
     grader = GRADERS[name]
     known = {**grader.weights, LENGTH: 0.0, **of_length}
     check_parts(name, weights, known)
     return Reward(name, user_function("task.reward", grader.grade), True, {**known, **weights})
+
+
+def passed_name(function: Callable) -> str:
+    """The value of `task.reward` for a function from a program: its name and, if its source is at hand, a digest.
+
+    The digest covers the code, without comments and layout, and the plain values that it reads from outside, but no
+    other functions.
+    """
+    name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    try:
+        tree, outside = ast.parse("".join(inspect.findsource(code)[0])), {}
+    except (OSError, TypeError, SyntaxError):
+        return name
+    if inspect.isfunction(function):
+        codes = [code]
+        for each in codes:  # comprehensions and inner functions follow
+            codes += filter(inspect.iscode, each.co_consts)
+        names = {name for each in codes for name in each.co_names} & function.__globals__.keys()
+        outside = {key: function.__globals__[key] for key in names} | inspect.getclosurevars(function).nonlocals
+    source = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and code.co_firstlineno in {one.lineno for one in (node, *getattr(node, "decorator_list", ()))}
+    ]
+    values = sorted((key, value) for key, value in outside.items() if isinstance(value, int | float | str | None))
+    return f"{name}#{digest(repr((source, values)).encode())[:16]}"
 
 
 def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:

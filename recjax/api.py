@@ -1,0 +1,290 @@
+"""Runs from Python: `run` trains, and `open_run` opens the folder of a run.
+
+    result = recjax.run("own.yaml", problems=rows, reward=score)
+    result.metrics.plot("step", "reward")
+    print([one.text for one in result.policy.sample(["12+30="])])
+
+Both return a `Result`, which reads the folder.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pandas as pd
+
+from recjax.analysis.samples import results
+from recjax.cache import keep_compiled_programs
+from recjax.config import PASSED, Config, EvaluationConfig, FileTask, RolloutConfig, make_config
+from recjax.config.yaml_values import read_yaml_file
+from recjax.experience.batch import Shape
+from recjax.experience.group import Completion, Group
+from recjax.experience.sources import with_logprobs
+from recjax.experience.store import Record
+from recjax.experience.tokenize import tokenized
+from recjax.models.placement import row_shards
+from recjax.models.sampling import Sampling
+from recjax.rollout.collecting import row_keys, sample_groups
+from recjax.rollout.generators import require_ray
+from recjax.rollout.plan import power_of_two
+from recjax.tasks.files import file_problems, keep_rows, rows_file
+from recjax.tasks.grading.reward import passed_name
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import encode_problems
+from recjax.training.checkpoint import best_step, steps_of
+from recjax.training.loop import Preempted, train
+from recjax.training.mesh import make_mesh
+from recjax.training.metrics import read_metrics
+from recjax.training.run import prompts_of
+from recjax.training.run_folder import is_finished
+from recjax.training.start import STOPPED
+from recjax.training.trained import export_checkpoint, open_policy, run_config, sampled_rows
+
+AnyPrompts = Sequence[str | list[dict[str, str]]]
+
+
+def run(
+    config: Config | Mapping[str, Any] | str | Path,
+    *,
+    problems: Any = None,
+    reward: Callable | None = None,
+    on_step: Callable[[dict[str, Any]], Any] | None = None,
+    overwrite: bool = False,
+) -> "Result":
+    """Trains to the last step and returns the run; resumes from the newest checkpoint in `output`, if there is one.
+
+    A second call returns a finished run at once, and resumes a run that Ctrl-C, a signal or an error ended. `run` keeps
+    compiled programs on disk for other processes, needs no `if __name__ == "__main__":`, and works in notebooks.
+
+    Args:
+        config: a `Config`, its values as a dict, or a YAML file. With `problems` it needs no task.
+        problems: rows with the columns of `task.file`, by default "prompt" and "answer": dicts, a pandas DataFrame or a
+            datasets.Dataset; recjax holds out a third of them. Or a mapping of "train" and "evaluation" (or "test") to
+            such rows. The run's folder gets a copy.
+        reward: function of lists (prompts, completions, answers) or (prompts, completions, answers, columns) that
+            returns a number for each completion, or a dict of named parts; see docs/rewards.md. It may be a lambda or a
+            closure. Worker processes call a copy of it with the completions of one prompt, within the limits of
+            `grading`; what it changes outside itself is lost. An `async` function runs in this process.
+        on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
+            checkpoint and stops, and `run` returns it.
+        overwrite: delete the run in `output` first.
+    Raises:
+        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or problems
+            or a reward with another digest than those of the run in `output`.
+        Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
+        (others): see `recjax.training.loop.train`.
+    """
+    keep_compiled_programs()
+    config = _with_task(config, problems, reward)
+    require_ray(config)
+    if overwrite or not is_finished(config):
+        try:
+            train(config, overwrite, reward=reward, on_step=on_step)
+        except Preempted as stopped:
+            if stopped.signal != STOPPED:
+                raise
+    return Result(Path(config.output), reward)
+
+
+def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, reward: Callable | None) -> Config:
+    """The checked config, with names for the problems and the reward that a program passes."""
+    if isinstance(config, str | Path):
+        config = make_config(read_yaml_file(config), source=str(config))
+    elif not isinstance(config, Config):
+        config = make_config(dict(config))
+    task, splits = config.task, problems if isinstance(problems, Mapping) else {"train": problems}
+    if problems is not None:
+        if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
+            found = ", ".join(map(repr, splits))
+            raise ValueError(
+                f"problems: takes rows, or a mapping with train and evaluation (or test); got {found}"[:300]
+            )
+        if task.file is None or task.file.train.partition(":")[0] != PASSED:
+            raise ValueError(f"problems: the config has the task {task.chosen()}; remove it, or pass no problems")
+        names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
+        task = task.model_copy(update={"file": task.file.model_copy(update=names)})
+    if reward is not None:
+        if not callable(reward):
+            raise ValueError(f"reward = {reward!r:.80}: takes a function; set a name as task.reward in the config")
+        task = task.model_copy(update={"reward": passed_name(reward)})
+    return Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
+
+
+def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
+    """The run in a folder, finished or not; another process may be training it.
+
+    Args:
+        reward: the function that the program passed to `run`, for `TrainedPolicy.evaluate`.
+    Raises:
+        ValueError: the folder is not a run.
+    """
+    run_config(Path(folder))
+    return Result(Path(folder), reward)
+
+
+class Result:
+    """A run's folder: its config and metrics, and the policies of its checkpoints."""
+
+    def __init__(self, folder: Path, reward: Callable | None = None):
+        """Stores the arguments of `open_run`."""
+        self.folder, self._reward = folder, reward
+
+    def __repr__(self) -> str:
+        """The folder and the step of the newest checkpoint."""
+        done = max(steps_of(self.folder / "checkpoints"), default=0)
+        return f"Result({str(self.folder)!r}: {done} of {self.config.training.steps} steps)"
+
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        return run_config(self.folder)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """The rows of metrics.jsonl: one for each step, from 0; docs/metrics.md explains the columns."""
+        return pd.DataFrame(read_metrics(self.folder / "metrics.jsonl"))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Accuracy before and after training, and the costs; None before the end of the run."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    @functools.cached_property
+    def policy(self) -> "TrainedPolicy":
+        """The policy of the checkpoint that is the newest at the first access."""
+        return TrainedPolicy(self.folder, reward=self._reward)
+
+    @functools.cached_property
+    def best(self) -> "TrainedPolicy":
+        """The policy of the checkpoint with the best `training.keep_best` at the first access.
+
+        Raises:
+            ValueError: the config does not set `training.keep_best`.
+        """
+        metric = self.config.training.keep_best
+        if metric is None:
+            raise ValueError("training.keep_best = None: set it to a metric, such as evaluation/accuracy")
+        return TrainedPolicy(self.folder, best_step(self.folder, metric), self._reward)
+
+
+class TrainedPolicy:
+    """The policy of a run's checkpoint, on the run's mesh: samples, scores, evaluates and exports.
+
+    Attributes:
+        step: step of the checkpoint.
+    """
+
+    def __init__(self, run: str | Path, step: int | None = None, reward: Callable | None = None):
+        """Loads the policy.
+
+        Args:
+            run: folder of the run.
+            step: step of the checkpoint; None: the newest.
+            reward: function for `evaluate`; None: `task.reward` names it.
+        Raises:
+            ValueError: there is no such checkpoint, or its model or problems cannot be read.
+        """
+        keep_compiled_programs()
+        self._run, self._reward = Path(run), reward
+        self._config = run_config(self._run)
+        with self._mesh():
+            place = self._run if step is None else self._run / "checkpoints" / str(step)
+            self._opened = open_policy(place, self._config)
+        self.step = self._opened.version
+
+    def _mesh(self) -> contextlib.AbstractContextManager:
+        is_alone = jax.sharding.get_mesh().empty
+        return jax.set_mesh(make_mesh(self._config.mesh)) if is_alone else contextlib.nullcontext()
+
+    def sample(self, prompts: AnyPrompts, samples: int = 1, *, seed: int = 0, **rollout: Any) -> list[Completion]:
+        """Samples completions; `text` is a completion's text, and `rows[0]` has its tokens and log-probs.
+
+        Args:
+            prompts: texts, which the model reads as they are, or chats as lists of messages with role and content; or
+                one text.
+            samples: completions of each prompt, consecutive in the result.
+            seed: equal seeds give equal completions.
+            rollout: keys of `rollout` with other values than the run's, such as temperature or max_completion_tokens.
+        Raises:
+            ValueError: a prompt that the model cannot read, or a value that `rollout` refuses.
+        """
+        settings = RolloutConfig(**(dict(self._config.rollout) | rollout))
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in prompts]
+        with self._mesh():
+            encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
+            keys, longest = row_keys(jax.random.key(seed), len(problems) * samples), settings.max_completion_tokens
+            arguments = policy, self._opened.params, encoded, keys, samples, longest, settings.sampling()
+            groups = sample_groups(*arguments, name="sample", source=self._opened.name, version=self.step)
+        return [one for group in groups for one in group.completions]
+
+    def score(self, prompts: AnyPrompts, completions: Sequence[str | Completion], **sampling: Any) -> list[np.ndarray]:
+        """The log-prob of each token of the completions.
+
+        Args:
+            prompts: one for each completion, as for `sample`.
+            completions: results of `sample`, or texts, which get an end token.
+            sampling: temperature, top_k, top_p and min_p of the distribution; default: temperature 1, and all tokens.
+        Raises:
+            ValueError: a text outside the vocabulary.
+        """
+        records = []
+        for number, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+            if isinstance(one, str):
+                one = Completion("", "text", one, (), None, None, False)
+            rows = tuple(row._replace(behavior_logprobs=None) for row in one.rows)
+            tokens = rows[0].prompt_tokens if rows else np.zeros(0, np.int32)
+            group = Group(str(number), tokens, (one._replace(id=str(number), rows=rows),), prompt)
+            records.append(Record(group, datetime.now(UTC)))
+        groups = [record.group for record in tokenized(records, self._opened.policy)]
+        rows = [group.completions[0].rows[0] for group in groups]
+        longest = (max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows))
+        with self._mesh():
+            rollout, shards = self._config.rollout, row_shards()
+            together = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
+            shape, chunk = Shape(together, 1, *map(power_of_two, longest)), self._config.model.logprob_chunk
+            arguments = groups, shape, self._opened.policy, self._opened.params, Sampling(**sampling), chunk
+            return [group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)]
+
+    def evaluate(
+        self, problems: Any = None, reward: Callable | None = None, **evaluation: Any
+    ) -> tuple[dict[str, Any], pd.DataFrame]:
+        """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
+
+        Args:
+            problems: rows to evaluate on, as for `run`; None: the held-out problems of the run.
+            reward: a function, as for `run`; None: the run's own.
+            evaluation: keys of `evaluation` with other values than the run's, such as samples or temperature.
+        Raises:
+            ValueError: problems that cannot be used, a value that `evaluation` refuses, or a missing reward function.
+        """
+        reward, config = reward or self._reward, self._config
+        task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
+        settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
+        config = config.model_copy(update={"task": task, "evaluation": settings})
+        tested = load_task(config, reward)
+        if problems is not None:
+            columns = task.file or FileTask(train=PASSED)
+            rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt)
+            tested = tested._replace(evaluation=rows)
+        with self._mesh():
+            prompts = prompts_of(config, self._opened.policy, tested)[1]
+            rows = sampled_rows(config, self._opened, prompts, tested)
+        return {"model": self._opened.name} | results(rows), rows
+
+    def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
+        """Writes a folder that transformers and other programs load, and returns it.
+
+        Args:
+            folder, dtype, adapters: see `recjax.training.trained.export_checkpoint`.
+        """
+        export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
+        return Path(folder)

@@ -1,0 +1,309 @@
+"""Runs from Python: problems and rewards of a program, watching and stopping, resuming, checkpoints, the policy."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+
+import recjax
+from recjax import Config, api, open_run, run
+from recjax.config import GradingConfig, load_config
+from recjax.tasks.files import keep_rows
+from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.reward import load_reward, passed_name
+from recjax.tasks.loading import load_task
+from recjax.training import loop
+from recjax.training.checkpoint import best_step, steps_of
+from recjax.training.metrics import read_metrics
+from tests.tasks.test_grading import CONFIG, submitted
+from tests.training.counting import CountingLearner, Interrupted, killed, prepared_batch, sampled_by
+from tests.training.tiny_run import TINY, one_device, without_times
+
+ROOT = Path(__file__).parents[1]
+ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "kind": "sum"} for a in range(1, 10) for b in range(1, 10)]
+VALUES = {
+    "model": {"decoder": dict(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 3},
+    "algorithm": {"preset": "rec_one_side_nois"},
+    "training": {"steps": 7, "checkpoint_every": 3},
+    "evaluation": {"every": 3, "problems": 10},
+}
+
+
+def digits(prompts, completions, answers) -> list[float]:
+    """Share of a completion's three places that hold a digit."""
+    return [sum(character.isdigit() for character in text) / 3 for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path, monkeypatch):
+    """A cache and figures of the test's own."""
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "recjax.training.loop.draw_training", lambda rows, title, path: path.parent.mkdir(exist_ok=True)
+    )
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """A function that calls `run` without compiled programs; the name of its folder, and arguments of `run`."""
+
+    def call(name, values=VALUES, problems=ROWS, learner=None, **arguments):
+        seams = {"learner": learner or CountingLearner(), "sources": sampled_by(prepared_batch)}
+        monkeypatch.setattr(api, "train", functools.partial(loop.train, **seams))
+        with one_device():
+            values = values if isinstance(values, Config | Path) else {**values, "output": str(tmp_path / name)}
+            return run(values, problems=problems, **arguments)
+
+    return call
+
+
+def rows_of(result):
+    return without_times(read_metrics(result.folder / "metrics.jsonl"))
+
+
+def test_a_dict_and_a_config_and_a_file_are_one_config(counted, tmp_path):
+    first = counted("run", overwrite=True)
+    assert isinstance(first, recjax.Result) and first.folder == tmp_path / "run"
+    kept = first.config.task.file.train
+    assert kept == keep_rows(ROWS) and load_config(first.folder / "config.yaml") == first.config
+    content = (first.folder / f"problems-{kept.partition(':')[2]}.jsonl").read_text()
+    assert [json.loads(line) for line in content.splitlines()] == ROWS
+    again = counted("run", learner=killed(at=1))  # it is finished, so no update runs
+    assert rows_of(again) == rows_of(first) and list(first.metrics["step"]) == list(range(8))
+    assert first.summary["steps"] == 7 and "7 of 7 steps" in repr(again)
+    as_config = counted("", Config(**VALUES, output=str(tmp_path / "config")))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace("unset", str(tmp_path / "yaml")))
+    from_file = counted("", path, problems=None)
+    assert rows_of(as_config) == rows_of(first) and from_file.config.task.arithmetic
+
+
+def test_importing_the_package_and_its_config_needs_nothing_heavy():
+    program = "import sys, recjax; recjax.Config; print({'jax', 'flax', 'transformers'} & {*sys.modules}, dir(recjax))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("set() ") and "'open_run'" in done.stdout, done.stderr
+    with pytest.raises(AttributeError, match="module 'recjax' has no attribute 'runs'"):
+        recjax.runs  # noqa: B018
+
+
+def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
+    others = [
+        pd.DataFrame(ROWS),
+        datasets.Dataset.from_list(ROWS),
+        [row | {"answer": np.int64(row["answer"])} for row in ROWS],
+    ]
+    assert {keep_rows(rows) for rows in others} == {keep_rows(ROWS)} != {keep_rows(ROWS[1:])}
+
+
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        ([], "there are no rows"),
+        ([*ROWS, "1+1="], "row 81 must be a dict of columns; got '1\\+1='"),
+        ([{"prompt": "1+1=", "answer": {2}}], "row 0 is not JSON .*'set'"),
+        ({"prompt": ["1+1="], "answer": [2]}, "a mapping with train and evaluation"),
+        ([{"prompt": "1+1="}], "jsonl: line 1: no 'answer'"),
+        (None, "task.file = 'rows': these problems are neither in .* pass them: recjax.run"),
+    ],
+)
+def test_problems_that_cannot_be_used_are_refused_and_leave_nothing_behind(counted, tmp_path, problems, message):
+    with pytest.raises(ValueError, match=message):
+        counted("run", problems=problems)
+    assert not (tmp_path / "run").exists()
+
+
+def test_problems_next_to_a_task_are_refused_and_a_file_without_a_task(counted, tmp_path):
+    with pytest.raises(ValueError, match="the config has the task gsm8k; remove it"):
+        counted("run", VALUES | {"task": "gsm8k"})
+    (tmp_path / "no_task.yaml").write_text(json.dumps(VALUES | {"output": "unset"}))
+    with pytest.raises(ValueError, match="give exactly one of task.arithmetic.*found none"):
+        load_config(tmp_path / "no_task.yaml")
+
+
+def test_own_rows_are_held_out_by_name(counted):
+    result = counted("run", problems={"train": ROWS[:60], "test": ROWS[60:]})
+    assert result.config.task.file.evaluation == keep_rows(ROWS[60:])
+    asked = [json.loads(line)["prompt"] for line in (result.folder / "samples" / "after.jsonl").open()]
+    assert set(asked) <= {row["prompt"] for row in ROWS[60:]}
+
+
+def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
+    seen = []
+    stopped = counted("stopped", on_step=lambda row: seen.append(row["step"]) or row["step"] == 2)
+    last = steps_of(stopped.folder / "checkpoints")[-1]
+    assert seen == list(range(last + 1)) and 2 <= last <= 3 and stopped.summary is None
+    straight, resumed = counted("straight"), counted("stopped", on_step=lambda row: seen.append(row["step"]))
+    assert rows_of(resumed) == rows_of(straight) and seen == list(range(8))
+
+
+def test_ctrl_c_saves_and_the_same_call_resumes(counted):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(loop.Preempted, match="call resumes"):
+        counted("stopped", learner=Interrupted(5, lambda: signal.raise_signal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, before)
+    assert rows_of(counted("stopped")) == rows_of(counted("straight"))
+
+
+def test_other_problems_and_another_reward_are_refused_with_the_remedy(counted, tmp_path):
+    result = counted("run", VALUES | {"training": {"steps": 2}}, reward=digits)
+    assert result.metrics["grading/timeout"].iloc[-1] == 0, "it is counted, as the function runs in a worker"
+    longer = VALUES | {"training": {"steps": 3}}
+    for changed in ({"problems": ROWS[1:]}, {"reward": lambda prompts, completions, answers: [1.0] * len(answers)}):
+        with pytest.raises(ValueError, match="of another config .task.*overwrite=True in a program"):
+            counted("run", longer, **{"reward": digits} | changed)
+    with pytest.raises(ValueError, match="a program passed this function to recjax.run; pass it again"):
+        counted("run", tmp_path / "run" / "config.yaml", problems=None, overwrite=True)
+    assert counted("run", longer, reward=digits).summary["steps"] == 3
+    assert len(counted("run", longer, ROWS[1:], reward=digits, overwrite=True).metrics) == 4
+
+
+def test_a_run_continues_in_a_folder_that_was_moved(counted, tmp_path):
+    counted("old", VALUES | {"training": {"steps": 2}})
+    (tmp_path / "old").rename(tmp_path / "new")
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    assert open_run(tmp_path / "new").config.output == str(tmp_path / "new")
+    assert len(counted("new", VALUES | {"training": {"steps": 4}}).metrics) == 5
+
+
+def test_changed_rows_in_a_runs_folder_are_noticed_and_the_same_call_restores_them(counted, tmp_path):
+    result = counted("run", VALUES | {"training": {"steps": 2}})
+    (path,) = result.folder.glob("problems-*.jsonl")
+    whole = path.read_text()
+    path.write_text(whole.replace('"answer": 2,', '"answer": 3,', 1))
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match=f"neither in {path} nor in the cache"):
+        load_task(result.config)
+    counted("run", VALUES | {"training": {"steps": 3}})
+    assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("metric", ["-evaluation/accuracy", "loss", "-loss"])
+def test_the_best_checkpoint_stays(counted, metric):
+    training = {"steps": 7, "keep_checkpoints": 1, "keep_best": metric}
+    result = counted("run", VALUES | {"training": training, "evaluation": {"every": 2, "problems": 10}})
+    values = result.metrics.set_index("step")[metric.removeprefix("-")][[0, 2, 4, 6, 7]].dropna()
+    best = values.idxmin() if metric.startswith("-") else values.idxmax()
+    assert best_step(result.folder, metric) == best
+    assert set(steps_of(result.folder / "checkpoints")) == {best, 7}
+
+
+def test_a_metric_that_no_checkpoint_has_is_refused(counted):
+    with pytest.raises(ValueError, match="keep_best = 'evaluation/acuracy'.*did you mean 'evaluation/accuracy'"):
+        counted("typo", VALUES | {"training": {"keep_best": "evaluation/acuracy"}})
+    with pytest.raises(ValueError, match="training.keep_best = None: set it to a metric"):
+        counted("without").best  # noqa: B018
+
+
+# --- Rewards of a program.
+
+
+def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, monkeypatch):
+    def named(text):
+        path = tmp_path / f"rewards{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return passed_name(vars(__import__(path.stem))["score"])
+
+    plain = named("def score(p, c, a):\n    return [1.0 for _ in c]\n")
+    assert plain == named("import os\n\n\ndef score(p, c, a):  # each\n    return [ 1.0 for _ in c ]\n")
+    assert plain.startswith("python:score#") and plain != named("def score(p, c, a):\n    return [2.0 for _ in c]\n")
+    weighted = "weight = {}\nscore = lambda p, c, a: [weight for _ in c]\n"
+    assert named(weighted.format(1)) != named(weighted.format(2)) and named(weighted.format(1)).startswith(
+        "python:lambda#"
+    )
+    assert passed_name(eval("lambda p, c, a: [1.0]")) == "python:lambda", "its source is not at hand"
+
+
+def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
+    right = {"a": 1.0, "b": 0.5, "none": None}
+
+    def score(prompts, completions, answers, columns):
+        if "exit" in completions:
+            os._exit(1)
+        if "sleep" in completions:
+            time.sleep(60)
+        return {"right": [right[text] for text in completions], "count": [len(completions)] * len(completions)}
+
+    reward = load_reward("python:score", {"count": 0.0}, function=score)
+    config = CONFIG.model_copy(update={"grading": GradingConfig(seconds=0.5, max_characters=5_000)})
+    said = ["a", "b", "none", "sleep", "exit", "x" * 5_001]
+    expected = ["none", "none", "no_reward", "timeout", "crash", "too_long"]
+    with Grading(config, reward) as grading:
+        scores = submitted(grading, said).result(timeout=60)
+        assert [FAILURES[place] for place in scores.failures] == expected
+        np.testing.assert_array_equal(scores.rewards, [1.0, 0.5, np.nan, 0, 0, 0])
+        together = submitted(grading, ["a", "b"]).result(timeout=60)
+        assert together.parts["count"].tolist() == [2, 2], "the completions of a prompt are graded together"
+        with pytest.raises(ValueError, match="reward function score failed with KeyError: 'c'"):
+            submitted(grading, ["a", "c"]).result(timeout=60)
+    with pytest.raises(ValueError, match="cannot be sent to the grading workers.*create what it reads inside"):
+        lock = threading.Lock()
+        load_reward("python:score", function=lambda p, c, a: [lock.locked()])
+
+
+# --- The policy, with real programs.
+
+SCRIPT = """
+import asyncio
+import json
+import sys
+
+import numpy as np
+
+from recjax import open_run, run
+
+values, rows, digits = json.loads(sys.argv[1]), json.loads(sys.argv[2]), "0123456789"
+reward = lambda prompts, completions, answers: [sum(one in digits for one in text) / 3 for text in completions]
+
+
+async def cell():
+    return run(values, problems=rows, reward=reward, on_step=lambda row: row["step"] == 2)
+
+
+print(repr(asyncio.run(cell())))  # a notebook runs cells in such a loop
+result = asyncio.run(cell())  # on_step saw the row before, so the run goes to its end
+print(repr(result))
+policy, prompts = result.policy, ["1+2=", "3+4=", "9+9="]
+completions = policy.sample(prompts, 2, seed=3)
+assert [one.text for one in completions] == [one.text for one in policy.sample(prompts, 2, seed=3)]
+scored = policy.score([prompt for prompt in prompts for _ in range(2)], completions)
+for one, logprobs in zip(completions, scored):
+    np.testing.assert_allclose(logprobs, one.rows[0].behavior_logprobs, atol=1e-4)
+assert len(policy.score(["1+2="], ["30"])[0]) == 3  # with the end token
+numbers, table = policy.evaluate(samples=2)
+after = [json.loads(line) for line in (result.folder / "samples" / "after.jsonl").open()]
+assert len(table) == 20 and set(table["prompt"]) == {row["prompt"] for row in after}
+ones, _ = open_run(result.folder).best.evaluate(rows[:5], lambda prompts, completions, answers: [1.0] * len(answers))
+assert ones["metrics"]["reward"]["value"] == 1 and ones["problems"] == 5
+try:
+    open_run(result.folder).policy.evaluate()
+except ValueError as error:
+    print(error)
+print(sorted(path.name for path in policy.export("model").iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_in_a_running_event_loop(tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    training = VALUES["training"] | {"keep_best": "evaluation/accuracy"}
+    values = VALUES | {"output": "runs/own", "training": training, "grading": {"seconds": 20.0}}
+    line = [sys.executable, "own.py", json.dumps(values), json.dumps(ROWS)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "of 7 steps" in done.stdout and "7 of 7 steps" in done.stdout
+    assert "task.reward = 'python:lambda#" in done.stdout and "pass it again as reward=" in done.stdout
+    assert "model.safetensors" in done.stdout and "README.md" in done.stdout
+    assert not list((tmp_path / "runs").glob("**/*.partial"))
