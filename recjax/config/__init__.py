@@ -40,6 +40,7 @@ from recjax.config.tasks import (
     Gsm8kTask,
     GuruMathTask,
     MathTask,
+    OneTask,
     ReasoningGymTask,
     TaskConfig,
     ToolAceTask,

@@ -115,7 +115,11 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
 
 def value_of(config: ConfigBlock, name: str) -> Any:
     """The value of a dotted key; None if one of its blocks is off."""
-    return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
+
+    def inner(block: Any, part: str) -> Any:
+        return block.get(part) if isinstance(block, Mapping) else getattr(block, part, None)
+
+    return functools.reduce(inner, name.split("."), config)
 
 
 def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
@@ -150,7 +154,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
-    """The block in an annotation such as `Block` or `Block | None`; None for plain values."""
+    """The block in an annotation such as `Block` or `Block | None`; None for plain values and for mappings."""
     parts = (annotation, *typing.get_args(annotation))
     return next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 

@@ -16,7 +16,7 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
 from recjax.console import under_way
-from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
+from recjax.experience.batch import Batch, minibatch_rows, pad, row_places, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
@@ -29,7 +29,7 @@ from recjax.tasks.grading.pool import FAILURES
 from recjax.training import checkpoint, kept_samples, schedule
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.learner import Learner
-from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics
+from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics, task_metrics
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
@@ -126,6 +126,7 @@ def train(
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
+                **task_metrics(groups, learned, row_places(groups, run.shape)),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
@@ -227,7 +228,8 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     """
     config, logged, failures = run.config, {}, {}
     if run.samples:
-        failures["grading"] = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
+        last = None if config.task.mixture else -1  # the mixture may also have functions of the user
+        failures["grading"] = FAILURES[1:last] if run.grading.reward.per_row else FAILURES[-1:]
     if run.agents:
         failures["agent"] = AGENT_FAILURES
     for of, reasons in failures.items():
@@ -268,6 +270,11 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
+    for name in sorted({sample["task"] for sample in result.samples if "task" in sample}):
+        own = [sample for sample in result.samples if sample["task"] == name]
+        rewards = [sample["reward"] for sample in own if sample["reward"] is not None]
+        measured[f"accuracy/{name}"] = sum(sample["accurate"] for sample in own) / len(own)
+        measured[f"reward/{name}"] = sum(rewards) / len(rewards) if rewards else None
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 

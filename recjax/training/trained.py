@@ -1,14 +1,12 @@
 """Loads policies: of a run's checkpoint (adapters merged), of a model folder, or the initial policy of a config."""
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -92,19 +90,6 @@ def for_sampling(policy: Policy, params: dict) -> dict:
     """
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return in_compute_dtype(policy.decoder, params, copy=False)
-
-
-def fingerprint(params: dict) -> str:
-    """A digest of every bit of the parameters; equal weights have equal digests, wherever they are stored."""
-    sums = {path: (leaf.shape, str(leaf.dtype), int(_checksum(leaf))) for path, leaf in flatten(params).items()}
-    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
-
-
-@jax.jit
-def _checksum(leaf: jax.Array) -> jax.Array:
-    # Integer sums wrap around, so they do not depend on the order in which a device adds.
-    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def run_config(run: Path) -> Config:

@@ -20,7 +20,8 @@ class Reward(NamedTuple):
     `name` is the value of `task.reward`, and `function` the function that it names. A `per_row` function is one of
     recjax.tasks.grading.graders and grades one row in a worker process; any other function takes a batch, see
     recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
-    for a batch (None: no limit). A call that fails is retried `retries` times.
+    for a batch (None: no limit). A call that fails is retried `retries` times. `answer` is the name of the data's
+    column of answers, for functions that read columns by name.
     """
 
     name: str
@@ -29,6 +30,19 @@ class Reward(NamedTuple):
     weights: Mapping[str, float]
     seconds: float | None = None
     retries: int = 0
+    answer: str = "answers"
+
+
+class MixedReward(NamedTuple):
+    """The rewards of a mixture's tasks, by name. Their parts have no common weights."""
+
+    of: Mapping[str, Reward]
+    weights: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def per_row(self) -> bool:
+        """True if worker processes compute any of the rewards."""
+        return any(reward.per_row for reward in self.of.values())
 
 
 def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), overlong: bool = False) -> Reward:
