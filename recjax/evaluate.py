@@ -104,11 +104,7 @@ def evaluate(
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if "task" in rows:
-        unread = {name: [part for part in own if own[part].isna().all()] for name, own in rows.groupby("task")}
-        numbers["tasks"] = {
-            name: results(own.drop(columns=[part for part in unread[name] if part.startswith("reward/")]))
-            for name, own in rows.groupby("task")
-        }
+        numbers["tasks"] = {name: results(own) for name, own in rows.groupby("task")}
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
     write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")

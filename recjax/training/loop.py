@@ -16,7 +16,7 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
 from recjax.console import under_way
-from recjax.experience.batch import Batch, minibatch_rows, pad, row_places, to_learn_from, with_part_weights
+from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
@@ -126,7 +126,11 @@ def train(
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **task_metrics(groups, learned, row_places(groups, run.shape)),
+                **task_metrics(
+                    (one.metadata.get("task"), one.grade.accurate, one.grade.reward)
+                    for group in map(run.judge.seen, groups)
+                    for one in group.completions
+                ),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
@@ -270,11 +274,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
-    for name in sorted({sample["task"] for sample in result.samples if "task" in sample}):
-        own = [sample for sample in result.samples if sample["task"] == name]
-        rewards = [sample["reward"] for sample in own if sample["reward"] is not None]
-        measured[f"accuracy/{name}"] = sum(sample["accurate"] for sample in own) / len(own)
-        measured[f"reward/{name}"] = sum(rewards) / len(rewards) if rewards else None
+    measured |= task_metrics((one["task"], one["accurate"], one["reward"]) for one in result.samples if "task" in one)
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 

@@ -7,8 +7,8 @@ import math
 import resource
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tqdm import tqdm
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
-from recjax.experience.group import Group
 from recjax.files import digest, json_text, write_whole, writing
 from recjax.training.tracking import Trackers
 
@@ -241,25 +240,22 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
     }
 
 
-def task_metrics(groups: Sequence[Group], learned: Batch, places: Sequence[int]) -> dict[str, float]:
-    """Metrics of each task of a mixture in a batch; {} without one.
+def task_metrics(rows: Iterable[tuple[str | None, bool | None, float | None]]) -> dict[str, float]:
+    """The mean accuracy and reward of each task of a mixture.
 
     Args:
-        learned: batch as the update gets it.
-        places: row of the batch for each row of the completions; see `row_places`.
+        rows: a completion's task (None without one), accuracy, and reward (None without one).
     """
-    found: dict[str, list[int]] = defaultdict(list)
-    counts, taken = Counter(), iter(places)
-    for group in groups:
-        names = {one.metadata.get("task") for one in group.completions}
-        counts.update(names)
-        for one in group.completions:
-            first, *_ = [next(taken) for _ in one.rows] or [None]
-            if first is not None and one.metadata.get("task"):
-                found[one.metadata["task"]].append(first)
-    columns = {"accuracy": learned.accurate, "reward": learned.rewards, "truncated": learned.truncated}
-    means = {f"{name}/{task}": float(of[found[task]].mean()) for name, of in columns.items() for task in sorted(found)}
-    return means | {f"prompts/{task}": counts[task] for task in sorted(found)}
+    found: dict[str, list] = defaultdict(list)
+    for task, accurate, reward in rows:
+        if task is not None:
+            found[task].append((bool(accurate), math.nan if reward is None else reward))
+    columns = {task: np.array(found[task]).T for task in sorted(found)}
+    known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
+    return {
+        **{f"accuracy/{task}": float(accurate.mean()) for task, (accurate, _) in columns.items()},
+        **{f"reward/{task}": float(rewards.mean()) for task, rewards in known.items() if len(rewards)},
+    }
 
 
 def step_bar(description: str, total: int, initial: int = 0) -> tqdm:

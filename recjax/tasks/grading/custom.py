@@ -1,6 +1,7 @@
 """Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
@@ -58,56 +59,52 @@ def check_signature(reward: Reward, columns: Iterable[str]) -> None:
     Args:
         columns: names of the problems' columns.
     Raises:
-        ValueError: with the forms of calls, or the columns that are there.
+        ValueError: with the signatures that recjax calls, or the columns that are there.
     """
-    parameters, place = _parameters(reward.function), f"task.reward = {reward.name!r}: the function takes"
-    taken = f"({', '.join(map(str, parameters.values()))})"
-    if not _takes_names(reward.function):
-        if not (_binds(reward.function, 3) or _binds(reward.function, 4)):
-            raise ValueError(
-                f"{place} {taken}; write score(prompts, completions, answers), score(prompts, completions, answers,"
-                " columns) or, as for TRL, score(completions, **columns)"
-            )
+    lists, known = _lists_by_position(reward.function), ["prompts", "completions", "answers", reward.answer, *columns]
+    if lists:
         return
-    known = ["prompts", "completions", "answers", *dict.fromkeys([reward.answer, *columns])]
-    missing = [name for name in _required(parameters) if name not in known]
-    if missing:
-        names = ", ".join(dict.fromkeys(known))
-        raise ValueError(f"{place} {taken}, but no problem has a column {missing[0]!r}; it can take {names}")
+    problem = (
+        "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for TRL,"
+        " score(completions, **columns)"
+    )
+    if lists == 0:
+        missing = [name for name in _required(reward.function) if name not in known]
+        if not missing:
+            return
+        problem = f", but no problem has a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}"
+    taken = inspect.signature(reward.function)
+    raise ValueError(f"task.reward = {reward.name!r}: the function takes {taken}{problem}")
 
 
-def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+def _lists_by_position(function: Callable) -> int | None:
+    """Number of lists that a function takes, of prompts, completions, answers and columns.
+
+    0: it takes columns by name, as TRL's rewards do. None: it takes neither.
+    """
     try:
-        return inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions of C
-        return {}
-
-
-def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [name for name, one in parameters.items() if one.default is one.empty and one.kind not in variadic]
-
-
-def _binds(function: Callable, count: int) -> bool:
-    """True if the function takes `count` positional arguments."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except ValueError:
-        return count == 3
-    except TypeError:
-        return False
-    return True
-
-
-def _takes_names(function: Callable) -> bool:
-    """True if the function takes columns by name, as TRL's rewards do; False: prompts, completions and answers."""
-    parameters = _parameters(function)
-    names = list(parameters)
+        return 3
+    fits, names = None, list(signature.parameters)
+    for count in (3, 4):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            fits = count
     if "completions" not in names or names[:3] == ["prompts", "completions", "answers"]:
-        return False
-    takes_rest = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    is_second = names.index("completions") == 1
-    return not is_second or (takes_rest and names[0] == "prompts") or not (_binds(function, 3) or _binds(function, 4))
+        return fits
+    is_trl = names[0] == "prompts" and _takes_rest(function)
+    return fits if fits and names.index("completions") == 1 and not is_trl else 0
+
+
+def _takes_rest(function: Callable) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+
+
+def _required(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    plain = (one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return [one.name for one in plain if one.default is one.empty]
 
 
 def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarray]:
@@ -188,15 +185,15 @@ def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str
     prompts, completions, answers = ([row[place] for row in rows] for place in range(3))
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
-    if not _takes_names(reward.function):
-        return [prompts, completions, answers, *([columns] if _binds(reward.function, 4) else [])], {}
+    if lists := _lists_by_position(reward.function):
+        return [prompts, completions, answers, columns][:lists], {}
+    nothing = dict.fromkeys(_required(reward.function), [None] * len(rows))
     replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
-    columns |= {"prompts": [row.chat or row.prompt for row in rows], "completions": replies}
-    columns |= {"answers": answers, reward.answer: answers}
-    parameters = _parameters(reward.function)
-    columns |= {name: [None] * len(rows) for name in _required(parameters) if name not in columns}
-    takes_rest = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return [], {name: values for name, values in columns.items() if takes_rest or name in parameters}
+    named = nothing | columns | {"prompts": [row.chat or row.prompt for row in rows], "completions": replies}
+    named |= {"answers": answers, reward.answer: answers}
+    if _takes_rest(reward.function):
+        return [], named
+    return [], {name: named[name] for name in inspect.signature(reward.function).parameters if name in named}
 
 
 def _call(reward: Reward, lists: Sequence[list], named: Mapping[str, list]) -> Any:
