@@ -16,7 +16,6 @@ import numpy as np
 from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
-from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,13 @@ class Answered(NamedTuple):
 
     @classmethod
     def to(
-        cls, problem: Problem, prompt: str, completion: str, length: int, id: str, opening: str | None = None
+        cls,
+        problem: "recjax.tasks.problems.Problem",
+        prompt: str,
+        completion: str,
+        length: int,
+        id: str,
+        opening: str | None = None,
     ) -> "Answered":
         """A completion of a problem; for the other arguments see the fields."""
         chat = None if isinstance(problem.prompt, str) else problem.prompt
@@ -144,7 +149,8 @@ def _place(rows: Sequence[Answered], index: int) -> str:
     if not rows:
         return "none"
     row = rows[index]
-    return f"completion {row.id or index}: {row.completion!r:.200}, to the prompt {row.prompt!r:.200}"
+    shown = f"completion {row.completion!r:.200} (row {index}, answer {row.answer!r:.200})"
+    return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
 
 
 def _graded_row(error: BaseException, rows: Sequence[Answered], given: Sequence[Any]) -> int | None:
@@ -233,7 +239,7 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -
     for index, value in enumerate(numbers):
         if not (abs(value) <= MOST_REWARD or values[index] is None):
             raise ValueError(
-                f"{name} returned {value} for {_place(rows, index)}, answer {rows[index].answer!r}; rewards are finite"
-                f" and at most {MOST_REWARD:g} either way, so scale or bound it there"
+                f"{name} returned {value} for {_place(rows, index)}; rewards are finite and at most"
+                f" {MOST_REWARD:g} either way, so scale or bound it there"
             )
     return np.array(numbers)
