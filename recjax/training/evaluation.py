@@ -35,7 +35,7 @@ from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
-_PASS_RATES = 2**31  # stands for the step in the random keys of pass rates
+_PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
 
 
 class AnsweredPart(NamedTuple):
