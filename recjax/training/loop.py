@@ -128,7 +128,7 @@ def train(
                 **batch_metrics(step, batch, learned),
                 **task_metrics(
                     (one.metadata.get("task"), one.grade.accurate, one.grade.reward)
-                    for group in map(run.judge.seen, groups)
+                    for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
                     for one in group.completions
                 ),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
