@@ -130,7 +130,7 @@ def batch_prompts(
     indices, start = np.empty(count, int), 0
     for place, name in enumerate(shares):
         before, new, size = int(drawn[:-1, place].sum()), int(drawn[-1, place]), sizes[name]
-        if rates is None:
+        if rates is None or not new:
             chosen = _places(size, before, new, seed)
         else:
             recent = np.array([rates.get(key, 0.5) for key in prompts.keys[start : start + size]])
