@@ -122,8 +122,7 @@ def batch_prompts(
     if not task.mixture and rates is None:
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
     sizes, shares = Counter(problem.task for problem in prompts.problems), task.shares()
-    ends = np.cumsum([share * count for share in shares.values()])
-    ends[-1] = count
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly nothing
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))

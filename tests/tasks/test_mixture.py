@@ -36,7 +36,8 @@ def prompts(**sizes):
 
 
 def drawn(batches, train, **options):
-    taken = [batch_prompts(train, config(), 7, batch, **options).problems for batch in range(1, batches + 1)]
+    mixed = config()
+    taken = [batch_prompts(train, mixed, 7, batch, **options).problems for batch in range(1, batches + 1)]
     return [[(problem.task, int(problem.prompt)) for problem in problems] for problems in taken]
 
 
@@ -89,7 +90,7 @@ def test_a_whole_pool_needs_one_file_and_no_answers(tmp_path):
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"file": {"train": str(tmp_path / "pool.jsonl"), "answer_column": None}, "reward": f"{__name__}:by_columns"}
     loaded = load_task(config(task), "all")
-    assert [problem.prompt for problem in loaded.evaluation] == [row["prompt"] for row in rows]
+    assert sorted(problem.prompt for problem in loaded.evaluation) == [row["prompt"] for row in rows]
     assert {problem.answer for problem in loaded.evaluation} == {""}
     with pytest.raises(ValueError, match=r"no 'answer'; .*answer_column; null: problems have no answers"):
         load_task(config({**task, "file": {"train": task["file"]["train"]}}), "all")
@@ -124,7 +125,7 @@ def test_names_that_would_be_one_metric_and_too_few_problems_are_refused_before_
     with pytest.raises(ValueError, match=r"the task few has 3 train problems, fewer than .* = 8, times its share 0.5"):
         load_task(
             config(
-                {"mixture": {"few": {"arithmetic": {"problems": ["1..2 * 1..2"]}}, "b": PRODUCTS}},
+                {"mixture": {"few": {"arithmetic": {"problems": ["1..2 + 1..2"]}}, "b": PRODUCTS}},
                 "evaluation.problems=1",
             )
         )
@@ -221,7 +222,7 @@ def test_a_raising_reward_names_the_completion(function, rows):
 def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
     """Problems 0 to 8 are solved 0 to 4 times of 4; parts have 4 problems."""
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path))
-    train, sampled, stop = prompts(sums=9), [], [True]
+    train, sampled, stop = prompts(**{"": 9}), [], [True]
 
     def answered(config, policy, params, prompts, grading, step, agents, done):
         for start in (start for start in range(0, 9, 4) if start not in done):
