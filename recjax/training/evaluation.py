@@ -208,8 +208,18 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     settings = EvaluationConfig(samples=keep.samples, **rollout.sampling()._asdict())
     name, measuring = _rates_name(config, policy, params, train, reward), {"evaluation": settings}
     path, size = cache_folder("pass_rates") / f"{name}.jsonl", rollout.prompts_per_step
-    known = hosts.from_first(lambda: _known_rates(path))
-    known = {start: found for start, found in known.items() if len(found) == min(size, count - start)}
+
+    def measured() -> dict[int, list[int]]:
+        """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
+        known = {}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                if len(row["accurate"]) == min(size, count - row["first"]):
+                    known[row["first"]] = row["accurate"]
+        return known
+
+    known = hosts.from_first(measured)
     with contextlib.ExitStack() as stack:
         if len(known) < -(-count // size):
             grading = stack.enter_context(Grading(config, reward))
@@ -262,16 +272,6 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
     }
     content = json_text({**depends_on, "task": task, "rewards": sources}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _known_rates(path: Path) -> dict[int, list[int]]:
-    """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
-    known = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            known[int(row["first"])] = [int(number) for number in row["accurate"]]
-    return known
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

@@ -72,8 +72,14 @@ class Grading:
             return self._scored(self.reward, asked, self._config.task.success)
         order, found = sorted(range(len(asked)), key=lambda place: asked[place].task), []
         for task, places in itertools.groupby(order, key=lambda place: asked[place].task):
+            if task not in self._rewards:
+                raise ValueError(
+                    f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
+                    f" {', '.join(self._rewards)}. Write the task's name to `task` of the row's metadata in the store, or"
+                    " remove the row"
+                )
             own, success = [asked[place] for place in places], self._config.task.of(task).success
-            found.append(self._scored(self._of(task), own, success))
+            found.append(self._scored(self._rewards[task], own, success))
             if clash := found[-1].parts.keys() & self._rewards.keys():
                 raise ValueError(
                     f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
@@ -90,19 +96,6 @@ class Grading:
         rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
         return Scores(rewards, parts, accurate, failures)
 
-    def _of(self, task: str) -> Reward:
-        """The reward of a task.
-
-        Raises:
-            ValueError: no task has this name.
-        """
-        if task not in self._rewards:
-            raise ValueError(
-                f"task.mixture: a completion belongs to the task {task!r}; the mixture has {', '.join(self._rewards)}."
-                ' Give the completion in the store metadata {"task": NAME}, or remove it'
-            )
-        return self._rewards[task]
-
     def _scored(self, reward: Reward, asked: Sequence[Answered], success: float) -> Scores:
         lengths = np.array([row.length for row in asked])
         parts, failures = self._graded(reward, asked) if reward.per_row else self._custom(reward, asked)
@@ -115,7 +108,13 @@ class Grading:
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
         if reward.per_row:
             rewards = np.where(failures > 0, 0.0, rewards)
-        _check_bounded(reward, rewards, asked, failures == 0)
+        if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
+            row = int(np.argmax(bad))
+            raise ValueError(
+                f"reward {reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
+                f" completion {asked[row].completion!r:.200} (row {row}); rewards are finite and at most"
+                f" {MOST_REWARD:g} either way, so lower task.reward_weights"
+            )
         accurate = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, accurate, failures)
@@ -184,17 +183,6 @@ class Grading:
             except CallFailed as error:
                 outcomes.append((error.reason, None))
         return outcomes
-
-
-def _check_bounded(reward: Reward, rewards: np.ndarray, rows: Sequence[Answered], graded: np.ndarray) -> None:
-    """Refuses rewards that training cannot compute with: not finite, or larger than MOST_REWARD."""
-    if (bad := graded & ~(np.abs(rewards) <= MOST_REWARD)).any():
-        row = int(np.argmax(bad))
-        raise ValueError(
-            f"reward {reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
-            f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most {MOST_REWARD:g}"
-            " either way, so lower task.reward_weights"
-        )
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:
