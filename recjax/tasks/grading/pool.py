@@ -75,8 +75,7 @@ class Grading:
             if task not in self._rewards:
                 raise ValueError(
                     f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
-                    f" {', '.join(self._rewards)}. Write the task's name to `task` of the row's metadata in the store, or"
-                    " remove the row"
+                    f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
                 )
             own, success = [asked[place] for place in places], self._config.task.of(task).success
             found.append(self._scored(self._rewards[task], own, success))
