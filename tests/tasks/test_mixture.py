@@ -76,7 +76,8 @@ def test_a_curriculum_draws_what_is_learnable_and_some_of_all():
 
 
 def test_problems_have_their_tasks_names_and_none_is_held_out_and_trained_on():
-    task = load_task(config({"mixture": {"a": {**SUMS, "weight": 0}, "b": PRODUCTS, "c": SUMS}}))
+    fewer = {"arithmetic": {"problems": ["1..9 + 1..7"]}}  # other order, so that others are held out
+    task = load_task(config({"mixture": {"a": {**SUMS, "weight": 0}, "b": PRODUCTS, "c": fewer}}))
     assert {problem.task for problem in task.train} == {"b", "c"} and [*task.reward.of] == ["a", "b", "c"]
     assert [problem.task for problem in task.evaluation] == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
     held_out = {problem.prompt for problem in task.evaluation}
@@ -153,6 +154,10 @@ def by_one_column(completions, level, strict=True):
     return [float(one) for one in level]
 
 
+def by_third(prompts, completions, level, **columns):
+    return [float(one) for one in level]
+
+
 def by_messages(prompts, completions, **columns):
     return [
         float(prompt[-1]["content"] == reply[0]["content"]) for prompt, reply in zip(prompts, completions, strict=True)
@@ -190,6 +195,7 @@ ROWS = [
     [
         (by_columns, ROWS[:1], [1]),
         (by_one_column, ROWS, [2, 3]),
+        (by_third, ROWS, [2, 3]),
         (by_messages, ROWS[1:], [1]),
         (of_positions, ROWS, [1, 0]),
     ],
