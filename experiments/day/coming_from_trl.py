@@ -16,13 +16,9 @@ PROMPTS = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(1, 10)
 
 
 def digits_reward(completions: list[str], **columns: list) -> list[float]:
-    """TRL's signature: the completions, and the columns of the data by name. It reads no answers."""
-    return [sum(text.startswith(part) for part in (want, want[:1])) / 2 for text, want in rows(completions, columns)]
-
-
-def rows(completions: list[str], columns: dict[str, list]) -> zip:
-    """Completions with their solutions."""
-    return zip(completions, columns["solution"], strict=True)
+    """TRL's signature: the completions, and the columns of the data by name. Half a reward for the first digit."""
+    pairs = zip(completions, columns["solution"], strict=True)
+    return [(text.startswith(solution[0]) + (text == solution)) / 2 for text, solution in pairs]
 
 
 def config(data: Path) -> dict:
