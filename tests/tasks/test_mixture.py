@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from recjax.config import make_config
+from recjax.experience import queue
+from recjax.experience.group import Completion, Grade, Group
 from recjax.tasks.grading.custom import Answered, check_signature, custom_parts
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import MixedReward, Reward, load_reward
@@ -73,6 +75,29 @@ def test_a_curriculum_draws_what_is_learnable_and_some_of_all():
     batch = batch_prompts(train, config(task), 8, 1, rates).problems
     assert {int(problem.prompt) for problem in batch} > {3} and len(batch) == 8
     assert len({(problem.task, problem.prompt) for problem in batch}) == 8  # no problem twice in a batch
+
+
+def test_the_queue_follows_pass_rates_of_groups_with_and_without_signal():
+    settings = queue.settings_of(config({**SUMS, "curriculum": {"newest": 0.25}}, "experience.refill={}"))
+
+    def after(held, number, right):
+        completions = tuple(
+            Completion(
+                f"{number}/{place}", "policy", "", (), None, 0, False, Grade(float(place < right), None, place < right)
+            )
+            for place in range(4)
+        )
+        group = Group(str(number), np.zeros(1, np.int32), completions, "1+1", "2")
+        held = queue.put(held._replace(round=number), queue.Arrival([group], number=number), 0, settings)
+        return queue.deliver(held, number, settings)
+
+    key, held = problem_key("1+1", "2"), queue.Queue()
+    for number, right, expected in ((1, 4, 1.0), (2, 2, 0.875), (3, 0, 0.65625)):
+        held = after(held, number, right)
+        assert held.rates == {key: expected}
+    assert len(held.ready) == 1  # the group with a signal
+    groups, plain = queue.to_plain(held)
+    assert queue.from_plain(groups, json.loads(json.dumps(plain))).rates == held.rates
 
 
 def test_problems_have_their_tasks_names_and_none_is_held_out_and_trained_on():
