@@ -10,6 +10,7 @@ import pytest
 from recjax.config import make_config
 from recjax.experience import queue
 from recjax.experience.group import Completion, Grade, Group
+from recjax.hub.policy import Policy
 from recjax.tasks.grading.custom import Answered, check_signature, custom_parts
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import MixedReward, Reward, load_reward
@@ -270,7 +271,7 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "answered", answered)
     monkeypatch.setattr(evaluation, "fingerprint", lambda params: "weights")
     task = {**SUMS, "keep": {"pass_rate": [0.25, 0.75], "samples": 4}}
-    policy = SimpleNamespace(decoder=SimpleNamespace(dtype="float32"))
+    policy = Policy(**dict.fromkeys(Policy._fields))._replace(decoder=SimpleNamespace(dtype="float32"))
 
     def kept(*overrides):
         settings = config(task, "rollout.prompts_per_step=4", *overrides)
