@@ -270,7 +270,7 @@ class TrainedPolicy:
         task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
         settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
         config = config.model_copy(update={"task": task, "evaluation": settings})
-        tested = load_task(config, reward)
+        tested = load_task(config, function=reward)
         if problems is not None:
             columns = task.file or FileTask(train=PASSED)
             rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt)

@@ -1,11 +1,12 @@
 """Evaluates a policy on held-out problems: accuracy, pass@k, majority@k, rewards and lengths, with intervals.
 
-    python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--output FOLDER]
+    python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--all] [--output FOLDER]
 
 checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
 Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
 config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
-rollout.prompts_per_step (number of problems sampled at a time). The same command repeats an evaluation, also an
+rollout.prompts_per_step (number of problems sampled at a time). --all evaluates on all problems of the task, not on
+held-out ones only; task.file.train alone is then enough. The same command repeats an evaluation, also an
 interrupted one. Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
@@ -25,6 +26,7 @@ from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, start
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
+from recjax.models.trainable import fingerprint
 from recjax.plots.samples import draw_evaluation
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
@@ -33,7 +35,7 @@ from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
-from recjax.training.trained import OpenedPolicy, fingerprint, open_policy, sampled_rows
+from recjax.training.trained import OpenedPolicy, open_policy, sampled_rows
 
 FLAGS = flags.FLAGS
 
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> None:
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)
     with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
-        folder, numbers = evaluate(config, checkpoint, FLAGS.output)
+        folder, numbers = evaluate(config, checkpoint, FLAGS.output, FLAGS.all)
     if hosts.is_first():
         show_results(numbers)
         print(f"folder: {folder}")
@@ -66,7 +68,9 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     return (checkpoints[0] if checkpoints else None), overrides
 
 
-def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tuple[Path, dict[str, Any]]:
+def evaluate(
+    config: Config, checkpoint: str | None, output: str | None, everything: bool = False
+) -> tuple[Path, dict[str, Any]]:
     """Samples completions and writes the results; returns the folder and, in the first process, results.json's content.
 
     Every checkpoint uses the random numbers of a run's first evaluation. Two policies therefore get the same problems
@@ -75,15 +79,17 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     Args:
         checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
+        everything: flag to evaluate on all problems of the task, and not only on held-out ones.
     Raises:
         ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
-    task, evaluated, label = load_task(config), open_policy(checkpoint, config), task_label(config.task)
+    task = load_task(config, "all" if everything else "held_out")._replace(train=[])
+    evaluated, label = open_policy(checkpoint, config), task_label(config.task) + "-all" * everything
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    open_folder(folder, what_decides(config, evaluated))
+    open_folder(folder, what_decides(config, evaluated) | ({"pool": "all"} if everything else {}))
     rows = sampled_rows(config, evaluated, prompts, task)
     if not hosts.is_first():
         return folder, {}
@@ -91,6 +97,8 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
         rows.to_parquet(file, index=False, compression="zstd")
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
+    if "task" in rows:
+        numbers["tasks"] = {name: results(own) for name, own in rows.groupby("task")}
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
     write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
@@ -175,8 +183,15 @@ def show_results(numbers: dict[str, Any]) -> None:
         for label, estimate in numbers["difficulty"].items():
             table.add_row(label, str(estimate["problems"]), *cells(estimate))
         console.print(table)
+    if numbers.get("tasks"):
+        table = Table("task", "problems", "accuracy", "95 % interval", "reward", "95 % interval")
+        for name, of_task in numbers["tasks"].items():
+            estimates = (of_task["metrics"][metric] for metric in ("accuracy", "reward"))
+            table.add_row(name, str(of_task["problems"]), *(cell for one in estimates for cell in cells(one)))
+        console.print(table)
     constant = numbers["constant_answer"]
-    print(f"always answering {constant['answer']!r:.60} would be right on {constant['share']:.3f} of the problems")
+    if constant["answer"] and not numbers.get("tasks"):
+        print(f"always answering {constant['answer']!r:.60} would be right on {constant['share']:.3f} of the problems")
     if numbers.get("seen_in_training"):
         print(f"warning: the run was trained on {numbers['seen_in_training']} of these problems")
 
@@ -184,6 +199,7 @@ def show_results(numbers: dict[str, Any]) -> None:
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
+    flags.DEFINE_bool("all", False, "Evaluate on all problems of the task, train problems too.")
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()
     start(main)

@@ -38,9 +38,10 @@ from recjax.models.placement import put_params
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades
 from recjax.rollout.remote import Address, RemoteEngine, read_keys
-from recjax.tasks.grading.pool import Answered, Grading
+from recjax.tasks.grading.custom import Answered
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
-from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
+from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
@@ -48,6 +49,8 @@ from recjax.training.sources import kept_records, sample_batch
 from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 
 FLAGS = flags.FLAGS
+
+_KEEP = "reads pass rates of the initial policy, which {} does not load; add task.keep=null to sample from all problems"
 
 
 def generate(config: Config, place: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
@@ -100,6 +103,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     Raises:
         ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
+    require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--engine"))
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
     config, known = untrained(config), known_ids(place)
@@ -112,7 +116,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
-                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
+                asked = batch_prompts(train, config, count, number)
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
                 names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
                 groups = engine.sample_groups(asked.problems, seed, **names)
@@ -173,7 +177,7 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
                     length = len(encode_after(policy.tokenizer, (), one.text))
                 except ValueError:
                     length = len(one.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered(text, one.text, problem.answer, problem.columns, length))
+            answered.append(Answered.to(problem, text, one.text, length, one.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
@@ -184,6 +188,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     if run is None:
         (sampler, params), version = prepare(config, starting_policy), 0
     else:
+        require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
         # The run's config determines the policy, the command's config the prompts.
         _, policy, params, version, _ = open_checkpoint(Path(run), step)
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -141,6 +141,13 @@ def gathered(tree: Any, count: int) -> Any:
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """The names of all processes, sorted; of a single process, in their order. Every process must call it."""
+    if jax.process_count() == 1:
+        return list(names)
+    return sorted({name for own in all_of(pickle.dumps(list(names))) for name in pickle.loads(own)})
 
 
 def all_of(own: bytes) -> list[bytes]:

@@ -107,12 +107,13 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
     votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
     majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
     counts, ks = accurate.sum(-1).tolist(), sizes(samples)
-    rewards = [column for column in rows.columns if column == "reward" or column.startswith("reward/")]
+    # Of a mixture's tasks, some rewards lack parts that others have.
+    parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
     values = {
         "accuracy": accurate.mean(-1),
         **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
         **{f"majority@{k}": majority[:, k - 1] for k in ks},
-        **{column: known_means(column) for column in rewards},
+        **{column: known_means(column) for column in ("reward", *parts)},
         "truncated": by_problem("truncated").mean(-1),
         "completion_length": lengths.mean(-1),
     }

@@ -42,6 +42,7 @@ from recjax.config.tasks import (
     Gsm8kTask,
     GuruMathTask,
     MathTask,
+    OneTask,
     ReasoningGymTask,
     TaskConfig,
     ToolAceTask,

@@ -69,6 +69,67 @@ _RELATIONS = {
 }
 
 
+# Our keys, and the names of TRL, verl, OpenRLHF and Tunix for them; docs/coming_from.md says how they differ.
+_ELSEWHERE = {
+    "output": "output_dir save_path default_local_dir",
+    "model.path": "model_name_or_path model_name pretrain",
+    "model.dtype": "bf16 fp16 torch_dtype model_dtype",
+    "model.remat": "gradient_checkpointing enable_gradient_checkpointing",
+    "model.lora.rank": "lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "lora_target_modules target_modules",
+    "task.file.train": "train_files prompt_data dataset_name",
+    "task.file.evaluation": "val_files eval_dataset",
+    "task.file.prompt_column": "prompt_key input_key",
+    "task.file.answer_column": "label_key",
+    "task.mixture": "prompt_data_probs",
+    "task.reward": "reward_funcs reward_fns custom_reward_function reward_model remote_rm_url",
+    "task.truncated": "mask_truncated_completions",
+    "task.overlong_tokens": "overlong_buffer_len",
+    "rollout.prompts_per_step": "train_batch_size rollout_batch_size gen_batch_size generation_batch_size"
+    " per_device_train_batch_size",
+    "rollout.group_size": "num_generations n_samples_per_prompt rollout.n",
+    "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "rollout.max_completion_tokens": "max_completion_length max_response_length max_new_tokens generate_max_len"
+    " max_tokens_to_generate",
+    "experience.refill": "dynamic_filtering filter_groups",
+    "regime.mode": "async_train",
+    "algorithm.preset": "loss_type adv_estimator advantage_estimator loss_algo loss_mode policy_loss_type",
+    "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
+    "algorithm.clip.epsilon_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
+    "algorithm.clip.epsilon_high": "epsilon_high clip_ratio_high",
+    "algorithm.reduction": "loss_agg_mode",
+    "algorithm.reference_kl.coefficient": "beta kl_coef kl_loss_coef init_kl_coef",
+    "algorithm.entropy.coefficient": "entropy_coeff entropy_loss_coef",
+    "optimizer.learning_rate": "learning_rate lr actor_learning_rate",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler",
+    "optimizer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
+    "optimizer.clip_norm": "max_grad_norm grad_clip clip_grad max_norm",
+    "training.steps": "max_steps num_train_epochs num_episodes total_epochs total_training_steps",
+    "training.updates_per_batch": "num_iterations ppo_epochs num_ppo_epochs max_epochs",
+    "training.minibatches": "mini_batch_size ppo_mini_batch_size steps_per_generation",
+    "training.micro_batch_prompts": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size"
+    " ppo_micro_batch_size_per_gpu train_micro_batch_size",
+    "training.checkpoint_every": "save_steps save_freq",
+    "training.keep_checkpoints": "save_total_limit max_ckpt_num",
+    "evaluation.every": "eval_steps test_freq eval_every_n_steps",
+    "evaluation.samples": "num_generations_eval eval_n_samples_per_prompt",
+    "tracking.wandb": "report_to use_wandb",
+}
+_OURS = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
+
+
+def _hint_from_elsewhere(name: str, value: Any, keys: Iterable[str]) -> str:
+    """Our keys for another library's key and the keys in its value; empty if none is known."""
+    if isinstance(value, Mapping):
+        hints = (_hint_from_elsewhere(f"{name}.{inner}", each, keys) for inner, each in value.items())
+        return "; ".join(filter(None, hints))
+    parts = name.split(".")
+    ends = (".".join(parts[-2:]), parts[-1])
+    ours = next((_OURS.get(end) or end for end in ends if end in _OURS or (end in keys and end != name)), None)
+    return f"{name} is {ours} here" if ours else ""
+
+
 # A flag that is true for a contradiction, the key to name with its value, and the problem with its remedy.
 Refusal = tuple[Any, str, str]
 
@@ -115,7 +176,11 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
 
 def value_of(config: ConfigBlock, name: str) -> Any:
     """The value of a dotted key; None if one of its blocks is off."""
-    return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
+
+    def inner(block: Any, part: str) -> Any:
+        return block.get(part) if isinstance(block, Mapping) else getattr(block, part, None)
+
+    return functools.reduce(inner, name.split("."), config)
 
 
 def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
@@ -150,7 +215,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
-    """The block in an annotation such as `Block` or `Block | None`; None for plain values."""
+    """The block in an annotation such as `Block` or `Block | None`; None for plain values and for mappings."""
     parts = (annotation, *typing.get_args(annotation))
     return next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
@@ -219,10 +284,12 @@ def problems(
         source = next((f"{sources[name]}: " for name in names if name in sources), "")
         name = next((name for name in names if name in keys), "")
         if kind == "extra_forbidden":
+            elsewhere = _hint_from_elsewhere(names[0], each["input"], keys)
             near = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.5)
             near = near or [known for known in keys if known.split(".")[-1] == path[-1]]
             here = block_of(keys[name].annotation) if name else block
             hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(here.model_fields)}"
+            hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint
             yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"
         elif kind == "missing":
             yield f"{file}{name} has no value; set it in the file or as {name}=…"

@@ -78,7 +78,7 @@ class ModelConfig(_Described):
     run: str | None = key(
         None,
         "Run to continue in a new folder, with its model, weights and optimizer state: the run's folder, for its newest"
-        " checkpoint, or checkpoints/STEP or checkpoints/best in it (highest evaluation/accuracy)",
+        " checkpoint, or checkpoints/STEP or checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
         excludes="warm_start",
     )
     reference: str | None = key(

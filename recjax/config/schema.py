@@ -85,6 +85,8 @@ class AlgorithmConfig(ConfigBlock):
         problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
+        problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture; use another advantage"
+        yield config.task.mixture and algorithm.reads("reward_parts"), place, problem
         stores = config.experience and (config.experience.store or config.experience.mix)
         problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
         yield of_turns and not (agent or stores), place, problem
@@ -357,7 +359,7 @@ class Config(ConfigBlock):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
         """Refuses settings that contradict each other or that nothing would read."""
-        for name, choices in {"model": ("path", "decoder"), "task": TASKS}.items():
+        for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
             given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
             # A run's config.yaml keeps the model of the run that it continues.
             if len(given) != 1 and (given or name != "model" or self.model.run is None):

@@ -1,7 +1,8 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -11,6 +12,9 @@ from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
 _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
+_MIXTURE = "task.mixture"
+_SIMPLE = "recjax.tasks.rewards:"
+_GRADERS = ", ".join(GRADERS)
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
 
 
@@ -37,7 +41,9 @@ class FileTask(ConfigBlock):
     )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
-    answer_column: str = key("answer", "Column of answers, which the reward compares completions with")
+    answer_column: str | None = key(
+        "answer", "Column of answers, which the reward compares completions with; null: problems have no answers"
+    )
     difficulty_column: str | None = key(None, "Column of a label; evaluation reports the accuracy of each label")
     chat: Bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
 
@@ -87,12 +93,8 @@ def _no_agent(text: str) -> str | None:
     return None if text in ("tools", "environment") or ":" in text else "takes module:function, tools or environment"
 
 
-class TaskConfig(ConfigBlock):
-    """Problems and their rewards. A text in place of the block names a task: task: gsm8k.
-
-    The text replaces the whole block by the task with its defaults; `reasoning_gym:letter_counting` names a generator
-    as well.
-    """
+class OneTask(ConfigBlock):
+    """Problems of one kind and their reward."""
 
     arithmetic: ArithmeticTask | None = key(None)
     file: FileTask | None = key(None)
@@ -101,12 +103,118 @@ class TaskConfig(ConfigBlock):
     guru_math: GuruMathTask | None = key(None)
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
-    system_prompt: str | None = key(None, "First message of every chat; null: the task's own, if it has one")
-    reward: str | None = key(None, "Name of a built-in reward, or module:function; null: the task's own")
-    reward_weights: dict[str, Float] = key(dict, "Weights of the reward's parts; they replace the reward's own weights")
-    reward_seconds: Float | None = key(None, "Time limit of an async reward for one batch; null: no limit", gt=0)
-    reward_retries: Int = key(0, "Number of times recjax calls an async reward again after it fails on a batch", ge=0)
-    success: Float = key(1.0, "Lowest reward of an accurate completion; ignored if the reward has a part `accuracy`")
+    system_prompt: str | None = key(
+        None, "First message of every chat; null: the task's own, if it has one", excludes=_MIXTURE
+    )
+    reward: str | None = key(
+        None, "Name of a built-in reward, or module:function; null: the task's own", excludes=_MIXTURE
+    )
+    reward_weights: dict[str, Float] = key(
+        dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
+    )
+    reward_seconds: Float | None = key(
+        None, "Time limit of an async reward for one batch; null: no limit", excludes=_MIXTURE, gt=0
+    )
+    reward_retries: Int = key(
+        0, "Number of times recjax calls an async reward again after it fails on a batch", excludes=_MIXTURE, ge=0
+    )
+    success: Float = key(
+        1.0, "Lowest reward of an accurate completion; ignored if the reward has a part `accuracy`", excludes=_MIXTURE
+    )
+
+    def chosen(self) -> str:
+        """The name of the task in this block, one of TASKS."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
+
+    def reward_name(self) -> str:
+        """The reward that the block names, or its task's own."""
+        if self.reward is not None:
+            return self.reward
+        name = self.chosen()
+        if name in ("arithmetic", "file"):
+            worked = name == "arithmetic" and self.arithmetic.worked
+            return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
+        return "tool_calls" if name == "toolace" else name
+
+    def problems_with(self, place: str, by_agent: bool) -> Iterator[Refusal]:
+        """Refuses an unknown reward, and settings that nothing would read.
+
+        Args:
+            place: the block's dotted key.
+            by_agent: True if an agent may give the rewards itself.
+        """
+        if self.reasoning_gym:
+            check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
+        plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
+        problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
+        yield plain and self.system_prompt is not None, f"{place}.system_prompt", problem
+        name = self.reward_name()
+        yield not (name in GRADERS or ":" in name), f"{place}.reward", f"takes module:function, or one of {_GRADERS}"
+        compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
+        problem = f"the reward {name} compares completions with answers; name their column, or a reward of your own"
+        yield self.file and not self.file.answer_column and compares, f"{place}.file.answer_column", problem
+
+
+class MixedTask(OneTask):
+    """A task of a mixture."""
+
+    weight: Float = key(1.0, "Share of a batch's prompts, relative to the other weights; 0: only evaluated", ge=0)
+
+
+def _mixed_task(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
+    return MixedTask(**value)
+
+
+def _mixture_problem(tasks: Mapping[str, MixedTask]) -> str | None:
+    for name, task in tasks.items():
+        if not re.fullmatch(r"[\w-]+", name):
+            return f"the name {name!r} of a task must consist of letters, digits, _ and -"
+        given = [choice for choice in TASKS if getattr(task, choice) is not None]
+        if len(given) != 1:
+            return f"{name}: give exactly one of {', '.join(TASKS)}; found {' and '.join(given) or 'none'}"
+    return None if any(task.weight for task in tasks.values()) else "no task has a weight above 0; raise one"
+
+
+class KeepConfig(ConfigBlock):
+    """Training problems to keep, by pass rate: the share of the initial policy's completions that are accurate."""
+
+    pass_rate: list[Float] = key(lambda: [0.1, 0.9], "[lowest, highest] pass rate of a problem that recjax keeps")
+    samples: Int = key(8, "Completions of each problem, which measure its pass rate once", ge=1)
+
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """Bounds that are no two ordered rates."""
+        bounds = self.pass_rate
+        in_order = len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1
+        yield not in_order, "task.keep.pass_rate", "takes [lowest, highest] with 0 <= lowest <= highest <= 1"
+
+
+class CurriculumConfig(ConfigBlock):
+    """Draws problems by learnability p (1 − p), where p is a problem's recent pass rate, 1/2 before its first group."""
+
+    uniform: Float = key(0.1, "Share of the draws that is uniform over all problems", ge=0, le=1)
+    newest: Float = key(0.5, "Weight of the newest group in a problem's recent pass rate", gt=0, le=1)
+
+
+class TaskConfig(OneTask):
+    """Problems and their rewards. A text in place of the block names a task: task: gsm8k.
+
+    The text replaces the whole block by the task with its defaults; `reasoning_gym:letter_counting` names a generator
+    as well.
+    """
+
+    mixture: (
+        checked(dict[str, Annotated[MixedTask, pydantic.BeforeValidator(_mixed_task)]], _mixture_problem) | None
+    ) = key(
+        None,
+        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts relative to the other"
+        " weights (default 1; 0: only evaluated), and with a task's keys from `arithmetic` to `success`",
+    )
+    keep: KeepConfig | None = key(None, excludes="experience.store")
+    curriculum: CurriculumConfig | None = key(
+        None, excludes="regime.mode = async or experience.store or experience.mix"
+    )
     truncated: Literal["train", "mask", "penalize"] = key(
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
@@ -148,33 +256,36 @@ class TaskConfig(ConfigBlock):
     @classmethod
     def _expect_problems(cls, values: Any) -> Any:
         """Without a task, a program passes the problems to recjax.run; `load_config` refuses such a file."""
-        if isinstance(values, dict) and not any(values.get(name) is not None for name in TASKS):
+        if isinstance(values, dict) and not any(values.get(name) is not None for name in (*TASKS, "mixture")):
             return values | {"file": FileTask(train=PASSED)}
         return values
 
+    def tasks(self) -> dict[str, OneTask]:
+        """The tasks of the mixture by name, in the names' order; without a mixture, this task with the name ""."""
+        return {name: self.mixture[name] for name in sorted(self.mixture)} if self.mixture else {"": self}
+
+    def of(self, name: str | None) -> OneTask:
+        """The mixture's task of this name; this task without a mixture, and for a name that it does not have."""
+        return (self.mixture or {}).get(name, self)
+
+    def shares(self) -> dict[str, float]:
+        """The expected share of each task in the prompts of a batch."""
+        weights = {name: getattr(task, "weight", 1.0) for name, task in self.tasks().items()}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
     def chosen(self) -> str:
-        """The name of the task in this block, one of TASKS."""
-        return next(name for name in TASKS if getattr(self, name) is not None)
+        """The name of the task, or the names of the mixture's tasks."""
+        return " + ".join(self.tasks()) if self.mixture else super().chosen()
 
     def reward_name(self) -> str:
-        """The reward that the block names, or its task's own."""
-        if self.reward is not None:
-            return self.reward
-        name = self.chosen()
-        if name in ("arithmetic", "file"):
-            worked = name == "arithmetic" and self.arithmetic.worked
-            return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
-        return "tool_calls" if name == "toolace" else name
+        """The reward of the task, or the rewards of the mixture's tasks."""
+        names = (task.reward_name() for task in self.tasks().values())
+        return ", ".join(dict.fromkeys(names)) if self.mixture else super().reward_name()
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Refuses an unknown reward, and settings that nothing would read."""
-        if self.reasoning_gym:
-            check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
-        plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
-        problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
-        yield plain and self.system_prompt is not None, "task.system_prompt", problem
-        is_known = self.reward_name() in GRADERS or ":" in self.reward_name()
-        yield not is_known, "task.reward", f"takes module:function, or one of {', '.join(GRADERS)}"
+        """Refuses unknown rewards, and settings that nothing would read."""
+        for name, task in self.tasks().items():
+            yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
 
 
 def named_task(value: Any) -> Any:
@@ -195,8 +306,8 @@ def named_task(value: Any) -> Any:
     return {name: {}}
 
 
-# A config has exactly one of these.
-TASKS = tuple(name for name, field in TaskConfig.model_fields.items() if block_of(field.annotation))
+# A task is exactly one of these.
+TASKS = tuple(name for name, field in OneTask.model_fields.items() if block_of(field.annotation))
 
 
 class GradingConfig(ConfigBlock):

@@ -102,9 +102,9 @@ class Follower:
             for one in chosen:
                 del self._left[one.record.number]
             # Completions that form a group may have other groups in the store, and other prompts.
-            success, versions = self._config.task.success, [self._version(one, step) for one in chosen]
+            versions = [self._version(one, step) for one in chosen]
             rows = [one.record.completion for one in chosen]
-            completions = map(as_trained, rows, itertools.repeat(success), versions)
+            completions = map(as_trained, rows, itertools.repeat(self._config.task), versions)
             arrived.append(chosen[0].record.group._replace(completions=tuple(completions)))
         left_out, self._left_out = self._left_out, Counter()
         return Arrival(arrived, left_out=left_out)

@@ -20,6 +20,7 @@ from recjax.experience import replay
 from recjax.experience.group import Grade, Group, oldest_version, with_grades
 from recjax.experience.replay import Entry, Judge
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
+from recjax.tasks.problems import problem_key
 
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
 ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
@@ -40,6 +41,7 @@ class Settings(NamedTuple):
     replay: True to sample from the ready groups at random; False to take them in order.
     oldest_first: True to take groups with the oldest weights first; False to take them in order of arrival.
     limits: limits for ready groups; see `ONCE` for the limits without replay.
+    newest: weight of a group in its problem's recent pass rate; None: no curriculum reads these rates.
     judge: decides which groups have a signal, and which completions and rewards count for a group's priority.
     idle_rounds: rounds without a step after which a run ends with an error, unless its source is endless.
     """
@@ -50,6 +52,7 @@ class Settings(NamedTuple):
     replay: bool
     oldest_first: bool
     limits: ReplayConfig
+    newest: float | None = None
     judge: Judge = Judge()
     idle_rounds: float = math.inf
 
@@ -71,6 +74,7 @@ def settings_of(config: Config) -> Settings:
         replay=experience.replay is not None,
         oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
+        newest=config.task.curriculum and config.task.curriculum.newest,
         idle_rounds=regime.sync_offset + late.longest + interval * most + (experience.refill is None),
     )
 
@@ -123,12 +127,14 @@ class Queue(NamedTuple):
     ready: groups to train on.
     counts: over the whole run, the number of groups, completions or tokens removed, by reason; of completions that
         could not be graded, by `ungraded/` and the reason; and of `batches` that the policy sampled.
+    rates: recent pass rate of each problem that a curriculum has drawn, by `problem_key`.
     """
 
     round: int = 0
     waiting: tuple[Waiting, ...] = ()
     ready: tuple[Entry, ...] = ()
     counts: Counter[str] = Counter()
+    rates: Mapping[str, float] = {}
 
 
 def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
@@ -195,6 +201,7 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
         step: number of the next training step, from 1.
     """
     kept, ready, counts, limits = [], list(queue.ready), Counter(queue.counts), settings.limits
+    rates = dict(queue.rates)
     for one in queue.waiting:
         one = _rewarded(one, queue.round, counts)
         group, is_pending = one.group, any(one.due)
@@ -212,6 +219,10 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
             counts["rows_without_reward"] += len(late.due)
             kept.append(late)
             group = _chosen(group, [not round_ for round_ in one.due])
+        if settings.newest is not None and group.completions:
+            key, passed = problem_key(group.prompt, group.answer), [one.grade.accurate for one in group.completions]
+            rate = sum(passed) / len(passed)
+            rates[key] = rate if key not in rates else rates[key] + settings.newest * (rate - rates[key])
         if not group.completions:
             counts["groups_without_reward"] += 1
         elif limits.keep_no_signal or settings.judge.has_signal(group):
@@ -220,7 +231,7 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
             counts["no_signal"] += 1
             counts["no_signal_completions"] += len(group.completions)
             counts["no_signal_tokens"] += sum(completion.sampled_tokens for completion in group.completions)
-    queue = queue._replace(waiting=tuple(kept), counts=counts)
+    queue = queue._replace(waiting=tuple(kept), counts=counts, rates=rates)
     fresh = _kept(queue, replay.fresh(ready, step, limits), ready, "stale")
     excess = max(len(fresh.ready) - limits.capacity, 0)
     return _kept(fresh, fresh.ready[excess:], fresh.ready, "capacity")
@@ -322,4 +333,4 @@ def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
     held = list(zip(groups_from_bytes(groups), numbers, strict=True))
     waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in held[:count])
     ready = tuple(Entry(group, *uses) for group, uses in held[count:])
-    return Queue(plain["round"], waiting, ready, Counter(plain["counts"]))
+    return Queue(plain["round"], waiting, ready, Counter(plain["counts"]), plain.get("rates", {}))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recjax.config import Config
+from recjax.config import Config, TaskConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.sources import check_logprobs
@@ -49,7 +49,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     def of_this_run(group: Group, _: np.ndarray) -> Group:
         # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
         versions = [0 if one.policy_version == 0 else None for one in group.completions]
-        completions = map(as_trained, group.completions, [config.task.success] * len(versions), versions)
+        completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
         return group._replace(completions=tuple(completions))
 
     try:
@@ -166,17 +166,22 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
     logger.info("%s: has completions of %d of %d training prompts", store, shared, len(asked))
 
 
-def as_trained(row: Completion, success: float, version: int | None) -> Completion:
+def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Completion:
     """Sets `accurate` and the policy version of a stored completion for the metrics of this run.
 
     Args:
-        success: lowest reward of a right answer, for completions with neither `accurate` nor a part `accuracy`.
+        task: config with the lowest reward of a right answer, for completions with neither `accurate` nor a part
+            `accuracy`.
         version: policy version, counted in updates of this run; None: not known.
     """
     accurate = row.grade.accurate
     if accurate is None:
         # This rule also applies to rewards from this run.
         parts = row.grade.reward_parts or {}
-        accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
+        accurate = (
+            parts["accuracy"] >= 1
+            if "accuracy" in parts
+            else row.grade.reward >= task.of(row.metadata.get("task")).success
+        )
     runs = row.version_runs if version == row.policy_version else ()
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

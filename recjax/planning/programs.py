@@ -130,6 +130,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         return Model(decoder, *split_params(abstract_params(shape), config.model))
 
     task = reached(lambda: load_task(config))
+    if config.task.keep:
+        notes.append("number of problems to train on: task.keep measures pass rates when the run starts")
     # A decoder made from scratch has the task's characters as its vocabulary.
     if config.model.path or task:
         model = reached(shapes)

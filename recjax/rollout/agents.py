@@ -26,9 +26,9 @@ from recjax.rollout.named_agents import Agent, load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.custom import SCORE
+from recjax.tasks.grading.custom import SCORE, Answered
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.pool import FAILURES, Answered, Grading
+from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
@@ -131,18 +131,19 @@ class Agents(contextlib.AbstractContextManager):
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
         tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
-        completions = [completion_of(one, source, sampling) for one in tried]
+        sampled = [completion_of(one, source, sampling) for one in tried]
+        starts = range(0, len(sampled), group_size)
+        groups = problem_groups(name, prompts.problems, [sampled[at : at + group_size] for at in starts])
+        completions = [one for group in groups for one in group.completions]
         texts = [text for text in prompts.texts for _ in range(group_size)]
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
         answered = [
-            Answered(text, done.text, problem.answer, problem.columns, done.sampled_tokens, opening_of(done))
+            Answered.to(problem, text, done.text, done.sampled_tokens, done.id, opening_of(done))
             for one, text, problem, done in zip(tried, texts, problems, completions, strict=True)
             if one.needs_reward
         ]
         grades_of = functools.partial(self._grades, tried, completions)
-        grades = Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
-        starts = range(0, len(completions), group_size)
-        return problem_groups(name, prompts.problems, [completions[at : at + group_size] for at in starts]), grades
+        return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
 
     async def _all_tried(
         self,
@@ -222,7 +223,8 @@ class Agents(contextlib.AbstractContextManager):
             grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
             grade = with_counts(grade, count, len(completion.rows), weights)
             if not one.needs_reward:
-                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else grade.reward >= task.success
+                success = task.of(completion.metadata.get("task")).success
+                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else grade.reward >= success
                 grade = grade._replace(accurate=is_accurate)
             grades.append(grade)
         return grades

@@ -18,7 +18,8 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled, Weights
 from recjax.rollout.trajectory import said
-from recjax.tasks.grading.pool import FAILURES, Answered, Grading, Scores
+from recjax.tasks.grading.custom import Answered
+from recjax.tasks.grading.pool import FAILURES, Grading, Scores
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -80,11 +81,12 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
     """A group for each problem, with its completions; the group's tokens are the first prompt of a completion.
 
     Args:
-        name: beginning of the ids that groups and completions get.
+        name: beginning of the ids that groups and completions get; of a mixture, they also get the task's name.
     """
     groups, numbers = [], itertools.count()
     for place, (problem, own) in enumerate(zip(problems, completions, strict=True)):
-        own = tuple(one._replace(id=f"{name}/{next(numbers):05d}") for one in own)
+        more = {"task": problem.task} if problem.task else {}
+        own = tuple(one._replace(id=f"{name}/{next(numbers):05d}", metadata={**one.metadata, **more}) for one in own)
         tokens = next((row.prompt_tokens for one in own for row in one.rows), np.zeros(0, np.int32))
         prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
         groups.append(Group(f"{name}/{place:05d}", tokens, own, prompt, problem.answer))
@@ -129,7 +131,11 @@ class Grades:
         """
         if self._scores is None:
             return self._complete([])
-        rewards, parts, accurate, failures = hosts.gathered(self._scores.result(), self._count)
+        scores = self._scores.result()
+        missing = np.full(len(scores.rewards), np.nan, np.float32)
+        # The shares of the processes may have different tasks of a mixture, whose rewards have different parts.
+        scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in hosts.union(scores.parts)})
+        rewards, parts, accurate, failures = hosts.gathered(scores, self._count)
         grades = [
             Grade(
                 reward=None if np.isnan(rewards[row]) else float(rewards[row]),
@@ -150,7 +156,7 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         grading: grading pool that is open.
     """
     own = [
-        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, completion.sampled_tokens)
+        Answered.to(problem, prompts.texts[place], completion.text, completion.sampled_tokens, completion.id)
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
         for completion in groups[place].completions
     ]

@@ -35,9 +35,11 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
             raise ValueError(
                 f"{row.place}: no {column!r}; the row has {', '.join(map(repr, row.values))}."
                 f" Add it, or name another column in task.file.{key}"
+                + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
             )
     prompt = row.values[config.prompt_column]
-    answer = row.answer(config.answer_column, row.values[config.answer_column])
+    column = config.answer_column
+    answer = "" if column is None else row.answer(column, row.values[column])
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}] if config.chat else prompt
     elif not is_chat(prompt):

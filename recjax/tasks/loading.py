@@ -3,23 +3,28 @@
 import inspect
 import json
 import logging
+import math
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from recjax.algorithms.options import require
-from recjax.config import Config, GradingConfig
+from recjax.config import Config, GradingConfig, OneTask
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
-from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import ROWS, TURNS, Reward, load_reward
+from recjax.tasks.grading.custom import Answered, check_signature, check_weights
+from recjax.tasks.grading.reward import ROWS, TURNS, MixedReward, Reward, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
 logger = logging.getLogger(__name__)
+
+Pool = Literal["train", "held_out", "all"]
 
 MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 
@@ -27,59 +32,104 @@ MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 
 
-def load_task(config: Config, function: Callable | None = None) -> Task:
-    """Loads the train problems, the first `evaluation.problems` held-out problems, and the reward.
+def load_task(config: Config, pool: Pool = "train", function: Callable | None = None) -> Task:
+    """Loads the train problems, the first `evaluation.problems` held-out problems of each task, and the reward.
 
     If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
     on the seed, so the train problems do not depend on `evaluation.problems`.
 
     Args:
+        pool: see `load_problems`.
         function: reward function that a program passed, if one did.
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    name = config.task.reward_name()
-    weights = config.task.reward_weights
-    if config.task.agent:
-        # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
-        weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
-    reward = load_reward(name, weights, config.task.overlong_tokens is not None, function)
+    tasks = config.task.tasks()
+    rewards = {name: _reward(config, task, function) for name, task in tasks.items()}
+    used = ", ".join(dict.fromkeys(reward.name for reward in rewards.values()))
+    in_workers = any(reward.per_row or reward.remote for reward in rewards.values()) or config.task.agent == "tools"
+    remedy = f"does not apply to task.reward = {used}, which runs in the training process; remove the block"
+    require(in_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
+    train, evaluation = load_problems(config, rewards, pool)
+    for name, reward in rewards.items():
+        problems = [problem for problem in (*train, *evaluation) if problem.task == name]
+        if not reward.per_row:
+            check_signature(reward, dict.fromkeys(column for problem in problems for column in problem.columns))
+        if reward.weights.keys() & rewards.keys():
+            place = f"task.mixture.{min(reward.weights.keys() & rewards.keys())}"
+            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
+        if _chosen_weights(config, tasks[name]) and not reward.per_row:
+            first = problems[0]
+            check_weights(reward, Answered.to(first, str(first.prompt), "", 0, "empty"))
+    return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
+
+
+def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
+    if not config.task.agent:
+        return task.reward_weights
+    # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
+    return {
+        part: task.reward_weights[part] for part in task.reward_weights if task.reward and part not in (TURNS, ROWS)
+    }
+
+
+def _reward(config: Config, task: OneTask, function: Callable | None) -> Reward:
+    name = task.reward_name()
+    reward = load_reward(name, _chosen_weights(config, task), config.task.overlong_tokens is not None, function)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
-        require(config.task.reward_seconds is None, "task.reward_seconds", config.task.reward_seconds, remedy)
-        require(config.task.reward_retries == 0, "task.reward_retries", config.task.reward_retries, remedy)
-    in_workers = reward.per_row or reward.remote is not None or config.task.agent == "tools"
-    remedy = f"does not apply to task.reward = {name}, which runs in the training process; remove the block"
-    require(in_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
-    reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
-    kept, evaluation = load_problems(config, reward)
-    if weights and not reward.per_row:
-        check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
-    return Task(kept, evaluation, reward)
+        require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)
+        require(task.reward_retries == 0, "task.reward_retries", task.reward_retries, remedy)
+    answer = task.file and task.file.answer_column or "answer"
+    return reward._replace(seconds=task.reward_seconds, retries=task.reward_retries, answer=answer)
 
 
-def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Problem], list[Problem]]:
+def load_problems(
+    config: Config, rewards: Mapping[str, Reward] = MappingProxyType({}), pool: Pool = "train"
+) -> tuple[list[Problem], list[Problem]]:
     """Loads the train and held-out problems of `load_task`.
 
     Args:
-        reward: reward that must be able to read the answers; None accepts any answer.
+        rewards: rewards that must be able to read the answers, by task; without one, any answer is accepted.
+        pool: train: there must be enough train problems; held_out: train problems are not used and may be missing; all:
+            every problem is held out.
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    train, evaluation = _problems(config)
-    if reward is not None:
-        _check_answers(reward, [*train, *evaluation], by_agent=config.task.agent is not None)
-    held_out = set().union(*map(_origins, evaluation))
-    evaluation = evaluation[: config.evaluation.problems]
+    train, evaluation, held_out, everything = [], [], set(), pool == "all"
+    for name, task in config.task.tasks().items():
+        known, asked = _problems(config, task, 0 if everything else config.evaluation.problems)
+        if name in rewards:
+            _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
+        held_out.update(*map(_origins, asked))
+        if name:
+            known, asked = ([one._replace(task=name) for one in problems] for problems in (known, asked))
+        train += known if everything or config.task.shares()[name] else []
+        evaluation += asked if everything else asked[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
+    if everything:
+        return [], [*kept, *evaluation]
     if len(kept) < len(train):
         logger.info("%d train problems are left out, because they are held out for evaluation", len(train) - len(kept))
-    if len(kept) < config.rollout.prompts_per_step:
-        raise ValueError(
-            f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
-            f" {config.rollout.prompts_per_step}; add problems or lower it"
-        )
+    if pool == "train":
+        require_enough(kept, config, "add problems or lower it")
     return kept, evaluation
+
+
+def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> None:
+    """Refuses fewer train problems of a task than a batch may have.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    count, found = config.rollout.prompts_per_step, Counter(problem.task for problem in problems)
+    for name, share in config.task.shares().items():
+        if found[name] < math.ceil(share * count - 1e-9):
+            task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
+            raise ValueError(
+                f"the {task} has {found[name]} train problems, fewer than rollout.prompts_per_step = {count}{share};"
+                f" {remedy}"
+            )
 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
@@ -97,10 +147,10 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
-def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """All train problems and all held-out problems; both may contain the same prompt."""
-    name, asked = config.task.chosen(), config.evaluation.problems
-    task, system_prompt = getattr(config.task, name), config.task.system_prompt
+def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], list[Problem]]:
+    """All train problems and all held-out problems, `asked` or more; both may contain the same prompt."""
+    name = of.chosen()
+    task, system_prompt = getattr(of, name), of.system_prompt
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(task, config.seed), asked)
     if name == "reasoning_gym":

@@ -1,10 +1,13 @@
 """Data types of tasks: problems, chats, and the task with its train problems, held-out problems and reward."""
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from recjax.tasks.grading.reward import Reward
+import xxhash
+
+from recjax.tasks.grading.reward import MixedReward, Reward
 
 
 class Problem(NamedTuple):
@@ -12,7 +15,7 @@ class Problem(NamedTuple):
 
     `mistakes` are plausible wrong answers, which a warm start can show. `columns` holds additional columns of the data
     for the reward function. Evaluation reports accuracy for each `difficulty` label. `template` maps names to variables
-    of the chat template, including `tools`.
+    of the chat template, including `tools`. `task` is the name of the problem's task in a mixture.
     """
 
     prompt: str | list[dict[str, str]]
@@ -21,20 +24,29 @@ class Problem(NamedTuple):
     columns: Mapping[str, Any] = MappingProxyType({})
     difficulty: str | None = None
     template: Mapping[str, Any] = MappingProxyType({})
+    task: str = ""
 
 
 class Task(NamedTuple):
-    """Train problems, evaluation problems and their reward; no problem is in both lists."""
+    """Train problems, evaluation problems and their reward; no problem is in both lists.
+
+    The problems of a mixture are in the order of their tasks' names.
+    """
 
     train: list[Problem]
     evaluation: list[Problem]
-    reward: Reward
+    reward: Reward | MixedReward
 
 
 def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     """A chat: a system message unless `system_prompt` is empty, then turns of user and assistant, user first."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
+
+
+def problem_key(prompt: str | list[dict[str, str]], answer: str | None) -> str:
+    """A digest of a problem that is equal for equal prompts and answers."""
+    return f"{xxhash.xxh3_64_intdigest(json.dumps([prompt, answer], sort_keys=True).encode()):016x}"
 
 
 def question_of(prompt: str | list[dict[str, str]]) -> str:

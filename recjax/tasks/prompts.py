@@ -1,13 +1,15 @@
 """Encodes problems as token arrays, and chooses the problems of each batch."""
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
+from recjax.config import Config
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import Problem
@@ -16,12 +18,16 @@ Encoded = tuple[str, np.ndarray]
 
 
 class Prompts(NamedTuple):
-    """Encoded prompts: `tokens` and `mask` [problems, time], right-padded, with rendered texts and problems."""
+    """Encoded prompts: `tokens` and `mask` [problems, time], right-padded, with rendered texts and problems.
+
+    `keys` has the `problem_key` of each problem if a curriculum draws from them.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
     texts: list[str]
     problems: list[Problem]
+    keys: Sequence[str] = ()
 
     @property
     def answers(self) -> list[str]:
@@ -93,10 +99,62 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
     Each epoch uses every problem once, in an order that depends on (seed, epoch). A batch may span two epochs. The
     result depends only on the arguments, so a resumed run continues with the same data.
     """
-    places = np.arange((batch - 1) * prompts_per_step, batch * prompts_per_step)
-    return np.array([_order(problems, seed, int(place) // problems)[place % problems] for place in places])
+    return _places(problems, (batch - 1) * prompts_per_step, prompts_per_step, seed)
 
 
-@functools.lru_cache(maxsize=2)
+def _places(problems: int, first: int, count: int, seed: int) -> np.ndarray:
+    places = np.arange(first, first + count)
+    return np.array([_order(problems, seed, int(place) // problems)[place % problems] for place in places], int)
+
+
+def batch_prompts(
+    prompts: Prompts, config: Config, count: int, batch: int, rates: Mapping[str, float] | None = None
+) -> Prompts:
+    """The `count` train prompts of batch number `batch` (from 1); a pure function of its arguments.
+
+    Each task of a mixture has its own epochs. The number of its prompts in a batch is its expected number, rounded up
+    or down at random (systematic sampling), so that its mean over the batches is exact.
+
+    Args:
+        rates: recent pass rates by `problem_key`, from which a curriculum draws; None: every epoch has every problem.
+    """
+    task, seed = config.task, config.seed
+    if not task.mixture and rates is None:
+        return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
+    sizes, shares = Counter(problem.task for problem in prompts.problems), task.shares()
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly nothing
+    offsets = np.random.default_rng([seed, 8]).random((batch, 1))
+    drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
+    labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))
+    indices, start = np.empty(count, int), 0
+    for place, name in enumerate(shares):
+        before, new, size = int(drawn[:-1, place].sum()), int(drawn[-1, place]), sizes[name]
+        if rates is None or not new:
+            chosen = _places(size, before, new, seed)
+        else:
+            recent = np.array([rates.get(key, 0.5) for key in prompts.keys[start : start + size]])
+            chances = curriculum_chances(recent, task.curriculum.uniform)
+            chosen = np.random.default_rng([seed, 10, batch, place]).choice(size, new, new > size, chances)
+        indices[labels == place] = start + chosen
+        start += size
+    return prompts.take(indices)
+
+
+def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
+    """The chance of each problem: a share `uniform` for all alike, and the rest in proportion to p (1 − p).
+
+    Args:
+        rates: recent pass rate p of each problem.
+    Reference: arXiv 2502.12272 (learnability p (1 − p), and batches with a share of uniform draws).
+    """
+    learnable, alike = rates * (1 - rates), np.full(len(rates), 1 / len(rates))
+    if not learnable.any():
+        return alike
+    # A floor keeps enough problems drawable for a batch without repeats.
+    chances = uniform * alike + (1 - uniform) * learnable / learnable.sum() + 1e-12
+    return chances / chances.sum()
+
+
+@functools.lru_cache(maxsize=32)
 def _order(problems: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, 1, epoch]).permutation(problems)

@@ -110,7 +110,7 @@ def best_step(run: Path, metric: str) -> int:
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
         remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
-        raise ValueError(f"training.keep_best = {metric!r}: {remedy}")
+        raise ValueError(f"metric {metric!r} (training.keep_best): {remedy}")
     return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 

@@ -1,9 +1,13 @@
 """Accuracy of sampled completions on held-out problems."""
 
+import contextlib
+import hashlib
+import inspect
+import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,19 +15,27 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from recjax.config import Config
+from recjax import hosts
+from recjax.cache import cache_folder
+from recjax.config import Config, EvaluationConfig
+from recjax.console import progress_bar
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
+from recjax.models.trainable import fingerprint
 from recjax.rollout.agents import MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.reward import MixedReward, Reward
+from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
+
+_PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
 
 
 class AnsweredPart(NamedTuple):
@@ -42,6 +54,7 @@ def answered(
     grading: Grading,
     step: int,
     agents: Agents | None = None,
+    done: Container[int] = (),
 ) -> Iterator[AnsweredPart]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
@@ -50,12 +63,13 @@ def answered(
     Args:
         grading: open grading pool.
         agents: open agents; None if the config names none.
+        done: indices of first prompts of parts that are not sampled.
     Raises:
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
-    for start in range(0, count, size):
+    for start in (start for start in range(0, count, size) if start not in done):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
         key, sampling = part_key(config.seed, step, start), settings.sampling()
@@ -71,15 +85,15 @@ def answered(
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             pending = submit(groups, asked, grading)
-        done = AnsweredPart(start, asked, with_grades(groups, pending.result()))
-        grades = [completion.grade for group in done.groups for completion in group.completions]
+        part = AnsweredPart(start, asked, with_grades(groups, pending.result()))
+        grades = [completion.grade for group in part.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
-            held.append(done)
+            held.append(part)
         else:
             yield from held or ()
             held = None
-            yield done
-    if held and sum(len(done.groups) for done in held) * settings.samples > 1:
+            yield part
+    if held and sum(len(part.groups) for part in held) * settings.samples > 1:
         raise ValueError(
             f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
             f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
@@ -99,6 +113,7 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
         {
             "problem": done.first + place,
             "prompt": done.prompts.texts[place],
+            **({"task": done.prompts.problems[place].task} if done.prompts.problems[place].task else {}),
             "question": question_of(done.prompts.problems[place].prompt),
             "completion": completion.text,
             "answer": group.answer,
@@ -176,6 +191,87 @@ def evaluate_policy(
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
+
+
+def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> Prompts:
+    """The train prompts whose pass rate under the given parameters is within `task.keep.pass_rate`.
+
+    recjax samples the completions once and keeps their number of accurate ones in a file of the cache, which depends on
+    parameters, problems, rewards and sampling. An interrupted call resumes. Every process must call this.
+
+    Args:
+        params: all parameters in the dtype that they compute in.
+    Raises:
+        ValueError: too few problems remain, or the cache cannot be written.
+    """
+    keep, rollout, count = config.task.keep, config.rollout, len(train.texts)
+    settings = EvaluationConfig(samples=keep.samples, **rollout.sampling()._asdict())
+    name, measuring = _rates_name(config, policy, params, train, reward), {"evaluation": settings}
+    path, size = cache_folder("pass_rates") / f"{name}.jsonl", rollout.prompts_per_step
+
+    def measured() -> dict[int, list[int]]:
+        """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
+        known = {}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                if len(row["accurate"]) == min(size, count - row["first"]):
+                    known[row["first"]] = row["accurate"]
+        return known
+
+    known = hosts.from_first(measured)
+    with contextlib.ExitStack() as stack:
+        if len(known) < -(-count // size):
+            grading = stack.enter_context(Grading(config, reward))
+            agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
+            before, shown = sum(map(len, known.values())), hosts.is_first()
+            bar = stack.enter_context(progress_bar("pass rates", count, before, unit="problem", shown=shown))
+            options = {"step": _PASS_RATES, "agents": agents, "done": {*known}}
+            for part in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):
+                found = [sum(bool(one.grade.accurate) for one in group.completions) for group in part.groups]
+                known[part.first] = found
+                if hosts.is_first():
+                    with writing(path):
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        with path.open("ab") as file:  # a kill may have left half a line
+                            file.write(f"\n{json_text({'first': part.first, 'accurate': found})}\n".encode())
+                bar.update(len(found))
+    rates = np.concatenate([known[start] for start in sorted(known)]) / keep.samples
+    low, high = keep.pass_rate
+    chosen = np.flatnonzero((low <= rates) & (rates <= high))
+    logger.info(
+        "task.keep: keeping %d of %d train problems; the pass rates of %d are below %g, of %d above %g; %s",
+        *(len(chosen), count, (rates < low).sum(), low, (rates > high).sum(), high, path),
+    )
+    require_enough([train.problems[place] for place in chosen], config, "widen task.keep.pass_rate, or add problems")
+    return train.take(chosen)
+
+
+def prompts_digest(prompts: Prompts) -> str:
+    """A digest of the prompts with their answers and columns, in order."""
+    digest = hashlib.sha256()
+    for text, problem in zip(prompts.texts, prompts.problems, strict=True):
+        digest.update(repr((text, problem.answer, sorted(problem.columns.items()))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
+    """A digest of everything that determines the pass rates."""
+    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
+    sources = []
+    for one in rewards:
+        with contextlib.suppress(OSError, TypeError):  # functions without a source
+            sources.append(inspect.getsource(one.function))
+    task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
+    depends_on = {
+        "weights": fingerprint(params),
+        "dtype": str(policy.decoder.dtype),
+        "problems": prompts_digest(train),
+        "samples": config.task.keep.samples,
+        **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
+    }
+    content = json_text({**depends_on, "task": task, "rewards": sources}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

@@ -29,7 +29,7 @@ from recjax.tasks.grading.pool import FAILURES
 from recjax.training import checkpoint, kept_samples, schedule
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.learner import Learner
-from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics
+from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics, task_metrics
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
@@ -136,6 +136,11 @@ def train(
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
+                **task_metrics(
+                    (one.metadata.get("task"), one.grade.accurate, one.grade.reward)
+                    for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
+                    for one in group.completions
+                ),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
@@ -239,8 +244,8 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     """
     config, logged, failures = run.config, {}, {}
     if run.samples:
-        reward = run.grading.reward
-        failures["grading"] = FAILURES[1:-1] if reward.per_row else FAILURES[1:] if reward.remote else FAILURES[-1:]
+        reward, last = run.grading.reward, None if config.task.mixture else -1  # a mixture may have functions of users
+        failures["grading"] = FAILURES[1:last] if reward.per_row else FAILURES[1:] if reward.remote else FAILURES[-1:]
     if run.agents:
         failures["agent"] = AGENT_FAILURES
     for of, reasons in failures.items():
@@ -281,6 +286,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
+    measured |= task_metrics((one["task"], one["accurate"], one["reward"]) for one in result.samples if "task" in one)
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,24 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
         "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
+    }
+
+
+def task_metrics(rows: Iterable[tuple[str | None, bool | None, float | None]]) -> dict[str, float]:
+    """The mean accuracy and reward of each task of a mixture.
+
+    Args:
+        rows: a completion's task (None without one), accuracy, and reward (None without one).
+    """
+    found: dict[str, list] = defaultdict(list)
+    for task, accurate, reward in rows:
+        if task is not None:
+            found[task].append((bool(accurate), math.nan if reward is None else reward))
+    columns = {task: np.array(found[task]).T for task in sorted(found)}
+    known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
+    return {
+        **{f"accuracy/{task}": float(accurate.mean()) for task, (accurate, _) in columns.items()},
+        **{f"reward/{task}": float(rewards.mean()) for task, rewards in known.items() if len(rewards)},
     }
 
 

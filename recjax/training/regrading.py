@@ -16,7 +16,7 @@ from recjax.files import read_sealed, write_sealed
 from recjax.rollout.agents import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.pool import Answered
+from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
@@ -82,7 +82,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(_key(run, group)) or (
                 tokenizer.decode(group.prompt_tokens),
-                Problem(group.prompt, group.answer),
+                Problem(group.prompt, group.answer, task=group.completions[0].metadata.get("task", "")),
             )
             for one, (number, done) in zip(group.completions, numbers, strict=False):
                 if not done:
@@ -93,7 +93,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
     with run.grading as grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
         while batch := list(itertools.islice(left, size)):
             own = [
-                Answered(text, one.text, problem.answer, problem.columns, one.sampled_tokens, opening)
+                Answered.to(problem, text, one.text, one.sampled_tokens, one.id, opening)
                 for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()

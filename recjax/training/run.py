@@ -28,10 +28,11 @@ from recjax.models.trainable import in_compute_dtype, split_params, with_adapter
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
-from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, Task
+from recjax.tasks.loading import load_task, require_enough
+from recjax.tasks.problems import Problem, Task, problem_key
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training import schedule
+from recjax.training.evaluation import kept_prompts
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.run_lock import RunLock
@@ -193,7 +194,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     """
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
-        task = load_task(config, reward)
+        task = load_task(config, function=reward)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -209,6 +210,12 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     policy, params = make_policy(config, policy, train)
+    if config.task.keep:
+        initial = in_compute_dtype(policy.decoder, params, copy=False)
+        train = kept_prompts(config, policy, initial, train, task.reward)
+        del initial
+    if config.task.curriculum:
+        train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
     if stored and experience.missing_logprobs == "initial":
         initial, sampling = in_compute_dtype(policy.decoder, params, copy=False), config.rollout.sampling()
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
@@ -227,6 +234,8 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
         ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
     """
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    if task.reward:
+        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
     problems = [*task.train, *task.evaluation]
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
@@ -251,7 +260,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     )
     dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
-    if len(train) < rollout.prompts_per_step or not evaluation:
+    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
         raise ValueError(
             f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
             f" {len(task.evaluation)} held-out problems fit, too few; raise it"

@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,7 +35,7 @@ from recjax.rollout.generators import Generators
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
-from recjax.tasks.prompts import Prompts, batch_indices
+from recjax.tasks.prompts import Prompts, batch_prompts
 from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
@@ -127,10 +127,16 @@ class PolicySource(Source):
         last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
         for number in range(queue.counts["batches"] + 1, (last - 1) // interval + 2):
             weights = run.learner.sampler_params(run, state)
-            groups, grades = self.sample_batch(run, weights, state.version, number)
+            rates = {"rates": queue.rates} if config.task.curriculum else {}
+            groups, grades = self.sample_batch(run, weights, state.version, number, **rates)
             groups = _joined(run, state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals
+
+    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+        """The curriculum's problems with a recent pass rate, and the mean of these rates."""
+        rates = queue.rates.values()
+        return {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
 
 
 def sample_batch(
@@ -141,6 +147,7 @@ def sample_batch(
     prefix: str = "",
     source: str = "policy",
     newer: Callable[[], Weights | None] | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> tuple[list[Group], Grades]:
     """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
@@ -150,10 +157,11 @@ def sample_batch(
         prefix: prefix of the completions' ids, before the batch's number.
         source: the completions' source.
         newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
+        rates: see `batch_prompts`.
     """
     config = run.config
     count, group_size = run.own
-    prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
+    prompts = batch_prompts(run.train, config, count, number, rates)
     names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
     with run.phases.phase("sample"):
         params = combine(weights, run.frozen)

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from recjax.cache import cache_folder
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.training import checkpoint, run_lock
+from recjax.training.evaluation import prompts_digest
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
@@ -143,6 +145,7 @@ def begin(
     del params
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": config.model_dump(), "metrics": None}
+    totals |= {"kept": prompts_digest(run.train)} if config.task.keep else {}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, trained, None, 0, Queue(), {}, totals)
     if manager.latest_step() is None:
@@ -156,6 +159,11 @@ def begin(
         raise ValueError(
             f"the experience store {place!r} has changed since this run began, which would change its batches; restore"
             f" the store's rows, or give another output than {config.output!r}"
+        )
+    if state.totals.get("kept") != totals.get("kept"):
+        raise ValueError(
+            "task.keep: other problems have a pass rate within its bounds than when this run began; restore the file of"
+            f" pass rates in {cache_folder('pass_rates')}, or give another output than {config.output!r}"
         )
     state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
     logger.info("resuming from the checkpoint of step %d", state.step)

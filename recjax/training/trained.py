@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import tempfile
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pandas as pd
@@ -45,10 +43,9 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import Prompts
-from recjax.training.checkpoint import newest_whole, none_whole, progress, split_step, steps_of
+from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.metrics import read_metrics
 from recjax.training.run import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 
@@ -120,8 +117,13 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
             rows += sample_rows(done)
             openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
             bar.update(len(done.groups))
-        parsed = grading.parsed([row["completion"] for row in rows], openings) if hosts.is_first() else None
-    return pd.DataFrame(rows).assign(parsed=parsed)
+        frame = pd.DataFrame(rows).assign(parsed=None)
+        tasks = np.array([row.get("task", "") for row in rows])
+        for name in np.unique(tasks) if hosts.is_first() else ():
+            own = np.flatnonzero(tasks == name)
+            texts, opened = ([column[place] for place in own] for column in (frame["completion"], openings))
+            frame.loc[own, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), own, dtype=object)
+    return frame
 
 
 def for_sampling(policy: Policy, params: dict) -> dict:
@@ -132,19 +134,6 @@ def for_sampling(policy: Policy, params: dict) -> dict:
     """
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return in_compute_dtype(policy.decoder, params, copy=False)
-
-
-def fingerprint(params: dict) -> str:
-    """A digest of every bit of the parameters; equal weights have equal digests, wherever they are stored."""
-    sums = {path: (leaf.shape, str(leaf.dtype), int(_checksum(leaf))) for path, leaf in flatten(params).items()}
-    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
-
-
-@jax.jit
-def _checksum(leaf: jax.Array) -> jax.Array:
-    # Integer sums wrap around, so they do not depend on the order in which a device adds.
-    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def with_start(config: Config, overwrite: bool = True) -> Config:
@@ -326,10 +315,10 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
     folder = run / "checkpoints"
     steps = steps_of(folder)
     if step == "best":
-        accuracy = {row["step"]: row.get("evaluation/accuracy") for row in read_metrics(run / "metrics.jsonl")}
-        step = max((step for step in steps if accuracy.get(step) is not None), key=accuracy.get, default=None)
-        if step is None:
-            raise ValueError(f"{folder}/best: no checkpoint of these steps was evaluated: {steps}; name a step")
+        try:
+            step = best_step(run, config.training.keep_best or "evaluation/accuracy")
+        except ValueError as error:
+            raise ValueError(f"{folder}/best: {error}") from error
     step = step if step is None else int(step)
     if not steps:
         raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")

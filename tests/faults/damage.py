@@ -18,9 +18,10 @@ from recjax.config import load_config
 from recjax.experience.store import Store
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
+from recjax.models.trainable import fingerprint
 from recjax.training import checkpoint, run_folder
 from recjax.training.metrics import MetricsWriter
-from recjax.training.trained import fingerprint, run_config
+from recjax.training.trained import run_config
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run

@@ -255,7 +255,7 @@ async def judged_in_turn(prompts, completions, answers):
 
 
 def test_what_a_module_holds_works_in_every_batch_and_every_run():
-    own_rewards.check_weights(custom(judged_in_turn), ("", "", "", {}))
+    own_rewards.check_weights(custom(judged_in_turn), Answered("", "", "", {}, 0))
     for _ in range(2):
         with Grading(CONFIG, custom(judged_in_turn)) as grading:
             for _ in range(2):

@@ -12,7 +12,7 @@ from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
-from recjax.tasks.prompts import batch_indices
+from recjax.tasks.prompts import batch_prompts
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
 from recjax.training.sources import source_of
@@ -92,20 +92,22 @@ def trajectory(one: Completion, random: np.random.Generator) -> Completion:
     return one._replace(rows=rows, turns=turns, version_runs=runs)
 
 
-def prepared_batch(run, weights, version, number, prefix="", reward=None):
+def prepared_batch(run, weights, version, number, prefix="", reward=None, rates=None):
     """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades.
 
     Args:
         reward: the reward of every completion; None: some get 0 and the others 1.
+        rates: see `batch_prompts`.
     """
     count, group_size = run.own
     seed = (run.config.seed, number, int(np.asarray(weights["checksum"])[0]))
     random = np.random.default_rng(seed)
     longest = run.config.rollout.max_completion_tokens
-    prompts = run.train.take(batch_indices(len(run.train.texts), count, number, run.config.seed))
+    prompts = batch_prompts(run.train, run.config, count, number, rates)
     groups, grades = [], []
     for place in range(count):
         completions, prompt = [], prompts.tokens[place][prompts.mask[place]]
+        metadata = {"task": prompts.problems[place].task} if prompts.problems[place].task else {}
         for row in range(place * group_size, (place + 1) * group_size):
             tokens = random.integers(1, 5, random.integers(1, longest + 1)).astype(np.int32)
             mask, logprobs = np.ones(len(tokens), bool), random.normal(-1, 0.1, len(tokens)).astype(np.float32)
@@ -115,7 +117,9 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
                 run.config.rollout.sampling(),
             )
             behavior, cut = (sampling, version), len(tokens) == longest
-            one = Completion(name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut)
+            one = Completion(
+                name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut, metadata=metadata
+            )
             completions.append(trajectory(one, random) if run.config.task.agent else one)
             drawn = float(random.random() < 0.5)
             value, turns = drawn if reward is None else reward, random.normal(size=len(completions[-1].turns)).tolist()
@@ -128,7 +132,7 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
 def graded_batch(run, weights, version, number):
     """The groups of `prepared_batch`, and the grades that the run's own reward gives them in its workers."""
     groups, _ = prepared_batch(run, weights, version, number)
-    prompts = run.train.take(batch_indices(len(run.train.texts), run.own[0], number, run.config.seed))
+    prompts = batch_prompts(run.train, run.config, run.own[0], number)
     return groups, submit(groups, prompts, run.grading)
 
 

@@ -19,6 +19,11 @@ FOLLOW = ["experience.store={store}", "experience.follow=true", "rollout.max_con
 AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
 TURNS = "algorithm.advantage={name: turn_returns, discount: 0.5}"
 OF_AGENTS = "experience.mix.store={agents}"
+SUMS = 'arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}'
+TASKS = {"sums": f"{SUMS}, weight: 3", "more": SUMS.replace("1..9", "2..8"), "watched": f"{SUMS}, weight: 0"}
+MIXTURE = [f"task.mixture.{name}={{{task}}}" for name, task in TASKS.items()]
+MIXTURE += ["task.arithmetic=null", "task.reward=null"]
+CURRICULUM = "task.curriculum={}"
 FEEDS = {
     "on policy": [],
     "interval": ["regime.sync_interval=6"],  # after the checkpoint of step 3 the sampler still needs its copy
@@ -46,11 +51,15 @@ FEEDS = {
     "agents, mix of groups, offset": [*AGENT, TURNS, OF_AGENTS, "experience.mix.of=batch", "regime.sync_offset=2"],
     "a store of trajectories": ["experience.store={agents}"],
     "mix of trajectories": [OF_AGENTS, "experience.mix.of=batch", TURNS],
+    "mixture": [*MIXTURE],
+    "mixture, curriculum, offset, late": [*MIXTURE, CURRICULUM, "regime.sync_offset=1", LATE],
+    "curriculum, replay": [CURRICULUM, REPLAY],
+    "curriculum, refill, interval": [CURRICULUM, "experience.refill={}", "regime.sync_interval=3"],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
 
 QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
-QUICK += ("updates", "updates, late, replay, mix", "updates, follow")
+QUICK += ("updates", "updates, late, replay, mix", "updates, follow", "mixture, curriculum, offset, late")
 QUICK += (
     "agents, late, replay, record",
     "agents, a store of trajectories",
@@ -80,11 +89,11 @@ def killed_in_batch(at: int):
     """A source that raises KeyboardInterrupt in place of its batch number `at`."""
     calls = []
 
-    def sample(*arguments):
+    def sample(*arguments, **named):
         calls.append(1)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return prepared_batch(*arguments)
+        return prepared_batch(*arguments, **named)
 
     return sample
 

@@ -7,8 +7,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +22,98 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
 SCORE = "score"  # name of the part if the function returns plain numbers
-Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, the problem's other columns
 
 
-def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+class Answered(NamedTuple):
+    """A completion to grade: its prompt as the model saw it, its text, and the problem's answer and columns.
+
+    length: number of tokens.
+    opening: thinking tag that the prompt leaves open, or an empty string; None: detect it at the prompt's end.
+    task: name of the problem's task in a mixture.
+    id: id of the completion, for errors.
+    chat: messages of the prompt; None: the prompt is a text.
+    """
+
+    prompt: str
+    completion: str
+    answer: str
+    columns: Mapping[str, Any]
+    length: int
+    opening: str | None = None
+    task: str = ""
+    id: str = ""
+    chat: Sequence[Mapping[str, str]] | None = None
+
+    @classmethod
+    def to(
+        cls,
+        problem: "recjax.tasks.problems.Problem",
+        prompt: str,
+        completion: str,
+        length: int,
+        id: str,
+        opening: str | None = None,
+    ) -> "Answered":
+        """A completion of a problem; for the other arguments see the fields."""
+        chat = None if isinstance(problem.prompt, str) else problem.prompt
+        return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
+
+
+def check_signature(reward: Reward, columns: Iterable[str]) -> None:
+    """Refuses a function that recjax cannot call.
+
+    Args:
+        columns: names of the problems' columns.
+    Raises:
+        ValueError: with the signatures that recjax calls, or the columns that are there.
+    """
+    lists, known = _lists_by_position(reward.function), ["prompts", "completions", "answers", reward.answer, *columns]
+    if lists:
+        return
+    problem = (
+        "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for TRL,"
+        " score(completions, **columns)"
+    )
+    if lists == 0:
+        missing = [name for name in _required(reward.function) if name not in known]
+        if not missing:
+            return
+        problem = f", but no problem has a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}"
+    taken = inspect.signature(reward.function)
+    raise ValueError(f"task.reward = {reward.name!r}: the function takes {taken}{problem}")
+
+
+def _lists_by_position(function: Callable) -> int | None:
+    """Number of lists that a function takes, of prompts, completions, answers and columns.
+
+    0: it takes columns by name, as TRL's rewards do. None: it takes neither.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of C
+        return 3
+    fits, names = None, list(signature.parameters)
+    for count in (3, 4):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            fits = count
+    if "completions" not in names or names[:3] == ["prompts", "completions", "answers"]:
+        return fits
+    is_trl = names[0] == "prompts" and _takes_rest(function)
+    return fits if fits and names.index("completions") == 1 and not is_trl else 0
+
+
+def _takes_rest(function: Callable) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+
+
+def _required(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    plain = (one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return [one.name for one in plain if one.default is one.empty]
+
+
+def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarray]:
     """Calls the user's function on a batch and checks the named parts that it returns.
 
     recjax calls function(prompts, completions, answers) with equally long lists of strings; prompts are as the model
@@ -33,26 +122,62 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     each completion, or a dict that maps names of parts to such lists. None instead of a number, in any part, leaves
     the completion without a reward. The function may be `async def`; recjax then awaits it once for the batch.
 
+    A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
+    answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and
+    its completion is a list with one message.
+
     Returns:
         The values of each part; NaN stands for None.
     Raises:
         ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
-            value. The message names the function and, for an invalid value, the row and the completion.
+            value. The message names the function and the completion.
     """
+    lists, named = _arguments(reward, rows)
     try:
-        result = _call(reward, rows)
+        result = _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
-        raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
+        at = _graded_row(error, rows, named.get("completions", ()))
+        first = f"in a batch of {len(rows)} completions, of which the first is "
+        where = "while it graded " if at is not None else first
+        raise ValueError(
+            f"reward function {reward.name} failed with {described(error)}\n  {where}{_place(rows, at or 0)}"
+        ) from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
 
 
-def remote_parts(rows: Sequence[Row]) -> dict[str, list[float]]:
+def remote_parts(rows: Sequence[Answered]) -> dict[str, list[float]]:
     """Runs in a worker that holds the reward: `custom_parts` as plain values."""
     return {name: values.tolist() for name, values in custom_parts(Workers.held, rows).items()}
 
 
-def check_weights(reward: Reward, row: Row) -> None:
+def _place(rows: Sequence[Answered], index: int) -> str:
+    if not rows:
+        return "none"
+    row = rows[index]
+    shown = f"completion {row.completion!r:.200} (row {index}, answer {row.answer!r:.200})"
+    return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
+
+
+def _graded_row(error: BaseException, rows: Sequence[Answered], given: Sequence[Any]) -> int | None:
+    """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
+
+    Args:
+        given: the completions as the function got them, if they are not the texts.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        held = {id(value) for value in frame.f_locals.values()}
+        hits = []
+        for index, (row, one) in enumerate(zip(rows, given or [row.completion for row in rows], strict=True)):
+            if id(row.completion) in held or id(one) in held:
+                # Short texts may be one object in several rows.
+                hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
+        if hits:
+            return -max(hits)[1]
+    return None
+
+
+def check_weights(reward: Reward, row: Answered) -> None:
     """Refuses weights of parts that a user's function does not return; calls the function once, with only `row`.
 
     Raises:
@@ -67,17 +192,27 @@ def check_weights(reward: Reward, row: Row) -> None:
     check_parts(reward.name, reward.weights, [*parts, LENGTH, OVERLONG])
 
 
-def _call(reward: Reward, rows: Sequence[Row]) -> Any:
+def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
+    """The positional and the named arguments of a call."""
+    prompts, completions, answers = ([row[place] for row in rows] for place in range(3))
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    if lists := _lists_by_position(reward.function):
+        return [prompts, completions, answers, columns][:lists], {}
+    nothing = dict.fromkeys(_required(reward.function), [None] * len(rows))
+    replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
+    named = nothing | columns | {"prompts": [row.chat or row.prompt for row in rows], "completions": replies}
+    named |= {"answers": answers, reward.answer: answers}
+    if _takes_rest(reward.function):
+        return [], named
+    return [], {name: named[name] for name in inspect.signature(reward.function).parameters if name in named}
+
+
+def _call(reward: Reward, lists: Sequence[list], named: Mapping[str, list]) -> Any:
     """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
     for retry in itertools.count():
-        arguments = [list(column) for column in zip(*rows, strict=True)]
-        columns = arguments.pop()
-        with contextlib.suppress(TypeError):  # of a function that takes no columns
-            inspect.signature(reward.function).bind(*arguments, columns)
-            names = dict.fromkeys(name for row in columns for name in row)
-            arguments.append({name: [row.get(name) for row in columns] for name in names})
         try:
-            result = reward.function(*arguments)
+            result = reward.function(*lists, **named)
             return finished(_within(result, reward.seconds) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
@@ -98,7 +233,7 @@ async def _within(result: Awaitable[Any], seconds: float | None) -> Any:
         raise TimeoutError(f"no reward within task.reward_seconds = {seconds:g}") from error
 
 
-def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.ndarray:
+def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
     name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
     try:
         values = list(values)
@@ -107,10 +242,10 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.
         raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers, or None") from error
     if len(numbers) != len(rows):
         raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
-    for index, (value, (_, completion, answer, _)) in enumerate(zip(numbers, rows, strict=True)):
+    for index, value in enumerate(numbers):
         if not (abs(value) <= MOST_REWARD or values[index] is None):
             raise ValueError(
-                f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r}); rewards are"
-                f" finite and at most {MOST_REWARD:g} either way, so scale or bound it there"
+                f"{name} returned {value} for {_place(rows, index)}; rewards are finite and at most"
+                f" {MOST_REWARD:g} either way, so scale or bound it there"
             )
     return np.array(numbers)

@@ -1,16 +1,16 @@
 """Grading in parallel with training: turns batches into futures of scores; built-in rewards run in worker processes."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading.custom import SCORE, Row, custom_parts, remote_parts
+from recjax.tasks.grading.custom import SCORE, Answered, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, MixedReward, Reward, check_parts
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
 
@@ -32,46 +32,31 @@ class Scores(NamedTuple):
     failures: np.ndarray
 
 
-class Answered(NamedTuple):
-    """A completion to grade: its prompt as the model saw it, its text, and the problem's answer and columns.
-
-    length: number of tokens.
-    opening: thinking tag that the prompt leaves open, or an empty string; None: detect it at the prompt's end.
-    """
-
-    prompt: str
-    completion: str
-    answer: str
-    columns: Mapping[str, Any]
-    length: int
-    opening: str | None = None
-
-
 class Grading:
     """Scores batches in the background, in the order of submission; a context manager that owns the worker processes.
 
     A completion gets reward 0, and 0 for all parts except length, if it is longer than `grading.max_characters` or if a
     built-in reward crashes, raises, or takes longer than `grading.seconds`. Other completions are not affected. A
     function that a program passed grades all completions of a prompt in one call, within the sum of their limits. If
-    that call crashes or takes longer, it grades each completion alone.
+    that call crashes or takes longer, it grades each completion alone. Each task of a mixture has its own reward; they
+    share the worker processes.
     """
 
-    def __init__(self, config: Config, reward: Reward):
+    def __init__(self, config: Config, reward: Reward | MixedReward):
         """Starts no processes; `__enter__` does."""
         self._config, self.reward = config, reward
+        self._rewards = reward.of if isinstance(reward, MixedReward) else {"": reward}
         self._thread: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        self._names: list[str] | None = None  # names of the parts in the first result of a user's function
+        self._names: dict[str, list[str]] = {}  # names of the parts in the first result of a user's function, by reward
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
-        limits, reward = self._config.grading, self.reward
-        if reward.per_row:
-            module = GRADERS[reward.name].grade.partition(":")[0]
-            self._workers = Workers(limits.workers, limits.seconds, module)
-        elif reward.remote:
-            self._workers = Workers(limits.workers, limits.seconds, remote_parts.__module__, held=reward.remote)
-        if self._workers:
+        limits, remote = self._config.grading, self.reward.remote
+        modules = {GRADERS[reward.name].grade.partition(":")[0] for reward in self._rewards.values() if reward.per_row}
+        modules |= {remote_parts.__module__} if remote else set()
+        if modules:
+            self._workers = Workers(limits.workers, limits.seconds, *sorted(modules), held=remote)
             self._workers.call(str)  # starts the imports
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
@@ -87,56 +72,88 @@ class Grading:
         return self._thread.submit(self._scores, asked)
 
     def _scores(self, asked: Sequence[Answered]) -> Scores:
-        rows, lengths = [row[:4] for row in asked], np.array([row.length for row in asked])
-        parts, failures = self._graded(asked) if self.reward.per_row else self._custom(rows)
+        if not isinstance(self.reward, MixedReward):
+            return self._scored(self.reward, asked, self._config.task.success)
+        order, found = sorted(range(len(asked)), key=lambda place: asked[place].task), []
+        for task, places in itertools.groupby(order, key=lambda place: asked[place].task):
+            if task not in self._rewards:
+                raise ValueError(
+                    f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
+                    f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
+                )
+            own, success = [asked[place] for place in places], self._config.task.of(task).success
+            found.append(self._scored(self._rewards[task], own, success))
+            if clash := found[-1].parts.keys() & self._rewards.keys():
+                raise ValueError(
+                    f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
+                    " both would be the metric reward/NAME; rename the task"
+                )
+        back, nothing = np.argsort(order), [np.full(len(scores.rewards), np.nan, np.float32) for scores in found]
+        parts = {
+            name: np.concatenate(
+                [scores.parts.get(name, missing) for scores, missing in zip(found, nothing, strict=True)]
+            )[back]
+            for name in dict.fromkeys(name for scores in found for name in scores.parts)
+        }
+        columns = zip(*((scores.rewards, scores.accurate, scores.failures) for scores in found), strict=True)
+        rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
+        return Scores(rewards, parts, accurate, failures)
+
+    def _scored(self, reward: Reward, asked: Sequence[Answered], success: float) -> Scores:
+        lengths = np.array([row.length for row in asked])
+        parts, failures = self._graded(reward, asked) if reward.per_row else self._custom(reward, asked)
         longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
-        weights = self.reward.weights
-        check_parts(self.reward.name, weights, parts)
+        weights = reward.weights
+        check_parts(reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
-        if self._workers:
+        if reward.per_row or reward.remote:
             rewards = np.where((failures > 0) & (failures != NO_REWARD), 0.0, rewards)
-        self._check_bounded(rewards, rows, failures == 0)
-        success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
+        if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
+            row = int(np.argmax(bad))
+            raise ValueError(
+                f"reward {reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
+                f" completion {asked[row].completion!r:.200} (row {row}); rewards are finite and at most"
+                f" {MOST_REWARD:g} either way, so lower task.reward_weights"
+            )
+        accurate = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
-        return Scores(rewards.astype(np.float32), parts, success, failures)
+        return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
-    def _custom(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row from a user's function, and the failure of its grading."""
         failures, parts = np.zeros(len(rows), np.int32), {}
-        for places, values in (
-            self._remote(rows) if self.reward.remote else [(slice(None), custom_parts(self.reward, rows))]
-        ):
+        for places, values in self._remote(rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]:
             if isinstance(values, str):
                 failures[places] = FAILURES.index(values)
                 continue
-            self._names = self._names or sorted(values)
-            if sorted(values) != self._names:
+            names = self._names.setdefault(reward.name, sorted(values))
+            if sorted(values) != names:
                 raise ValueError(
-                    f"reward function {self.reward.name} returned the parts {', '.join(sorted(values))}, and earlier"
-                    f" {', '.join(self._names)}; it must return the same parts for every batch, with 0 or None in them"
+                    f"reward function {reward.name} returned the parts {', '.join(sorted(values))}, and earlier"
+                    f" {', '.join(names)}; it must return the same parts for every batch, with 0 or None in them"
                 )
             for name, numbers in values.items():
                 parts.setdefault(name, np.zeros(len(rows)))[places] = numbers
         if not parts:  # all calls failed
-            names = self._names or {*self.reward.weights} - {LENGTH, OVERLONG} or [SCORE]
+            names = self._names.get(reward.name) or {*reward.weights} - {LENGTH, OVERLONG} or [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
         failures[np.isnan(list(parts.values())).any(0)] = NO_REWARD
         return parts, failures
 
-    def _remote(self, rows: Sequence[Row]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
+    def _remote(self, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
         """The parts, or the failure, of each list of places in `rows`, from the worker processes."""
         limits, found = self._config.grading, []
 
         def started(places: list[int]) -> tuple[list[int], Future]:
-            asked = [(*rows[place][:3], dict(rows[place][3])) for place in places]
+            asked = [rows[place]._replace(columns=dict(rows[place].columns)) for place in places]
             return places, self._workers.call(remote_parts, asked, seconds=limits.seconds * len(places))
 
-        short = [place for place, row in enumerate(rows) if len(row[1]) <= limits.max_characters]
+        short = [place for place, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
         found.append((sorted({*range(len(rows))} - {*short}), "too_long"))
-        calls = [started(list(group)) for _, group in itertools.groupby(short, lambda place: rows[place][0])]
+        calls = [started(list(group)) for _, group in itertools.groupby(short, lambda place: rows[place].prompt)]
         for places, call in calls:
             try:
                 found.append((places, call.result()))
@@ -149,36 +166,29 @@ class Grading:
                     found.append((places, error.reason))
         return found
 
-    def _check_bounded(self, rewards: np.ndarray, rows: Sequence[Row], graded: np.ndarray) -> None:
-        """Refuses rewards that training cannot compute with: not finite, or larger than MOST_REWARD."""
-        if (bad := graded & ~(np.abs(rewards) <= MOST_REWARD)).any():
-            row = int(np.argmax(bad))
-            raise ValueError(
-                f"reward {self.reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
-                f" completion {rows[row][1]!r:.200} (row {row}); rewards are finite and at most {MOST_REWARD:g} either"
-                " way, so lower task.reward_weights"
-            )
-
-    def parsed(self, completions: Sequence[str], openings: Sequence[str] | None = None) -> list[str | None]:
+    def parsed(
+        self, completions: Sequence[str], openings: Sequence[str] | None = None, task: str = ""
+    ) -> list[str | None]:
         """The answer of each completion as text, for counting votes, under the limits of grading.
 
         Args:
             openings: thinking tag that each prompt leaves open, or an empty string; None: no prompt leaves one open.
+            task: name of the completions' task in a mixture.
         Returns:
             A text for each completion; None if it has no answer, or cannot be read within the limits.
         """
-        openings = openings or [""] * len(completions)
-        if not self.reward.per_row:
+        openings, reward = openings or [""] * len(completions), self._rewards[task]
+        if not reward.per_row:
             said = zip(openings, completions, strict=True)
             # A completion that ends inside its thoughts has no answer.
             texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, said)]
             return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
         rows = [(text,) for text in completions]
-        return [answer for _, answer in self._called(GRADERS[self.reward.name].parse, rows, openings)]
+        return [answer for _, answer in self._called(GRADERS[reward.name].parse, rows, openings)]
 
-    def _graded(self, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def _graded(self, reward: Reward, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row, and the failure of its grading, from the worker processes."""
-        grader = GRADERS[self.reward.name]
+        grader = GRADERS[reward.name]
         openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in asked]
         rows = [(row.completion, row.answer, dict(row.columns)) for row in asked]
         outcomes = self._called(grader.grade, rows, openings)

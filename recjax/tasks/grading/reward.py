@@ -26,6 +26,7 @@ class Reward(NamedTuple):
     recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
     for a batch (None: no limit). A call that fails is retried `retries` times. A function that a program passed to
     recjax.run and that is not `async` runs in worker processes, which get the reward from the pickled bytes `remote`.
+    `answer` is the name of the data's column of answers, for functions that read columns by name.
     """
 
     name: str
@@ -35,6 +36,23 @@ class Reward(NamedTuple):
     seconds: float | None = None
     retries: int = 0
     remote: bytes | None = None
+    answer: str = "answers"
+
+
+class MixedReward(NamedTuple):
+    """The rewards of a mixture's tasks, by name. Their parts have no common weights."""
+
+    of: Mapping[str, Reward]
+    weights: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def per_row(self) -> bool:
+        """True if worker processes compute any of the rewards."""
+        return any(reward.per_row for reward in self.of.values())
+
+    @property
+    def remote(self) -> None:
+        """A mixture has no function that a program passed."""
 
 
 def load_reward(
