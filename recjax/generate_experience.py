@@ -172,7 +172,7 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
                     length = len(encode_after(policy.tokenizer, (), one.text))
                 except ValueError:
                     length = len(one.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered(text, one.text, problem.answer, problem.columns, length))
+            answered.append(Answered(text, one.text, problem.answer, problem.columns, length, asked=problem.prompt))
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 

@@ -92,7 +92,14 @@ class TaskConfig(ConfigBlock):
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
     system_prompt: str | None = key(None, "First message of every chat; null: the task's own, if it has one")
-    reward: str | None = key(None, "Name of a built-in reward, or module:function; null: the task's own")
+    reward: str | None = key(
+        None,
+        "Name of a built-in reward, module:function, or model:PATH with a sequence classifier's folder or hub name;"
+        " null: the task's own",
+    )
+    reward_device: Literal["auto", "cpu"] = key(
+        "auto", "Device for task.reward = model:PATH; auto: the first accelerator of each process, if it has one"
+    )
     reward_weights: dict[str, Float] = key(dict, "Weights of the reward's parts; they replace the reward's own weights")
     reward_seconds: Float | None = key(None, "Time limit of an async reward for one batch; null: no limit", gt=0)
     reward_retries: Int = key(0, "Number of times recjax calls an async reward again after it fails on a batch", ge=0)
@@ -156,7 +163,9 @@ class TaskConfig(ConfigBlock):
         problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
         yield plain and self.system_prompt is not None, "task.system_prompt", problem
         is_known = self.reward_name() in GRADERS or ":" in self.reward_name()
-        yield not is_known, "task.reward", f"takes module:function, or one of {', '.join(GRADERS)}"
+        yield not is_known, "task.reward", f"takes module:function, model:PATH, or one of {', '.join(GRADERS)}"
+        unread = self.reward_device != "auto" and not self.reward_name().startswith("model:")
+        yield unread, "task.reward_device", "applies only with task.reward = model:PATH; set it, or remove this key"
 
 
 def named_task(value: Any) -> Any:

@@ -82,6 +82,34 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     return config, read_params(folder, config)
 
 
+def load_classifier(path: str | Path) -> tuple[DecoderConfig, dict]:
+    """Loads a sequence classifier with one label, as `load_pretrained`; the tree has `score` instead of `head`.
+
+    Raises:
+        ValueError: see `classifier_config` and `load_pretrained`.
+    """
+    folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
+    config, _ = classifier_config(folder)
+    return config, read_params(folder, config, scores=True)
+
+
+def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
+    """The decoder config of a sequence classifier with one label, and its padding token; reads no weights.
+
+    Raises:
+        ValueError: the model is no such classifier, or see `read_config`.
+    """
+    folder = model_folder(path)
+    config, fields = read_config(folder), AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds = fields.architectures or ["none"]
+    if not kinds[0].endswith("ForSequenceClassification") or fields.num_labels != 1:
+        raise ValueError(
+            f"{folder / 'config.json'}: architectures = {kinds} with {fields.num_labels} labels (id2label): a reward"
+            " model has one label, and an architecture such as LlamaForSequenceClassification"
+        )
+    return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id  # it has no head
+
+
 def pretrained_config(path: str | Path) -> DecoderConfig:
     """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
@@ -201,15 +229,20 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     return names
 
 
-def read_params(folder: Path, config: DecoderConfig) -> dict:
+def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> dict:
     """Reads the parameter tree from a folder's safetensors files, in float32, sharded on the current mesh.
 
     Tensors move to the devices one at a time, so the host never holds the whole model.
 
+    Args:
+        scores: True for a classifier: adds `score/kernel`, [hidden, 1].
     Raises:
         ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
-    names = tensor_names(config)
+    names, leaves = tensor_names(config), flatten(abstract_params(config))
+    if scores:
+        names["score/kernel"] = ["score.weight"]
+        leaves["score/kernel"] = jax.ShapeDtypeStruct((config.hidden_size, 1), jnp.float32)
     with contextlib.ExitStack() as stack:
         found = {}
         for file in _safetensors_files(folder):
@@ -233,7 +266,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
                 stacked = _with_layer(stacked, layer, put_array(tensor(name), *axes[1:]), axes)
             return stacked
 
-        return unflatten({path: read(path, leaf) for path, leaf in flatten(abstract_params(config)).items()})
+        return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -135,7 +135,9 @@ class Agents(contextlib.AbstractContextManager):
         texts = [text for text in prompts.texts for _ in range(group_size)]
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
         answered = [
-            Answered(text, done.text, problem.answer, problem.columns, done.sampled_tokens, opening_of(done))
+            Answered(
+                text, done.text, problem.answer, problem.columns, done.sampled_tokens, opening_of(done), problem.prompt
+            )
             for one, text, problem, done in zip(tried, texts, problems, completions, strict=True)
             if one.needs_reward
         ]

@@ -150,8 +150,10 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         grading: grading pool that is open.
     """
     own = [
-        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, completion.sampled_tokens)
+        Answered(
+            prompts.texts[place], one.text, problem.answer, problem.columns, one.sampled_tokens, asked=problem.prompt
+        )
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
-        for completion in groups[place].completions
+        for one in groups[place].completions
     ]
     return Grades(grading.submit(own), sum(len(group.completions) for group in groups))

@@ -41,7 +41,7 @@ def load_task(config: Config) -> Task:
     if config.task.agent:
         # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
-    reward = load_reward(name, weights, config.task.overlong_tokens is not None)
+    reward = load_reward(name, weights, config.task.overlong_tokens is not None, config.task.reward_device)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(config.task.reward_seconds is None, "task.reward_seconds", config.task.reward_seconds, remedy)

@@ -93,7 +93,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
     with run.grading as grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
         while batch := list(itertools.islice(left, size)):
             own = [
-                Answered(text, one.text, problem.answer, problem.columns, one.sampled_tokens, opening)
+                Answered(text, one.text, problem.answer, problem.columns, one.sampled_tokens, opening, problem.prompt)
                 for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.training import checkpoint, run_lock
+from recjax.training.demonstrations import train_on_demonstrations
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
@@ -120,10 +121,11 @@ def begin(
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
+    params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
     run, trained = learner.begin(run, params)
     del params
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
-    totals |= {"config": config.model_dump(), "metrics": None}
+    totals |= {"config": config.model_dump(), "metrics": None, "warm_start": losses}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, trained, None, 0, Queue(), {}, totals)
     if manager.latest_step() is None:

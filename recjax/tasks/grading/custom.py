@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
 SCORE = "score"  # name of the part if the function returns plain numbers
-Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, the problem's other columns
+# Prompt, completion, answer, the problem's other columns. Reward models get the messages of a prompt that is a chat.
+Row = tuple[str | list[dict[str, str]], str, str, Mapping[str, Any]]
 
 
 def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:

@@ -36,6 +36,7 @@ class Answered(NamedTuple):
 
     length: number of tokens.
     opening: thinking tag that the prompt leaves open, or an empty string; None: detect it at the prompt's end.
+    asked: prompt as the task has it, text or messages, for reward models.
     """
 
     prompt: str
@@ -44,6 +45,7 @@ class Answered(NamedTuple):
     columns: Mapping[str, Any]
     length: int
     opening: str | None = None
+    asked: str | list[dict[str, str]] = ""
 
 
 class Grading:
@@ -81,6 +83,8 @@ class Grading:
 
     def _scores(self, asked: Sequence[Answered]) -> Scores:
         rows, lengths = [row[:4] for row in asked], np.array([row.length for row in asked])
+        if self.reward.reads_chats:
+            rows = [(row.asked, *row[1:4]) for row in asked]
         parts, failures = self._graded(asked) if self._workers else self._custom(rows)
         longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
