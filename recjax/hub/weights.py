@@ -107,6 +107,8 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
             f"{folder / 'config.json'}: architectures = {kinds} with {fields.num_labels} labels (id2label): a reward"
             " model has one label, and an architecture such as LlamaForSequenceClassification"
         )
+    if (files := _files_of(folder)) and "score.weight" not in files:
+        raise ValueError(f"{folder} holds no tensor score.weight, which a reward model has; fetch the files again")
     return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id  # it has no head
 
 

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.numpy import save_file
 
 from experiments.day import demonstrations as day
 from recjax.config import load_config
@@ -127,6 +128,9 @@ def test_other_models_are_refused_by_name_before_weights_are_read(tmp_path, monk
     byte_tokenizer(CHATML).save_pretrained(tmp_path)
     monkeypatch.setattr(weights, "read_params", None)
     assert RewardModel(str(tmp_path))
+    save_file({"model.norm.weight": np.ones(16, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds no tensor score.weight"):
+        RewardModel(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(fields | changes))
     with pytest.raises(ValueError, match=f"task.reward = 'model:.*{reason}"):
         load_reward(f"model:{tmp_path}")
