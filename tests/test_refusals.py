@@ -11,6 +11,7 @@ AGENT = ["task.agent=tests.rollout.some_agents:one_turn", CONTEXT]
 STORE = "experience.store=somewhere"
 FOLLOW = [STORE, "experience.follow=true", CONTEXT]
 TURNS = "algorithm.advantage={name: turn_returns}"
+SHOWN = ["model={decoder: ~, path: base}", "warm_start.demonstrations=shown.jsonl"]
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 
 # One override, a list of them, and parts of the message.
@@ -33,7 +34,7 @@ CASES = [
     ("output=${seed}", "output", "${seed}", "not replaced", "\\${"),
     ("algorithm.clip.name=${seed}", "algorithm.clip.name", "${seed}", "not replaced"),
     # Types.
-    ("training.steps=many", "training.steps = 'many'", "takes an integer, 1 or more, in decimal digits"),
+    ("training.steps=many", "training.steps = 'many'", "takes an integer, 0 or more, in decimal digits"),
     ("training.steps=2.5", "training.steps = 2.5", "an integer"),
     ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast'", "a number"),
     ("optimizer.learning_rate=1:30.5", "optimizer.learning_rate = '1:30.5'", "a number", "decimal digits"),
@@ -52,6 +53,7 @@ CASES = [
     ("training.profile_steps=[a, b]", "training.profile_steps = ['a', 'b']", "integers", "decimal digits"),
     # Bounds.
     ("training.steps=0", "training.steps = 0", "1 or more"),
+    ("training.steps=-1", "training.steps = -1", "0 or more"),
     ("rollout.slots=0", "rollout.slots = 0", "1 or more"),
     ("rollout.temperature=0", "rollout.temperature = 0", "0.01 or more", "at most 100"),
     ("rollout.temperature=1e-30", "rollout.temperature = 1e-30", "0.01 or more"),
@@ -131,6 +133,22 @@ CASES = [
     ("task.gsm8k.train=x", "task.arithmetic", "task.gsm8k", "exactly one"),
     ("task.arithmetic=null", "task: give exactly one of", "found none"),
     (["task={file: {}}", "task.arithmetic=null"], "task.file.train has no value; set it in the file or as"),
+    ("task.reward_device=cpu", "task.reward_device = 'cpu'", "only with task.reward = model:PATH"),
+    ("warm_start={demonstrations: x, learning_rate: 1e-5}", "warm_start.demonstrations = 'x'", "only with model.path"),
+    ("warm_start.held_out=x", "warm_start.held_out = 'x'", "only with warm_start.demonstrations"),
+    ("warm_start.every=5", "warm_start.every = 5", "only with warm_start.demonstrations"),
+    ("warm_start.max_tokens=5", "warm_start.max_tokens = 5", "only with warm_start.demonstrations"),
+    (SHOWN, "warm_start.learning_rate = 0.002", "set it for demonstrations"),
+    (
+        [*SHOWN, "warm_start.learning_rate=1e-5", "warm_start.wrong_fraction=0.1"],
+        "warm_start.wrong_fraction = 0.1",
+        "does not work with warm_start.demonstrations",
+    ),
+    (
+        [*SHOWN, "warm_start.learning_rate=2e-3", STORE, "experience.missing_logprobs=initial"],
+        "experience.missing_logprobs = 'initial'",
+        "does not work with warm_start.demonstrations",
+    ),
     ("task.reward=number_match", "task.reward = 'number_match'", "module:function", "reasoning_gym"),
     ("task.system_prompt=Be brief.", "task.system_prompt = 'Be brief.'", "plain text", "remove it"),
     ("task.truncated_reward=-1", "task.truncated_reward = -1.0", "task.truncated = penalize", "remove"),
@@ -289,6 +307,6 @@ def test_refusals_name_key_value_and_remedy(path, overrides, parts):
 
 def test_each_value_that_is_refused_has_its_line(path):
     with pytest.raises(ValueError) as error:
-        load_config(path, ["training.steps=0", "optimizer.beta1=2", "seed=-1"])
+        load_config(path, ["training.steps=-1", "optimizer.beta1=2", "seed=-1"])
     lines = str(error.value).splitlines()
     assert len(lines) == 3 and all(line.startswith("override ") for line in lines)

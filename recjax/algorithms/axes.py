@@ -39,6 +39,7 @@ AXES = {
         "leave_one_out": advantages.leave_one_out_advantages,
         "asymmetric": advantages.asymmetric_advantages,
         "raw_reward": advantages.raw_reward_advantages,
+        "batch_mean": batch_advantages.batch_mean_advantages,
         "batch_whitened": batch_advantages.batch_whitened_advantages,
         "batch_deviation": batch_advantages.batch_deviation_advantages,
         "length_weighted": batch_advantages.length_weighted_advantages,
@@ -75,6 +76,7 @@ AXES = {
     "mask": {
         "none": None,
         "off_policy_negatives": masks.off_policy_negatives_mask,
+        "sequence_binary_kl": masks.sequence_binary_kl_mask,
         "sequence_band": masks.sequence_band_mask,
         "second_moment": masks.second_moment_mask,
         "one_side_second_moment": masks.one_side_second_moment_mask,

@@ -40,6 +40,21 @@ def no_advantages(rewards: Float[Array, " batch"]) -> Float[Array, " batch"]:
     return jnp.zeros_like(rewards)
 
 
+def batch_mean_advantages(rewards: Float[Array, " batch"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
+    """Reward minus the mean reward of the whole batch; works with one completion a prompt.
+
+    A_i = r_i − mean r.  The mean is over all kept rows; groups are ignored; 0 where not kept.
+
+    Reference: FlashREINFORCE, https://github.com/OpenRLHF/OpenRLHF/pull/1339.
+
+    Examples:
+        >>> print(batch_mean_advantages(jnp.array([3.0, 0.0, 9.0]), jnp.array([True, True, False])))
+        [ 1.5 -1.5  0. ]
+    """
+    mean, _ = _mean_and_deviation(jnp.where(kept, rewards, 0.0), kept.astype(rewards.dtype))
+    return jnp.where(kept, rewards - mean, 0.0)
+
+
 def batch_whitened_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],

@@ -210,6 +210,19 @@ FIELD = {
         {**CLIPPED, "mask": "off_policy_negatives"},
         "the threshold is TRL's suggestion; slime's default is 1e-4. The paper's KL is unbiased_reference_kl",
     ),
+    "flash_reinforce": Preset(
+        "FlashREINFORCE",
+        "https://github.com/OpenRLHF/OpenRLHF/pull/1339",
+        "ρA, A = r − mean r of the batch, 0 in completions with a mean KL(μ ‖ π) of a token or another above 0.005;"
+        " mean over completions",
+        {
+            "advantage": "batch_mean",
+            "mask": "sequence_binary_kl",
+            "weight": "importance",
+            "reduction": "sequence_mean_token_mean",
+        },
+        "made for rollout.group_size=1; OpenRLHF's scripts for mixtures of experts have mask={delta: 0.01}",
+    ),
     "mis": Preset(
         "Masked importance sampling",
         "",

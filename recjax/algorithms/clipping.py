@@ -212,6 +212,23 @@ def probability_difference_mask(
     return (up & (moved <= delta)) | (down & (moved >= -delta))
 
 
+def binary_kl(
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """KL(μ ‖ π) of two outcomes, this token or any other: μ log(μ/π) + (1−μ) log((1−μ)/(1−π)), in nats.
+
+    Examples:
+        >>> kl = binary_kl(jnp.log(jnp.array([[0.25]])), jnp.log(jnp.array([[0.5]])))
+        >>> round(float(kl[0, 0]), 4)
+        0.1438
+    """
+    # A token of probability 1 leaves 0 for all other tokens, whose logarithm must stay finite.
+    tiny = jnp.finfo(logprobs.dtype).tiny
+    others, others_before = (jnp.log(jnp.maximum(-jnp.expm1(x), tiny)) for x in (logprobs, behavior_logprobs))
+    before = jnp.exp(behavior_logprobs)
+    return before * (behavior_logprobs - logprobs) + (1 - before) * (others_before - others)
+
+
 def binary_kl_mask(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -221,7 +238,7 @@ def binary_kl_mask(
 ) -> Bool[Array, "batch time"]:
     """False where the token has moved in the direction of the advantage and KL(μ ‖ π) is above δ.
 
-    The KL compares two outcomes, this token or any other: μ log(μ/π) + (1−μ) log((1−μ)/(1−π)), in nats.
+    The KL is that of `binary_kl`.
 
     Args:
         logprobs: log π of each token.
@@ -239,12 +256,7 @@ def binary_kl_mask(
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
-    # A token of probability 1 leaves 0 for all other tokens, whose logarithm must stay finite.
-    tiny = jnp.finfo(logprobs.dtype).tiny
-    others, others_before = (jnp.log(jnp.maximum(-jnp.expm1(x), tiny)) for x in (logprobs, behavior_logprobs))
-    before = jnp.exp(behavior_logprobs)
-    kl = before * (behavior_logprobs - logprobs) + (1 - before) * (others_before - others)
-    near = kl <= delta
+    near = binary_kl(logprobs, behavior_logprobs) <= delta
     return (up & (near | (logprobs <= behavior_logprobs))) | (down & (near | (logprobs >= behavior_logprobs)))
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.algorithms.clipping import binary_kl
 from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
 
@@ -38,6 +39,37 @@ def off_policy_negatives_mask(
     """
     left = -sequence_mean(log_ratio, completion_mask, trajectories) > delta
     return jnp.broadcast_to(~(left & (per_token(advantages) < 0)), log_ratio.shape)
+
+
+def sequence_binary_kl_mask(
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    delta: float = 5e-3,
+) -> Bool[Array, "batch time"]:
+    """False in completions whose mean `binary_kl` is above δ, whatever the sign of the advantage.
+
+    Args:
+        logprobs: log π of each token.
+        behavior_logprobs: log μ of each token.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        delta: largest mean KL δ, in nats per token, 0 or more.
+    Raises:
+        ValueError: a negative δ.
+    Reference: FlashREINFORCE, https://github.com/OpenRLHF/OpenRLHF/pull/1339.
+
+    Examples:
+        >>> before, now = jnp.log(jnp.array([[0.5], [0.5]])), jnp.log(jnp.array([[0.52], [0.9]]))
+        >>> print(sequence_binary_kl_mask(now, before, jnp.array([[True], [True]])))
+        [[ True]
+         [False]]
+    """
+    require(delta >= 0, "delta", delta, "must be 0 or more")
+    kl = sequence_mean(binary_kl(logprobs, behavior_logprobs), completion_mask, trajectories)
+    return jnp.broadcast_to(kl <= delta, logprobs.shape)
 
 
 def sequence_band_mask(

@@ -202,7 +202,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         value = value_of(config, name)
         for condition in held(required):
             yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
-        if must and value is not None:
+        if must and value:  # 0 turns a key off
             relation, _, other = must.rpartition(" ")
             limit = value_of(config, other)
             yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"

@@ -115,12 +115,45 @@ class ModelConfig(_Described):
 
 
 class WarmStartConfig(ConfigBlock):
-    """Supervised training that makes the base policy, on answers of which some hold one mistake."""
+    """Supervised training before the first step: on answers of which some hold one mistake, or on demonstrations."""
 
     steps: Int = key(400, "Optimizer steps", ge=1)
-    batch_size: Int = key(128, "Answers in each step", ge=1)
-    learning_rate: Float = key(2e-3, "Peak learning rate of Adam", ge=0, le=1)
-    wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", ge=0, le=1)
+    batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)
+    learning_rate: Float = key(2e-3, "Peak learning rate of Adam; set it for demonstrations", ge=0, le=1)
+    wrong_fraction: Float = key(
+        0.5, "Share of the answers that hold a mistake", excludes="warm_start.demonstrations", ge=0, le=1
+    )
+    demonstrations: str | None = key(
+        None,
+        ".jsonl, .json or .parquet file of chats in a column `messages`; recjax trains on the assistant's turns",
+        needs="model.path",
+    )
+    held_out: str | None = key(
+        None,
+        "File of chats for the held-out loss; null: recjax holds out a tenth of the demonstrations, at most 256",
+        needs="warm_start.demonstrations",
+    )
+    max_tokens: Int | None = key(
+        None,
+        "Limit of a demonstration's tokens; recjax skips longer ones; null: no limit",
+        needs="warm_start.demonstrations",
+        ge=2,
+    )
+    every: Int = key(
+        50,
+        "Steps between held-out losses, and between states to resume from",
+        needs="warm_start.demonstrations",
+        ge=1,
+    )
+
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """Demonstrations without a learning rate of their own, and log-probs of a policy before them."""
+        shown, experience = self.demonstrations is not None, config.experience
+        problem = "is for small decoders; set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
+        yield shown and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
+        problem = "does not work with warm_start.demonstrations; use current, or export the warm-started model first"
+        initial = experience is not None and experience.missing_logprobs == "initial"
+        yield shown and initial, "experience.missing_logprobs", problem
 
 
 Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")

@@ -206,7 +206,7 @@ class OptimizerConfig(ConfigBlock):
 class TrainingConfig(ConfigBlock):
     """Length of the run, micro-batches and checkpoints."""
 
-    steps: Int = key(100, "Optimizer steps", ge=1)
+    steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0)
     updates_per_batch: Int = key(
         1,
         "Passes over each batch, with one optimizer step on each minibatch; the proximal policy is the policy before"
@@ -256,7 +256,9 @@ class TrainingConfig(ConfigBlock):
         return self.updates_per_batch * self.minibatches
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """Steps to trace that the run does not have, and prompts that minibatches cannot share equally."""
+        """No steps, steps to trace that the run does not have, and prompts that minibatches cannot share equally."""
+        problem = "takes 1 or more, or 0 for a warm start alone; set warm_start.demonstrations"
+        yield self.steps == 0 and not config.demonstrations, "training.steps", problem
         prompts, chosen = config.rollout.prompts_per_step // self.minibatches, self.micro_batch_prompts
         problem = f"must divide the {prompts} prompts of a minibatch (rollout.prompts_per_step / training.minibatches)"
         yield self.minibatches > 1 and chosen and prompts % chosen, "training.micro_batch_prompts", problem
@@ -372,6 +374,11 @@ class Config(ConfigBlock):
             value = value_of(self, name)
             require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
         return self
+
+    @property
+    def demonstrations(self) -> str | None:
+        """The file of demonstrations that the warm start trains on; None if it has none."""
+        return self.warm_start and self.warm_start.demonstrations
 
     @property
     def follows(self) -> bool:

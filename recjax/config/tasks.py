@@ -107,7 +107,15 @@ class OneTask(ConfigBlock):
         None, "First message of every chat; null: the task's own, if it has one", excludes=_MIXTURE
     )
     reward: str | None = key(
-        None, "Name of a built-in reward, or module:function; null: the task's own", excludes=_MIXTURE
+        None,
+        "Name of a built-in reward, module:function, or model:PATH with a sequence classifier's folder or hub name;"
+        " null: the task's own",
+        excludes=_MIXTURE,
+    )
+    reward_device: Literal["auto", "cpu"] = key(
+        "auto",
+        "Device for task.reward = model:PATH; auto: the first accelerator of each process, if it has one",
+        excludes=_MIXTURE,
     )
     reward_weights: dict[str, Float] = key(
         dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
@@ -149,7 +157,11 @@ class OneTask(ConfigBlock):
         problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
         yield plain and self.system_prompt is not None, f"{place}.system_prompt", problem
         name = self.reward_name()
-        yield not (name in GRADERS or ":" in name), f"{place}.reward", f"takes module:function, or one of {_GRADERS}"
+        problem = f"takes module:function, model:PATH, or one of {_GRADERS}"
+        yield not (name in GRADERS or ":" in name), f"{place}.reward", problem
+        unread = self.reward_device != "auto" and not name.startswith("model:")
+        problem = "applies only with task.reward = model:PATH; set it, or remove this key"
+        yield unread, f"{place}.reward_device", problem
         compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
         problem = f"the reward {name} compares completions with answers; name their column, or a reward of your own"
         yield self.file and not self.file.answer_column and compares, f"{place}.file.answer_column", problem

@@ -149,6 +149,18 @@ def batch_logprobs(
 score_batch = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
+def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> Layout:
+    """The layout of a batch whose rows have prompts of their own, for an algorithm that relates no rows.
+
+    Args:
+        tokens: tokens of a micro-batch, if the longest sequence has no more; None: LEAST_TOKENS on each device.
+    """
+    shape, shards = batch.shape, row_shards()
+    tokens = max(tokens or LEAST_TOKENS * shards, shape.longest * shards)
+    rows = row_shape(tokens, shape.longest, 1, shards, shape.rows)
+    return Layout(1, pack(batch, rows, share=decoder.attention != "splash"))
+
+
 def score(
     policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
 ) -> Float[np.ndarray, "batch time"]:
@@ -159,10 +171,7 @@ def score(
         sampling: the distribution that sampled the tokens.
         chunk: token positions whose logits exist at the same time.
     """
-    layout, shape, shards = Layout(), batch.shape, row_shards()
-    if shape.group is None:
-        rows = row_shape(max(LEAST_TOKENS, shape.longest) * shards, shape.longest, 1, shards, shape.rows)
-        layout = Layout(1, pack(batch, rows, share=policy.decoder.attention != "splash"))
+    layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
     return on_host(score_batch(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
 
 

@@ -88,6 +88,36 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     return config, read_params(folder, config)
 
 
+def load_classifier(path: str | Path) -> tuple[DecoderConfig, dict]:
+    """Loads a sequence classifier with one label, as `load_pretrained`; the tree has `score` instead of `head`.
+
+    Raises:
+        ValueError: see `classifier_config` and `load_pretrained`.
+    """
+    folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
+    config, _ = classifier_config(folder)
+    return config, read_params(folder, config, scores=True)
+
+
+def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
+    """The decoder config of a sequence classifier with one label, and its padding token; reads no weights.
+
+    Raises:
+        ValueError: the model is no such classifier, or see `read_config`.
+    """
+    folder = model_folder(path)
+    config, fields = read_config(folder), transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds = fields.architectures or ["none"]
+    if not kinds[0].endswith("ForSequenceClassification") or fields.num_labels != 1:
+        raise ValueError(
+            f"{folder / 'config.json'}: architectures = {kinds} with {fields.num_labels} labels (id2label): a reward"
+            " model has one label, and an architecture such as LlamaForSequenceClassification"
+        )
+    if (tensors := _tensors_of(folder, _written_config(folder))) and "score.weight" not in tensors:
+        raise ValueError(f"{folder} holds no tensor score.weight, which a reward model has; fetch the files again")
+    return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id  # it has no head
+
+
 def pretrained_config(path: str | Path) -> DecoderConfig:
     """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
@@ -260,15 +290,20 @@ def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def read_params(folder: Path, config: DecoderConfig) -> dict:
+def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> dict:
     """Reads the parameter tree from a folder's safetensors files, in float32, sharded on the current mesh.
 
     Tensors move to the devices one at a time, so the host never holds the whole model.
 
+    Args:
+        scores: True for a classifier: adds `score/kernel`, [hidden, 1].
     Raises:
         ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
-    names, fused = tensor_names(config), fused_rows(config)
+    names, fused, leaves = tensor_names(config), fused_rows(config), flatten(abstract_params(config))
+    if scores:
+        names["score/kernel"] = ["score.weight"]
+        leaves["score/kernel"] = jax.ShapeDtypeStruct((config.hidden_size, 1), jnp.float32)
     with contextlib.ExitStack() as stack:
         written, found = _written_config(folder), {}
         is_container = written.get("model_type") in CONTAINERS
@@ -295,7 +330,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
                 stacked = _with_layer(stacked, layer, put_array(tensor(name), *axes[1:]), axes)
             return stacked
 
-        return unflatten({path: read(path, leaf) for path, leaf in flatten(abstract_params(config)).items()})
+        return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -22,6 +22,7 @@ ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
+    (r"score/kernel", ("fsdp", None)),
     (r"layers/(query|key|value|gate|up)/kernel", (None, "fsdp", "tensor")),
     (r"layers/(output|down)/kernel", (None, "tensor", "fsdp")),
     (r"layers/(query|key|value)/bias", (None, "tensor")),

@@ -158,6 +158,6 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
     own = [
         Answered.to(problem, prompts.texts[place], completion.text, completion.sampled_tokens, completion.id)
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
-        for completion in groups[place].completions
+        for one in groups[place].completions
     ]
     return Grades(grading.submit(own), sum(len(group.completions) for group in groups))

@@ -75,7 +75,9 @@ def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
 
 def _reward(config: Config, task: OneTask, function: Callable | None) -> Reward:
     name = task.reward_name()
-    reward = load_reward(name, _chosen_weights(config, task), config.task.overlong_tokens is not None, function)
+    reward = load_reward(
+        name, _chosen_weights(config, task), config.task.overlong_tokens is not None, function, task.reward_device
+    )
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)

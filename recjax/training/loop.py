@@ -90,7 +90,7 @@ def train(
                 evaluated = _evaluated(run, state, "before")
             unusable = run.stored.left_out.items() if run.stored else ()
             left_out = {f"experience/left_out/{reason}": count for reason, count in unusable}
-            run.metrics.write({"step": 0, **evaluated, **left_out})
+            run.metrics.write({"step": 0, **evaluated, **state.totals["warm_start"], **left_out})
             state = _saved(run, state)
         for step in steps:
             run.lock.check()

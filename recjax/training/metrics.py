@@ -49,6 +49,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         phases: "PhaseSeconds | None" = None,
         manager: ocp.CheckpointManager | None = None,
         refuses_impossible: bool = True,
+        remedy: str = "Lower optimizer.learning_rate, or choose an algorithm that clips",
     ):
         """Opens the file; removes rows after `keep_through`, the step of the checkpoint that the run resumes from.
 
@@ -61,11 +62,13 @@ class MetricsWriter(contextlib.AbstractContextManager):
             phases: clock of the run, for the wait for the device.
             manager: the run's checkpoints, which an error names.
             refuses_impossible: whether tokens of probability 0 are an error.
+            remedy: remedy for numbers that are not finite.
         Raises:
             ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
         self._path, self._trackers, self._bar, self._watch = output / "metrics.jsonl", trackers, bar, watch
         self._phases, self._manager, self._refuses_impossible = phases or PhaseSeconds(), manager, refuses_impossible
+        self._remedy = remedy
         self._held: dict[str, Any] | None = None
         self._file = None
         if hosts.is_first():
@@ -139,7 +142,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
         row = row | {name: float(value) for name, value in arrays.items()}
         bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]
-        remedy = "Lower optimizer.learning_rate, or choose an algorithm that clips"
+        remedy = self._remedy
         if not bad and self._refuses_impossible:
             bad = [name for name in row if name.startswith("impossible_tokens/") and row[name]]
             remedy = (

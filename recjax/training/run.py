@@ -38,7 +38,7 @@ from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.run_lock import RunLock
 from recjax.training.tracking import Trackers
 from recjax.training.update import TrainState
-from recjax.training.warm_start import warm_start
+from recjax.training.warm_start import Demonstrations, load_demonstrations, warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Run(NamedTuple):
     phases: the clock of the phases.
     stored: groups of the store that the run trains on.
     others: completions of a store that join the policy's groups, by prompt.
+    demonstrations: chats that the warm start trains on.
     frozen: parameters that are not trained, in the compute dtype.
     initial: trained parameters before the first step, in the compute dtype; None if nothing reads them.
     reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
@@ -72,6 +73,7 @@ class Run(NamedTuple):
     phases: PhaseSeconds
     stored: Stored | None = None
     others: ByPrompt | None = None
+    demonstrations: Demonstrations | None = None
     frozen: dict = {}
     initial: dict | None = None
     reference: dict | None = None
@@ -166,13 +168,14 @@ def initial_policy(
 
     Args:
         policy: the result of `policy_alone`.
-        train: prompts for a warm start; None without one.
+        train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
+            `recjax.training.demonstrations`.
         params: parameters to start from; None: those that `model` describes.
     """
     if params is None:
         with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
             params = load_params(config, policy.decoder.config)
-    if config.warm_start:
+    if config.warm_start and not config.demonstrations:
         params = warm_start(config, policy, params, train)
     if config.model.lora:
         key = jax.random.fold_in(jax.random.key(config.seed), 4)
@@ -209,6 +212,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
+    demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -223,7 +227,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     phases.totals["prepare"] = phases.wall_seconds
     others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
     grading = Grading(config, task.reward)
-    run = Run(config, policy, train, held_out, grading, phases, stored, others, agents=agents)
+    run = Run(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents=agents)
     return run._replace(judge=judge_of(config, run.part_weights)), params
 
 

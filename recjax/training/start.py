@@ -16,6 +16,7 @@ from recjax.cache import cache_folder
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.training import checkpoint, run_lock
+from recjax.training.demonstrations import train_on_demonstrations
 from recjax.training.evaluation import prompts_digest
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
@@ -141,10 +142,11 @@ def begin(
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
+    params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
     run, trained = learner.begin(run, params)
     del params
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
-    totals |= {"config": config.model_dump(), "metrics": None}
+    totals |= {"config": config.model_dump(), "metrics": None, "warm_start": losses}
     totals |= {"kept": prompts_digest(run.train)} if config.task.keep else {}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, trained, None, 0, Queue(), {}, totals)

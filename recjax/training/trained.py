@@ -44,6 +44,7 @@ from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
+from recjax.training.demonstrations import FOLDER
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
 from recjax.training.run import characters, initial_policy, prompts_of
@@ -83,7 +84,14 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
     config = with_start(config) if source in (None, "base") else config
     bare = config.model.model_copy(update={"lora": None, "freeze": []})  # adapters change nothing before training
     if source in (None, "base"):
-        policy, params = _initial(config.model_copy(update={"model": bare}))
+        if config.demonstrations:
+            stage, step = Path(config.output) / FOLDER, config.warm_start.steps
+            if step not in steps_of(stage / "checkpoints"):
+                raise ValueError(f"{stage} holds no finished warm start; train this config first")
+            policy, read_params = checkpoint_reader(stage, config)
+            params = put_params(read_params(step))
+        else:
+            policy, params = _initial(config.model_copy(update={"model": bare}))
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         opened = OpenedPolicy(name, policy, params)
     elif step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
@@ -284,8 +292,9 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
 
 def _initial(config: Config) -> tuple[Policy, dict]:
     """The policy of a config before its first step, with its adapters, and all of its parameters in float32."""
-    policy, task = _without_params(config, config.warm_start is not None)
-    return starting_policy(config, policy, prompts_of(config, policy, task)[0] if config.warm_start else None)
+    on_answers = config.warm_start is not None and not config.demonstrations
+    policy, task = _without_params(config, on_answers)
+    return starting_policy(config, policy, prompts_of(config, policy, task)[0] if on_answers else None)
 
 
 def _without_params(config: Config, reads_problems: bool) -> tuple[Policy, Task]:

@@ -1,4 +1,4 @@
-"""Makes a base policy by supervised training on answers, some of them deliberately wrong."""
+"""Supervised training before a run: on answers, some of them deliberately wrong; demonstrations are only read here."""
 
 import functools
 import hashlib
@@ -6,7 +6,9 @@ import itertools
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +16,42 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from recjax import __version__
+from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, OptimizerConfig, WarmStartConfig
+from recjax.experience.batch import Shape
+from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.files import check_manifest, locked_file, write_manifest
-from recjax.hub.chat_rendering import CHAT_DATE, turn_end
+from recjax.hub.chat_rendering import CHAT_DATE, reads_variable, render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
+from recjax.rollout.requests import Sampled
+from recjax.rollout.trajectory import Trajectory
 from recjax.tasks.prompts import Prompts
+from recjax.tasks.reading import FileRow, read_file, template_of
 from recjax.training.metrics import step_bar
 from recjax.training.update import make_optimizer
 
 logger = logging.getLogger(__name__)
+
+_OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction")  # keys that demonstrations do not need
+_MOST_HELD_OUT = 256  # demonstrations held out if there is no file of held-out demonstrations
+
+
+class Demonstrations(NamedTuple):
+    """Tokenized chats, one completion each: chats to train on, and chats for the held-out loss.
+
+    shape: shape of the batches.
+    digest: checksum of all tokens and masks.
+    """
+
+    train: list[Group]
+    held_out: list[Group]
+    shape: Shape
+    digest: str
 
 
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
@@ -45,6 +68,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on = {key: config.model_dump()[key] for key in ("seed", "model", "task", "warm_start")}
     unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
+    depends_on["warm_start"] = {key: depends_on["warm_start"][key] for key in _OF_ANSWERS}
     # Only values that a chat template sets, so that the digests of all other policies do not change.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
     depends_on |= {key: value for key, value in of_chats.items() if value is not None}
@@ -81,13 +105,17 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     return params
 
 
+def supervised_rates(config: WarmStartConfig) -> np.ndarray:
+    """The learning rate of each step, which falls to 0 as a cosine; the gradient's global norm is clipped at 1."""
+    return np.asarray(optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps)))
+
+
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
     """Trains on (prompt, answer) pairs; a share `wrong_fraction` of the answers is wrong.
 
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
-    rates = np.asarray(optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps)))
     optimizer_state = jax.jit(lambda params: constrain_params(optimizer.init(params)))(params)
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
@@ -98,7 +126,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with step_bar("warm start", config.steps) as bar:
-        for rate in rates:
+        for rate in supervised_rates(config):
             chosen = generator.integers(len(counts), size=config.batch_size)
             if counts.all():
                 wrong = generator.random(config.batch_size) < config.wrong_fraction
@@ -158,3 +186,118 @@ def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch
     rates = {"learning_rate": learning_rate, "clip_norm": 1.0}
     updates, optimizer_state = optimizer.update(gradient, optimizer_state, params, **rates)
     return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss
+
+
+def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None:
+    """Reads and tokenizes the chats of `warm_start.demonstrations`; None if the key is not set.
+
+    All processes of a run must call it, and share the work.
+
+    Raises:
+        ValueError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
+    """
+    if not config.demonstrations:
+        return None
+    settings, held_out = config.warm_start, []
+    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", policy, settings.max_tokens)
+    if settings.held_out is not None:
+        held_out = _tokenized(settings.held_out, "warm_start.held_out", policy, settings.max_tokens)
+    else:
+        order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
+        count = min(len(train) // 10, _MOST_HELD_OUT)
+        train, held_out = ([train[index] for index in sorted(part)] for part in (order[count:], order[:count]))
+    rows = [row for group in (*train, *held_out) for row in group.completions[0].rows]
+    digest = hashlib.sha256()
+    for array in (array for row in rows for array in (row.prompt_tokens, row.tokens, row.mask)):
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    longest = max(len(row.prompt_tokens) + len(row.tokens) for row in rows) - 1
+    return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
+
+
+def _tokenized(path: str, key: str, policy: Policy, most: int | None) -> list[Group]:
+    """The chats of a file as groups, without chats of more than `most` tokens."""
+
+    def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
+        return [demonstration(row, policy) for row in rows]
+
+    found = hosts.shared_out(of_rows, read_file(Path(path), key))
+    lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in found]
+    kept = [group for group, length in zip(found, lengths, strict=True) if most is None or length <= most]
+    if not kept:
+        raise ValueError(f"warm_start.max_tokens = {most}: the shortest chat of {path} has {min(lengths)}; raise it")
+    if len(kept) < len(found):
+        logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(found) - len(kept), len(found), most)
+    return kept
+
+
+def demonstration(row: FileRow, policy: Policy) -> Group:
+    """Tokenizes a chat; the mask is True at the tokens of every assistant turn, with the token that ends the turn.
+
+    Every turn has the tokens that the policy would sample after its prompt: no token spans their boundary. Turns join
+    one row as those of agents do: a turn begins another row if the template drops text of earlier turns.
+
+    Args:
+        row: row of a file with a column `messages`, and maybe `tools` and `chat_template_kwargs`.
+    Raises:
+        ValueError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
+            reply; the message has file, line and reason.
+    """
+    variables, tokenizer = template_of(row), policy.tokenizer
+    try:
+        messages, trajectory = _checked_messages(row.values.get("messages")), Trajectory(tokenizer)
+        if "tools" in variables and not reads_variable(tokenizer, "tools"):
+            raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
+        end = turn_end(tokenizer)
+        ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        chats, replied = ([messages[: place + more] for place in places] for more in (0, 1))
+        prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
+        texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
+        for place, prompt, text in zip(places, prompts, texts, strict=True):
+            reply, found, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
+            if not (text.startswith(prompt) and found):
+                raise ValueError(
+                    f"message {place}: the chat template writes no reply, with an end, after its prompt for this turn;"
+                    " remove the chat, or take a model whose template does"
+                )
+            ids = trajectory.tokens_of(prompt, rendered=True)
+            last = policy.stop_ids[0] if end is None else end
+            tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
+            trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
+        for one in trajectory.rows:
+            check_embedded(tokenizer, np.append(one.prompt_tokens, one.tokens), policy.vocabulary, "messages")
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from error
+    rows = tuple(one._replace(behavior_logprobs=None) for one in trajectory.rows)
+    turns = tuple(itertools.starmap(Turn, trajectory.ends))
+    shown = Completion(row.place, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
+    return Group(row.place, rows[0].prompt_tokens, (shown,), messages)
+
+
+_AFTER = {  # roles that a message may follow; None is the beginning of the chat
+    "system": (None,),
+    "user": (None, "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a row without keys of value null."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages = {messages!r:.80}: takes a list of messages with role and content")
+    before = None
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in _AFTER:
+            raise ValueError(f"message {place}: role = {role!r:.80}: takes {', '.join(_AFTER)}")
+        content = message.get("content")
+        if not (isinstance(content, str) or (role == "assistant" and content is None and message.get("tool_calls"))):
+            raise ValueError(f"message {place}: content = {content!r:.80}: takes text")
+        if before not in _AFTER[role]:
+            where = f"follows a message of role {before}" if before else "begins the chat"
+            raise ValueError(f"message {place}: role = {role!r}: it {where}; correct the order of the messages")
+        before = role
+    if before != "assistant":
+        raise ValueError(f"message {len(messages) - 1}: role = {before!r}: the last message must be the assistant's")
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -154,6 +154,15 @@ def opsm(x, i, t):
     return 0.0 if gone else ppo(x, i, t, x.normalized(i))
 
 
+def flash_reinforce(x, i, t):
+    total = 0.0
+    for u in np.flatnonzero(x.mask[i]):
+        new, old = min(math.exp(x.logprobs[i, u]), 1 - 1e-12), math.exp(x.behavior[i, u])
+        total += old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+    mean = sum(x.rewards[j] for j in x.rows) / len(x.rows)
+    return 0.0 if total / x.lengths[i] > 5e-3 else x.rho(i, t) * (x.rewards[i] - mean)
+
+
 def mis(x, i, t):
     inside = 0.99 <= math.exp(x.sum_log_rho(i) / x.lengths[i]) <= 1.01
     return ppo(x, i, t, x.normalized(i)) if inside else 0.0
@@ -296,6 +305,7 @@ COEFFICIENTS = {
     "kimi_k15": lambda x, i, t: x.centered(i) - 0.1 * x.sum_log_rho(i),
     "kimi_k25": kimi_k25,
     "opsm": opsm,
+    "flash_reinforce": flash_reinforce,
     "mis": mis,
     "m2po": m2po,
     "bapo": bapo,
@@ -317,7 +327,7 @@ COEFFICIENTS = {
     "a3po": from_half_way,
     "on_policy_distillation": lambda x, i, t: x.teacher[i, t] - x.logprobs[i, t],
 }
-MEANS_OF_ROWS = {"gspo", "gspo_token", "gmpo", "sapo"}
+MEANS_OF_ROWS = {"flash_reinforce", "gspo", "gspo_token", "gmpo", "sapo"}
 SUMS_OF_ROWS = {"dr_grpo", "luspo"}
 
 

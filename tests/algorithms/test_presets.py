@@ -215,6 +215,7 @@ OPTIONS = {
     "clip.balanced.step_high": (0.05, 2.0, {"clip": {"positive_share": 0.15, "high": 1.0}}),
     "clip.balanced.positive_share": (0.0, 1.0, {}),
     "mask.off_policy_negatives.delta": (0.5, 0.05, {}),
+    "mask.sequence_binary_kl.delta": (0.005, 0.2, {}),
     "mask.sequence_band.level": ("mean", "product", {"mask": {"low": 0.5, "high": 2.0}}),
     "mask.sequence_band.low": (0.99, 0.3, {}),
     "mask.sequence_band.high": (1.01, 3.0, {}),
@@ -292,7 +293,12 @@ def test_every_option_changes_the_loss(place):
 @pytest.mark.parametrize("axis", AXES)
 def test_every_function_differs_from_the_others_of_its_axis(axis):
     # At the defaults, these leave nothing of the example out.
-    options = {"off_policy_negatives": {"delta": 0.05}, "truncated": {"cap": 1.2}, "banded": {"low": 0.9, "high": 1.3}}
+    options = {
+        "off_policy_negatives": {"delta": 0.05},
+        "sequence_binary_kl": {"delta": 0.02},
+        "truncated": {"cap": 1.2},
+        "banded": {"low": 0.9, "high": 1.3},
+    }
     options |= {"fixed_length": {"length": 3}}
     results, rest = {}, {"anchor": READS_RATIO, "ratio": READS_RATIO, "correction": BETWEEN | READS_RATIO}
     for other in AXES[axis]:

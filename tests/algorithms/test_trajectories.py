@@ -23,6 +23,7 @@ PRESETS = {
     "luspo": {},
     "opmd": {"reduction": {"name": "sequence_mean_token_mean"}},
     "opsm": {"mask": {"delta": 0.1}},
+    "flash_reinforce": {"mask": {"delta": 0.05}},
     "mis": {"mask": {"low": 0.7, "high": 1.4}},
     "m2po": {"mask": {"tau": 0.3}},
     "opo": {},

@@ -195,6 +195,8 @@ def check_weights(reward: Reward, row: Answered) -> None:
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
     """The positional and the named arguments of a call."""
     prompts, completions, answers = ([row[place] for row in rows] for place in range(3))
+    if reward.reads_chats:
+        prompts = [row.chat or row.prompt for row in rows]
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     if lists := _lists_by_position(reward.function):

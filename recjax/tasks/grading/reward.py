@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from recjax.tasks.grading.graders import GRADERS
 
 OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
 TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
+MODEL = "model:"  # beginning of task.reward that names a reward model's folder
 LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
+_REWARD_MODEL = "recjax.tasks.grading.reward_model:RewardModel"  # by name, as it imports JAX
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
 
@@ -38,6 +41,11 @@ class Reward(NamedTuple):
     remote: bytes | None = None
     answer: str = "answers"
 
+    @property
+    def reads_chats(self) -> bool:
+        """True if the function gets prompts as the task has them, text or messages, and not as the policy saw them."""
+        return self.name.startswith(MODEL)
+
 
 class MixedReward(NamedTuple):
     """The rewards of a mixture's tasks, by name. Their parts have no common weights."""
@@ -60,16 +68,19 @@ def load_reward(
     weights: Mapping[str, float] = MappingProxyType({}),
     overlong: bool = False,
     function: Callable | None = None,
+    device: str = "auto",
 ) -> Reward:
     """Loads the reward that `task.reward` names; `task.reward_weights` overrides its default weights.
 
     Args:
-        name: name of a built-in reward, a user's function as module:function, or the `passed_name` of `function`.
+        name: name of a built-in reward, a user's function as module:function, model:PATH, or the `passed_name` of
+            `function`.
         overlong: flag to add the part OVERLONG, with weight 1.
         function: reward function that a program passed to recjax.run; None without one.
+        device: device of a reward model, see `RewardModel`.
     Raises:
-        ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, or
-            the function is missing or cannot be pickled.
+        ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
+            folder has no reward model, or the function is missing or cannot be pickled.
     """
     of_length = {OVERLONG: 1.0} if overlong else {}
     if name.startswith(PYTHON):
@@ -92,7 +103,11 @@ def load_reward(
                 " create what it reads inside the function, or set task.reward to a module:function, which runs here"
             ) from error
     if name not in GRADERS:
-        return Reward(name, user_function("task.reward", name), False, {LENGTH: 0.0, **of_length, **weights})
+        if name.startswith(MODEL):
+            function = pkgutil.resolve_name(_REWARD_MODEL)(name.removeprefix(MODEL), device)
+        else:
+            function = user_function("task.reward", name)
+        return Reward(name, function, False, {LENGTH: 0.0, **of_length, **weights})
     grader = GRADERS[name]
     known = {**grader.weights, LENGTH: 0.0, **of_length}
     check_parts(name, weights, known)

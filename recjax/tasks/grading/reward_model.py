@@ -1,0 +1,98 @@
+"""Rewards from a sequence classifier in a Hugging Face folder, computed by recjax's decoder."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jaxtyping import Array, Bool, Float, Int
+
+from recjax.hub.chat_rendering import render_chats
+from recjax.hub.policy import attention_kernel
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer
+from recjax.hub.weights import classifier_config, load_classifier
+from recjax.models.decoder import Decoder
+from recjax.models.logprobs import last_hidden
+from recjax.models.products import product
+from recjax.models.trainable import in_compute_dtype
+
+_TOKENS, _SHORTEST = 4096, 64  # tokens of a batch, with padding, if its longest text has no more; its shortest rows
+
+
+class RewardModel:
+    """A reward function: the classifier's score of each prompt with its completion, as transformers computes it.
+
+    The classifier's own chat template renders chats, with the completion as the assistant's message; a prompt that is
+    text is the user's message, if there is a template. The first call reads the weights; a copy in another process
+    reads its own.
+    """
+
+    def __init__(self, path: str, device: str = "auto"):
+        """Checks config and tokenizer of a folder or hub name.
+
+        Args:
+            device: auto or cpu, see `task.reward_device`.
+        Raises:
+            ValueError: recjax cannot compute the classifier; the message says why.
+        """
+        self._path, self._device, self._loaded = path, device, None
+        try:
+            self._config, self._pad = classifier_config(path)
+            self._tokenizer = load_tokenizer(path)
+        except ValueError as error:
+            raise ValueError(f"task.reward = 'model:{path}': {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the weights."""
+        return vars(self) | {"_loaded": None}
+
+    def __call__(
+        self, prompts: Sequence[str | list[dict[str, str]]], completions: Sequence[str], answers: Sequence[str]
+    ) -> list[float]:
+        """Scores of the completions; `answers` are not read."""
+        chats = [
+            [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), reply]
+            for prompt, text in zip(prompts, completions, strict=True)
+            for reply in [{"role": "assistant", "content": text}]
+        ]
+        if is_chat := self._tokenizer.chat_template is not None or not all(isinstance(each, str) for each in prompts):
+            texts = render_chats(self._tokenizer, chats, asks=False)
+        else:
+            texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
+        encoded = encode_prompts(self._tokenizer, texts, rendered=is_chat, vocabulary=self._config.vocab_size)
+        order, scores = sorted(range(len(encoded)), key=lambda place: -len(encoded[place])), np.zeros(len(encoded))
+        device = jax.local_devices(backend="cpu" if self._device == "cpu" else None)[0]
+        mesh = jax.make_mesh((1,) * 3, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=[device])
+        with jax.set_mesh(mesh):
+            if self._loaded is None:
+                config, params = load_classifier(self._path)
+                dtype = jnp.dtype("float32" if device.platform == "cpu" else "bfloat16")
+                decoder = Decoder(config, dtype, attention=attention_kernel("auto", config, dtype, device))
+                self._loaded = decoder, in_compute_dtype(decoder, params, copy=False)
+            while order:
+                # Powers of two, so that few programs serve all batches.
+                time = max(_SHORTEST, 2 ** (len(encoded[order[0]]) - 1).bit_length())
+                rows = min(max(1, _TOKENS // time), 2 ** (len(order) - 1).bit_length())
+                chosen, order = order[:rows], order[rows:]
+                tokens, mask = np.zeros((rows, time), np.int32), np.tile(np.arange(time) < 1, (rows, 1))
+                for row, place in enumerate(chosen):
+                    ids = np.array(encoded[place], np.int32)
+                    tokens[row, : len(ids)] = ids
+                    # transformers reads the score at the last token that is no padding, also if the text ends in one.
+                    mask[row, : np.max(np.flatnonzero(ids != self._pad), initial=0) + 1] = True
+                found = _scores(*self._loaded, tokens, mask)
+                scores[chosen] = jax.device_get(found)[: len(chosen)]
+        return scores.tolist()
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def _scores(
+    decoder: Decoder, params: dict, tokens: Int[Array, "rows time"], mask: Bool[Array, "rows time"]
+) -> Float[Array, " rows"]:
+    """The score at the last token in `mask`; later tokens do not matter."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = decoder.apply({"params": params}, tokens, positions, mask)
+    return product("re,ev->rv", last_hidden(hidden, mask), params["score"]["kernel"], jnp.float32)[:, 0]
