@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     def draw_problems(axes: Axes) -> None:
         axes.hist(problems, bins=21, color=GREY)
         axes.axvline(problems.mean(), color=COLORS[1])
-        axes.set(xlabel=f"difference of a problem, mean {problems.mean():+.3f}", ylabel="problems")
+        axes.set(xlabel=f"difference of a problem\nmean {problems.mean():+.3f}", ylabel="problems")
 
     difference, output = f"{metric} − {first}", Path(FLAGS.output)
     table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})

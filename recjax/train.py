@@ -30,7 +30,9 @@ flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
 )
 
-flags.DEFINE_string("device", None, "With --dry_run: device to plan for, such as h100-80, l4-24 or v5e-16.")
+flags.DEFINE_string(
+    "device", None, "With --dry_run: devices to plan for, such as h100-80, h100-80:8, v5e:4x4, v5p-16 or host."
+)
 
 
 @command
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> None:
     # These imports take seconds, so --help and config errors come first.
     from recjax import hosts
     from recjax.cache import keep_compiled_programs
-    from recjax.planning.dry_run import print_dry_run
+    from recjax.planning.dry_run import print_dry_run, warn_of_memory
     from recjax.rollout.generators import require_ray
     from recjax.training.loop import Preempted, train
 
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> None:
     try:
         with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
             require_ray(config)
-            summary = train(config, FLAGS.overwrite)
+            summary = train(config, FLAGS.overwrite, check=warn_of_memory)
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)

@@ -250,7 +250,13 @@ class TrackingConfig(ConfigBlock):
 class Config(ConfigBlock):
     """A whole run."""
 
-    seed: Int = key(0, "Seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
+    seed: Int = key(0, "Seed of data order, sampling and, by default, of the base policy", ge=0, le=2**32 - 1)
+    base_seed: Int | None = key(
+        None,
+        "Seed of the base policy: generated and held-out problems, initial parameters and warm start; null: seed",
+        ge=0,
+        le=2**32 - 1,
+    )
     output: str = key(..., "Folder of the run; a stopped run resumes from it")
     model: ModelConfig = key(ModelConfig)
     task: Annotated[TaskConfig, pydantic.BeforeValidator(named_task)] = key(TaskConfig)
@@ -282,6 +288,11 @@ class Config(ConfigBlock):
             value = value_of(self, name)
             require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
         return self
+
+    @property
+    def seed_of_base(self) -> int:
+        """The seed of the base policy and of the split into train and held-out problems."""
+        return self.seed if self.base_seed is None else self.base_seed
 
     @property
     def follows(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from recjax import hosts
 from recjax.models.decoder import Decoder, abstract_params
@@ -215,7 +215,7 @@ def sampling_mesh(decoder: Decoder) -> Mesh:
 
 # Cached, because a different result for a later batch would make JAX compile all programs again.
 @functools.lru_cache(maxsize=16)
-def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
+def grouped(decoder: Decoder, mesh: Mesh | AbstractMesh, free: int | None = None) -> Mesh | AbstractMesh:
     """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
 
     Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are
@@ -231,7 +231,13 @@ def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
     for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        found = Mesh(mesh.devices.reshape(-1, 1, size), mesh.axis_names, mesh.axis_types)
+        axes = mesh.axis_names, mesh.axis_types
+        is_abstract = isinstance(mesh, AbstractMesh)
+        found = (
+            AbstractMesh((mesh.size // size, 1, size), *axes)
+            if is_abstract
+            else Mesh(mesh.devices.reshape(-1, 1, size), *axes)
+        )
         needed = bytes_on_device(laid_out_by_rules(found, weights))
         if needed <= WEIGHTS_SHARE * free:
             break

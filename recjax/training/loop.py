@@ -50,7 +50,12 @@ class Preempted(Exception):
 
 
 def train(
-    config: Config, overwrite: bool = False, *, sources: Callable | None = None, learner: Learner | None = None
+    config: Config,
+    overwrite: bool = False,
+    *,
+    sources: Callable | None = None,
+    learner: Learner | None = None,
+    check: Callable[[Run], None] = lambda run: None,
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
 
@@ -60,6 +65,7 @@ def train(
         overwrite: delete the run that the folder holds.
         sources: function from the run to the `Source` of its groups; None: `source_of`, which reads the config.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
+        check: function of the run that is called before the first evaluation or step.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: the config drops all groups that are sampled, or a generator dies repeatedly.
@@ -67,6 +73,7 @@ def train(
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     with open_run(config, overwrite, sources, learner) as (run, state), contextlib.ExitStack() as stack:
+        check(run)
         config, first, last = run.config, state.step + 1, run.config.training.steps
         traced, folder = config.training.profile_steps, Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
