@@ -67,7 +67,7 @@ def test_a_page_opens_where_something_is_seen_compares_and_unfolds_a_trajectory(
     assert "step 2 · group" in shown and "step 3 · group" not in shown
     runs = [{"name": name, "about": "about", "rows": rows} for name in ("first", "second")]
     shown = displayed(tmp_path, runs)
-    assert "step first, 2 · group" in shown and "step second, 2 · group" in shown and "pair" in shown
+    assert "first, step 2 · group" in shown and "second, step 2 · group" in shown and "pair" in shown
     turns = {"turns": [1, 2], "turn_rewards": [0.25, 0.5], "contexts": {"1": "cut"}, "chosen": [1, 1]}
     script = "document.querySelector('article button').click()"
     shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": [ROW | turns]}], script)

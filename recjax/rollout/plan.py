@@ -231,13 +231,9 @@ def grouped(decoder: Decoder, mesh: Mesh | AbstractMesh, free: int | None = None
     for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        axes = mesh.axis_names, mesh.axis_types
+        lengths, axes = (mesh.size // size, 1, size), (mesh.axis_names, mesh.axis_types)
         is_abstract = isinstance(mesh, AbstractMesh)
-        found = (
-            AbstractMesh((mesh.size // size, 1, size), *axes)
-            if is_abstract
-            else Mesh(mesh.devices.reshape(-1, 1, size), *axes)
-        )
+        found = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
         needed = bytes_on_device(laid_out_by_rules(found, weights))
         if needed <= WEIGHTS_SHARE * free:
             break

@@ -81,9 +81,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
     turns = {
         "turns": [starts[turn.row] + turn.end for turn in completion.turns],
         "turn_rewards": list(grade.turns),
-        "contexts": {
-            start: tokenizer.decode(row.prompt_tokens) for start, row in zip(starts[1:], rows[1:], strict=False)
-        },
+        "contexts": {starts[place]: tokenizer.decode(rows[place].prompt_tokens) for place in range(1, len(rows))},
     }
     return {
         "step": step,
