@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 from rich.table import Table
 
 from recjax import hosts
@@ -23,7 +23,7 @@ from recjax.experience.packing import shape_for
 from recjax.experience.stored import stored_per_batch
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
-from recjax.models.placement import bytes_on_device, laid_out_by_rules
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules
 from recjax.models.trainable import combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
@@ -118,7 +118,7 @@ def memory_items(
     config: Config,
     model: Model,
     prompt_tokens: int | None,
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     usable: float | None = None,
     remats: Sequence[str] = (),
 ) -> tuple[list[Item], dict[str, int]]:
@@ -140,9 +140,7 @@ def memory_items(
     return items + sampling_items(config, model, prompt_tokens, mesh, free) + update, activations
 
 
-def sampling_items(
-    config: Config, model: Model, prompt_tokens: int, mesh: Mesh | AbstractMesh, free: int | None
-) -> list[Item]:
+def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None) -> list[Item]:
     """Memory of sampling, for the larger of training's and evaluation's batches."""
     decoder, shape, prompts = model.decoder, model.decoder.config, config.rollout.prompts_per_step
     rows, longest, size = (
@@ -172,7 +170,7 @@ def sampling_items(
 
 
 def update_items(
-    config: Config, model: Model, prompt_tokens: int, mesh: Mesh | AbstractMesh, remats: Sequence[str] = ()
+    config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, remats: Sequence[str] = ()
 ) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
     shape, shards = programs.minibatch_shape(config, prompt_tokens), mesh.shape["data"] * mesh.shape["fsdp"]

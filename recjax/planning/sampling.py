@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from recjax.config import Config
 from recjax.models.decoder import Decoder
-from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
+from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.rollout import decoding, keys_values
 from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
@@ -43,7 +43,7 @@ class SamplingPlan(NamedTuple):
         moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: AnyMesh
     engine: EnginePlan
     prompts: int
     moved: int
@@ -64,9 +64,7 @@ def most_completions(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def sampling_of(
-    config: Config, decoder: Decoder, mesh: Mesh | AbstractMesh, prompt_tokens: int, free: int
-) -> SamplingPlan:
+def sampling_of(config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: int, free: int) -> SamplingPlan:
     """The plan for the larger of training's and evaluation's batches.
 
     Args:

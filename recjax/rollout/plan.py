@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from recjax import hosts
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.models.placement import bytes_on_device, laid_out_by_rules, row_shards
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import in_compute_dtype
 
 ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
@@ -215,7 +215,7 @@ def sampling_mesh(decoder: Decoder) -> Mesh:
 
 # Cached, because a different result for a later batch would make JAX compile all programs again.
 @functools.lru_cache(maxsize=16)
-def grouped(decoder: Decoder, mesh: Mesh | AbstractMesh, free: int | None = None) -> Mesh | AbstractMesh:
+def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh:
     """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
 
     Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from recjax.config import MeshConfig
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.placement import AnyMesh
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = None) -> Mesh | AbstractMesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = None) -> AnyMesh:
     """A mesh with the axes "data", "fsdp" and "tensor", to be activated with `jax.set_mesh`.
 
     Args:
@@ -36,7 +37,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
     return AbstractMesh(shape, **axes) if is_absent else jax.make_mesh(shape, **axes, devices=list(devices))
 
 
-def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
+def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     """Raises if a mesh would split attention heads or leave devices without a part of the weights.
 
     Vocabularies, key and value heads and adapter ranks are not checked: recjax does not split them if they do not fit.
