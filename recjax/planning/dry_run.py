@@ -196,7 +196,7 @@ def update_items(
     gradients = bytes_on_device(laid_out_by_rules(mesh, model.trained))
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),
-        Item("update", "activations", f"{kept}: {contents} a device", activations[config.model.remat]),
+        Item("update", "activations", f"{kept}: {contents}", activations[config.model.remat]),
         Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {split} × 4 B", 16 * chunk * split),
     ]
     return items, {remat: activations[remat] for remat in remats}
