@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -116,7 +116,10 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     Raises:
         ValueError: no pairs, or runs of a side that cannot be told apart.
     """
-    sides = [[_settings(folder) for folder in folders] for folders in (first, second)]
+    files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
+    read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]
+    flat = [[flatten_dict(content, sep=".").items() for content in contents] for contents in read]
+    sides = [[{key: value for key, value in pairs if key not in _UNRELATED} for pairs in side] for side in flat]
     keys = sorted({key for side in sides for settings in side for key in settings})
     values = {key: [{str(settings.get(key)) for settings in side} for side in sides] for key in keys}
     varying = [key for key in keys if key != "seed" and min(map(len, values[key])) > 1]
@@ -168,9 +171,3 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
 
     differences = [by_problem(theirs) - by_problem(ours) for ours, theirs in pairs]
     return pd.concat(differences, axis=1).dropna().mean(axis=1).to_numpy()
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """The dotted keys of a folder's config.yaml and their values, without those that say where a policy is."""
-    content = read_yaml_file(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-    return {key: value for key, value in flatten_dict(content, sep=".").items() if key not in _UNRELATED}

@@ -28,7 +28,7 @@ from recjax.models.trainable import combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions, sampling_of
-from recjax.planning.targets import ACCELERATORS, GIB, Accelerator, device_memory, named_devices
+from recjax.planning.targets import ACCELERATORS, GIB, Devices, device_memory, named_devices
 from recjax.rollout.plan import key_value_bytes, score_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
@@ -62,15 +62,6 @@ class DryRun(NamedTuple):
     checkpoint_bytes: int | None = None
     staleness: Sequence[int] = ()
     mesh: AbstractMesh | None = None
-
-
-class Devices(NamedTuple):
-    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None if their speed is not known."""
-
-    name: str
-    count: int
-    usable: float
-    kind: Accelerator | None
 
 
 def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
@@ -129,10 +120,8 @@ def memory_items(
         usable: bytes of each device, which limit the number of slots; None: every completion has a slot.
     """
     arrays = resident_arrays(config, model).items()
-    sizes = [
-        ("always", name, part.formula, bytes_on_device(laid_out_by_rules(mesh, part.tree))) for name, part in arrays
-    ]
-    items = [Item(*size) for size in sizes if size[-1]]
+    sizes = {name: bytes_on_device(laid_out_by_rules(mesh, part.tree)) for name, part in arrays}
+    items = [Item("always", name, part.formula, sizes[name]) for name, part in arrays if sizes[name]]
     if not prompt_tokens:
         return items, {}
     free = None if usable is None else int(usable) - sum(item.bytes for item in items)
@@ -187,9 +176,13 @@ def update_items(
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
         inputs = [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask]
     chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
-    split = vocabulary // mesh.shape["tensor"] if vocabulary % mesh.shape["tensor"] == 0 else vocabulary
-    own = _share_of_heads(config, model, mesh.shape["tensor"])
-    activations = {remat: _activations(config, own, inputs, remat) for remat in {config.model.remat, "none", *remats}}
+    tensor, part, whole = mesh.shape["tensor"], model, model.decoder.config
+    split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
+    if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
+        names = ("num_heads", "num_kv_heads", "intermediate_size")
+        shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
+        part = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
+    activations = {remat: _activations(config, part, inputs, remat) for remat in {config.model.remat, "none", *remats}}
     layer = activations["none"] // model.decoder.config.num_layers
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
@@ -200,16 +193,6 @@ def update_items(
         Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {split} × 4 B", 16 * chunk * split),
     ]
     return items, {remat: activations[remat] for remat in remats}
-
-
-def _share_of_heads(config: Config, model: Model, tensor: int) -> Model:
-    """The model with a device's share of heads and MLP units; the whole model if the heads cannot be shared equally."""
-    shape = model.decoder.config
-    if tensor == 1 or shape.num_kv_heads % tensor:
-        return model
-    names = ("num_heads", "num_kv_heads", "intermediate_size")
-    shape = dataclasses.replace(shape, **{name: getattr(shape, name) // tensor for name in names})
-    return Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
 
 
 def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str) -> int:
@@ -273,19 +256,13 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
     """Prints a dry run and returns its exit status: 0, or 2 for an invalid config, with the reason on standard error.
 
     Args:
-        device: name of devices to plan for instead of one of this machine's: "host", a name in ACCELERATORS, or a
-            topology; see `recjax.planning.targets.named_devices`.
+        device: name of devices to plan for, for `recjax.planning.targets.named_devices`; None: one of this machine's.
     """
     try:
-        config, devices = load_config(path, overrides), None
-        if device == "host":
-            devices = Devices(device, jax.local_device_count(), device_memory(), None)
-        elif device:
-            kind, number = named_devices(device)
-            devices = Devices(device, number, kind.usable_bytes, kind)
-            if config.model.dtype == "auto":
-                dtype = "bfloat16" if kind.has_bfloat16 else "float32"
-                config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        config, devices = load_config(path, overrides), named_devices(device) if device else None
+        if devices and devices.kind and config.model.dtype == "auto":
+            dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
+            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         result = dry_run(config, devices)
         show_dry_run(config, result)
         if phases := _in_phases(result.memory):

@@ -115,6 +115,15 @@ class Target(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
+class Devices(NamedTuple):
+    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None if their speed is not known."""
+
+    name: str
+    count: int
+    usable: float
+    kind: Accelerator | None
+
+
 def named_slice(name: str) -> str:
     """The slice, such as "v5p:2x2x2", for Google's name of it, such as "v5p-16"; another name unchanged.
 
@@ -124,26 +133,27 @@ def named_slice(name: str) -> str:
     if name in ACCELERATORS or generation not in CHIPS or not number.isdecimal():
         return name
     chips = int(number) / (2 if CHIPS[generation].slices is CUBIC else 1)
-    return next((f"{generation}:{one}" for one in CHIPS[generation].slices if _chips(one) == chips), name)
+    return next(
+        (f"{generation}:{one}" for one in CHIPS[generation].slices if math.prod(map(int, one.split("x"))) == chips),
+        name,
+    )
 
 
-def _chips(shape: str) -> int:
-    return math.prod(map(int, shape.split("x")))
-
-
-def named_devices(name: str) -> tuple[Accelerator, int]:
-    """The accelerator of a name in ACCELERATORS or of a topology's name (see `load_target`), and their number.
+def named_devices(name: str) -> Devices:
+    """The devices of "host", of a name in ACCELERATORS, or of a topology's name (see `load_target`).
 
     Raises:
         ValueError: an unknown name.
     """
+    if name == "host":
+        return Devices(name, jax.local_device_count(), device_memory(), None)
     generation, _, shape = named_slice(name).partition(":")
+    kind, count = name if name in ACCELERATORS else _gpu_kind(generation), shape or "1"
     if generation in CHIPS and shape in CHIPS[generation].slices:
-        return ACCELERATORS[CHIPS[generation].accelerator], _chips(shape)
-    kind = name if name in ACCELERATORS else _gpu_kind(generation)
-    if kind and shape in ("", *map(str, COUNTS)):
-        return ACCELERATORS[kind], int(shape or 1)
-    raise ValueError(f"--device {name!r} is unknown; give one of {', '.join(ACCELERATORS)}; or {_topologies()}")
+        kind, count = CHIPS[generation].accelerator, math.prod(map(int, shape.split("x")))
+    elif kind is None or count not in map(str, COUNTS):
+        raise ValueError(f"--device {name!r} is unknown; give host, one of {', '.join(ACCELERATORS)}, {_topologies()}")
+    return Devices(name, int(count), ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
 
 
 def _topologies() -> str:

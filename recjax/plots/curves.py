@@ -52,8 +52,15 @@ def draw_curves(
                 chosen = table[(table[lines] == line) & (table[columns] == place)].dropna(subset=[metric])
                 if chosen.empty:
                     continue
-                style = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS) % len(STYLES)]}
-                _draw_mean(axes, chosen, metric, label=names.get(line, line), **style)
+                values = chosen.pivot_table(metric, [*chosen.select_dtypes(exclude="number")], "step")  # a row a run
+                known, runs = values.notna().to_numpy(float), len(values)
+                weights = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), 999)
+                with np.errstate(invalid="ignore"):  # a resample may have no run with this step
+                    means = (weights @ values.fillna(0.0).to_numpy()) / (weights @ known)
+                low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
+                color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
+                axes.fill_between(values.columns, low, high, color=color, alpha=0.15, lw=0)
+                axes.plot(values.columns, values.mean(), color=color, ls=style, lw=1.4, label=names.get(line, line))
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
@@ -64,30 +71,10 @@ def draw_curves(
         panels[-1, column].set_xlabel("optimizer step")
     for axes, draw in zip(panels.flat[len(metrics) * len(across) :], more, strict=False):
         draw(axes)
-    handles = {
-        line.get_label(): line
-        for axes in panels.flat
-        for line in axes.get_lines()
-        if not line.get_label().startswith("_")
-    }
+    curves = [line for axes in panels.flat for line in axes.get_lines() if line.get_label()[0] != "_"]
+    handles = {line.get_label(): line for line in curves}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))
     return finish(figure)
-
-
-def _draw_mean(axes: Axes, table: pd.DataFrame, metric: str, **style) -> None:
-    """The mean of a metric over runs at each step, with the bootstrap band of the mean over runs.
-
-    Args:
-        table: rows of the runs, which differ in a column that holds no numbers.
-    """
-    values = table.pivot_table(metric, [*table.select_dtypes(exclude="number")], "step")
-    known, count = values.notna().to_numpy(float), len(values)
-    weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 999)
-    with np.errstate(invalid="ignore"):  # a resample may have no run with this step
-        means = (weights @ values.fillna(0.0).to_numpy()) / (weights @ known)
-    low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
-    axes.fill_between(values.columns, low, high, color=style["color"], alpha=0.15, lw=0)
-    axes.plot(values.columns, values.mean(), lw=1.4, **style)
 
 
 def _scale(axes: Axes, metric: str) -> None:

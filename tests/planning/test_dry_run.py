@@ -17,7 +17,6 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
 from recjax.planning import dry_run as planning
 from recjax.planning.dry_run import (
-    Devices,
     compact,
     count,
     dry_run,
@@ -28,7 +27,7 @@ from recjax.planning.dry_run import (
     warn_of_memory,
 )
 from recjax.planning.programs import batch_arrays
-from recjax.planning.targets import ACCELERATORS, device_memory
+from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
 from recjax.training.mesh import make_mesh
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
@@ -289,11 +288,6 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, overrid
     assert print_dry_run(path, ["output=x"]) == 0
 
 
-def on(name, number):
-    kind = ACCELERATORS[name]
-    return Devices(f"{name}:{number}", number, kind.usable_bytes, kind)
-
-
 @pytest.mark.slow
 def test_a_mesh_splits_the_memory(tiny, capsys):
     wide = "{hidden_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}"
@@ -301,7 +295,7 @@ def test_a_mesh_splits_the_memory(tiny, capsys):
     options += ["training.micro_batch_prompts=8"]
     whole = memory(dry_run(tiny(*options)))
     config = tiny(*options, "mesh.fsdp=2", "mesh.tensor=2")
-    result = dry_run(config, on("h100-80", 4))
+    result = dry_run(config, named_devices("h100:4"))
     split = memory(result)
     halves = ("trained parameters", "optimizer's state", "gradients: their sum, a micro-batch's")
     for name in halves:  # the vocabulary is odd, and norms are on all devices
@@ -311,9 +305,9 @@ def test_a_mesh_splits_the_memory(tiny, capsys):
     show_dry_run(config, result)
     assert "memory of each of 4 devices: data 1 × fsdp 2 × tensor 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mesh: data 1, fsdp 2, tensor 2: 4 does not equal the number of devices, 8"):
-        dry_run(config, on("h100-80", 8))
+        dry_run(config, named_devices("h100:8"))
     with pytest.raises(ValueError, match="mesh.fsdp = 64 does not divide the model's 32 units of the stream"):
-        dry_run(tiny(*options, "mesh.fsdp=64"), on("h100-80", 64))
+        dry_run(tiny(*options, "mesh.fsdp=64"), named_devices("h100:64"))
 
 
 @pytest.fixture
@@ -324,17 +318,25 @@ def untraced(monkeypatch):
 
 def test_the_least_time_of_a_step_is_work_over_peak_speed(tiny, untraced):
     config = tiny("model.dtype=float32")
-    result, layer = dry_run(config, on("v5e-16", 1)), 16 * (2 * (2 + 1) * 8 + 3 * 32)  # weights of the only layer
+    result, layer = (
+        dry_run(config, named_devices("v5e-16")),
+        16 * (2 * (2 + 1) * 8 + 3 * 32),
+    )  # weights of the only layer
     vocabulary, prompt = result.model.decoder.config.vocab_size, result.prompt_tokens
     head, tokens, pairs = 16 * vocabulary, prompt + 4 * 3, prompt**2 / 2 + 4 * 3 * (prompt + 1.5)
     forward = 2 * (layer * tokens + head * 4 * 3) + 4 * 2 * 8 * pairs  # one prompt, four completions of three tokens
-    seconds = least_seconds(config, result, on("v5e-16", 1))
+    seconds = least_seconds(config, result, named_devices("v5e-16"))
     np.testing.assert_allclose(seconds["an update"], 3 * 4 * forward / 197e12, rtol=1e-6)
     read = 3 * (4 * (layer + head) + 4 * 2 * 1 * 8 * 4 * (prompt + 4 * 1.5))  # for each token, weights and four caches
     np.testing.assert_allclose(seconds["sampling a batch"], read / 819e9, rtol=1e-6)
-    eight = dry_run(tiny("model.dtype=float32", "rollout.prompts_per_step=8"), on("v5e-16", 8))
-    assert least_seconds(config, eight, on("v5e-16", 8))["an update"] == pytest.approx(seconds["an update"] / 8)
-    assert least_seconds(tiny("training.minibatches=2"), result, on("v5e-16", 1))["an update"] < seconds["an update"]
+    eight = dry_run(tiny("model.dtype=float32", "rollout.prompts_per_step=8"), named_devices("v5e:2x4"))
+    assert least_seconds(config, eight, named_devices("v5e:2x4"))["an update"] == pytest.approx(
+        seconds["an update"] / 8
+    )
+    assert (
+        least_seconds(tiny("training.minibatches=2"), result, named_devices("v5e-16"))["an update"]
+        < seconds["an update"]
+    )
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, package_logger, untraced, monkeypatch):
