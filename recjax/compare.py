@@ -94,7 +94,8 @@ def main(argv: list[str]) -> None:
     if len(problems) > 1:
         told = f"{words} at the latest evaluation"
         print(verdict(told, problems, "problems", first, second), "This holds for these runs; other seeds may differ.")
-    print(*(f"differs: {setting}" for setting in changed), sep="\n")
+    for setting in changed:
+        print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:
         axes.hist(problems, bins=21, color=GREY)

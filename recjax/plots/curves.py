@@ -60,7 +60,8 @@ def draw_curves(
                 low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
                 color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
                 axes.fill_between(values.columns, low, high, color=color, alpha=0.15, lw=0)
-                axes.plot(values.columns, values.mean(), color=color, ls=style, lw=1.4, label=names.get(line, line))
+                form = {"color": color, "ls": style, "lw": 1.4, "marker": "o" if len(values.columns) == 1 else ""}
+                axes.plot(values.columns, values.mean(), label=names.get(line, line), **form)
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
