@@ -76,8 +76,8 @@ def main(argv: list[str]) -> None:
     save_figure(draw_curves(drawn, lines, "panel", shown), output)
 
     finals = final(table)
-    last = "held-out accuracy, mean of the last three evaluations"
-    rows = Table(*axes, "runs", last, f"minus {against}, paired", title=f"{len(finals)} runs; 95 % intervals")
+    title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"
+    rows = Table(*axes, "runs", "held-out accuracy", f"minus {against}, paired", title=title)
     for settings, values in finals.groupby(axes, sort=False):
         chosen = dict(zip(axes, settings, strict=True))
         where = {axis: [value] for axis, value in chosen.items() if axis != lines}

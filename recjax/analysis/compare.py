@@ -76,9 +76,9 @@ def sign_flip_p(differences: np.ndarray) -> float:
 def in_words(differences: np.ndarray, of: str = "pairs") -> str:
     """The mean of paired differences, with its interval and test if there are at least two."""
     if len(differences) < 2:
-        return f"{differences.mean():+.3f}, 1 pair"
+        return f"{differences.mean():.3f}, 1 pair"
     mean, low, high, count = estimate(differences)
-    return f"{mean:+.3f} (95 %: {low:+.3f} to {high:+.3f}), p = {sign_flip_p(differences):.2g}, {count} {of}"
+    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {of}"
 
 
 def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:
@@ -146,10 +146,10 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:
-    """Differences B − A of each held-out problem in the latest evaluations, mean over pairs of folders.
+    """Differences B − A of each held-out problem in the latest evaluations, mean over the pairs that have it.
 
     A problem's number is the mean over its completions. Problems are the same if question and answer are; the result is
-    empty without problems that all folders share, or without this metric of single completions.
+    empty without problems that both folders of a pair have, or without this metric of single completions.
     """
     kind, _, name = metric.partition("/")
     column = {"accuracy": "accurate", "completion_length": "tokens"}.get(name, name)
@@ -170,4 +170,4 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
         return rows[column].astype(float).groupby([rows["question"].astype(str), rows["answer"].astype(str)]).mean()
 
     differences = [by_problem(theirs) - by_problem(ours) for ours, theirs in pairs]
-    return pd.concat(differences, axis=1).dropna().mean(axis=1).to_numpy()
+    return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy()
