@@ -26,7 +26,7 @@ if __name__ == "__main__":
             output = f"{folder}/{algorithm}/{seed}"
             settings = [f"output={output}", f"algorithm.preset={algorithm}", f"seed={seed}", "base_seed=0"]
             if not Path(output, "summary.json").exists():
-                train(load_config(BASE, ["regime.offline=true", "training.steps=200", *overrides, *settings]))
+                train(load_config(BASE, ["training.steps=200", *overrides, *settings]))
     first, second = (f"{folder}/{algorithm}" for algorithm in ALGORITHMS)
     figure, page = f"{folder}/verdict.png", f"{folder}/samples.html"
     subprocess.run([sys.executable, "-m", "recjax.compare", first, second, "--output", figure], check=True)
