@@ -1,6 +1,8 @@
 """recjax: off-policy reinforcement learning of language models in JAX (arXiv 2509.24203)."""
 
+import glob
 import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -9,6 +11,13 @@ if dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").start
     from recjax.host_memory import prepare_host_memory
 
     prepare_host_memory()  # in commands, before JAX starts threads
+
+# libtpu, which compile_check needs on machines without a TPU, would take time there in every process that uses JAX, and
+# would write messages. These are the device files of TPUs, NVIDIA's GPUs and AMD's GPUs.
+_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")
+if "JAX_FORCE_TPU_INIT" not in os.environ and importlib.util.find_spec("libtpu"):
+    if not any(glob.glob(pattern) for pattern in _DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Without this, transformers reports at every start that torch is missing; recjax needs only its tokenizers and configs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -30,6 +30,7 @@ from recjax.experience.store import Record
 from recjax.experience.tokenize import tokenized
 from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
+from recjax.planning.dry_run import warn_of_memory
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.generators import require_ray
 from recjax.rollout.plan import power_of_two
@@ -86,7 +87,7 @@ def run(
     require_ray(config)
     if overwrite or not is_finished(config):
         try:
-            train(config, overwrite, reward=reward, on_step=on_step)
+            train(config, overwrite, reward=reward, on_step=on_step, check=warn_of_memory)
         except Preempted as stopped:
             if stopped.signal != STOPPED:
                 raise

@@ -117,7 +117,8 @@ def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
     evaluation = {"problems", "samples", "temperature", "top_k", "top_p", "min_p"}
-    keys = {"seed": True, "task": True, "rollout": rollout | {"long_prompts", "stop"}, "evaluation": evaluation}
+    whole = dict.fromkeys(("seed", "base_seed", "task"), True)
+    keys = whole | {"rollout": rollout | {"long_prompts", "stop"}, "evaluation": evaluation}
     given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
         **{name: value for name, value in given.items() if value},

@@ -205,7 +205,8 @@ def _name(config: Config, run: str | None, version: int) -> str:
     depends_on: dict[str, Any] = config.model_dump()
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
-    depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
+    held = {} if config.base_seed is None else {"base_seed": config.base_seed}
+    depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version} | held
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

@@ -4,8 +4,9 @@
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
 The source is folders of runs (one line each), a sweep file, or a Parquet table that --table wrote. In a sweep, each
-value of the --lines axis is a line. A band spans the lowest to the highest seed. Each combination of the remaining axes
-is a panel.
+value of the --lines axis is a line, with the 95 % bootstrap interval of its mean over seeds as a band. Each combination
+of the remaining axes is a panel. Figure and table also show each line's differences from the line --against, paired by
+seed and all other settings.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from absl import flags
 from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
-from recjax.analysis.compare import final
+from recjax.analysis.compare import estimate, final, in_words, minus_line, paired_values
 from recjax.console import command, plain_console, start
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--lines {lines!r}: unknown axis; name one of {', '.join(axes)}")
     if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
         raise ValueError(f"--metrics {unknown[0]!r}: unknown metric; name some of {', '.join(COLUMNS)}")
-    metrics = [metric for metric in FLAGS.metrics if table[metric].notna().any()]
+    metrics = [metric for metric in FLAGS.metrics if metric in table and table[metric].notna().any()]
     if not metrics:
         raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have no values of these metrics yet")
     if FLAGS.table:
@@ -64,15 +65,27 @@ def main(argv: list[str]) -> None:
             table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
+    compared = list(dict.fromkeys(table[lines]))
+    against = FLAGS.against or compared[0]
+    if against not in compared:
+        raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
+    difference, drawn = f"{metrics[0]} − {against}", table.assign(panel=panels)
+    drawn[difference] = minus_line(table, lines, against, metrics[0])
+    shown = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"
-    save_figure(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
+    save_figure(draw_curves(drawn, lines, "panel", shown), output)
 
     finals = final(table)
-    shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")
+    title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"
+    rows = Table(*axes, "runs", "held-out accuracy", f"minus {against}, paired", title=title)
     for settings, values in finals.groupby(axes, sort=False):
-        spread = f" ({values.min():.3f}–{values.max():.3f})" if len(values) > 1 else ""
-        shown.add_row(*settings, str(len(values)), f"{values.mean():.3f}{spread}")
-    plain_console().print(shown)
+        chosen = dict(zip(axes, settings, strict=True))
+        where = {axis: [value] for axis, value in chosen.items() if axis != lines}
+        pairs = paired_values(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
+        spread = " ({1:.3f} to {2:.3f})".format(*estimate(values.to_numpy())) if len(values) > 1 else ""
+        cells = f"{values.mean():.3f}{spread}", in_words(pairs) if len(pairs) else ""
+        rows.add_row(*settings, str(len(values)), *cells)
+    plain_console().print(rows)
     print(f"figure: {output}")
 
 
@@ -85,6 +98,7 @@ if __name__ == "__main__":
         "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
         "Metrics to draw, a panel each; recjax skips metrics without values.",
     )
+    flags.DEFINE_string("against", None, "Line that the differences are from; default: the first.")
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
     flags.DEFINE_bool("smoke", False, "Draw the runs of the sweep file's smoke block.")

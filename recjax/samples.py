@@ -1,10 +1,10 @@
 """Writes an HTML page with completions that a run's model wrote in training.
 
-    python -m recjax.samples RUN [--output FILE.html]
+    python -m recjax.samples RUN [OTHER_RUN] [--output FILE.html]
 
 A run keeps completions of some batches; `samples` in its config sets how many. The page shows their groups step by
-step, with rewards. For each token it shows the probability, the ratio, and marks for clipped and masked tokens. The
-page is a single file and needs no network.
+step, with rewards, two steps or two runs side by side, and each trajectory turn by turn. For each token it shows the
+probability, the ratio, and marks for clipped and masked tokens. The page is a single file and needs no network.
 """
 
 from collections.abc import Sequence
@@ -35,45 +35,47 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:
+def sample_page(runs: Sequence[dict[str, Any]]) -> str:
     """The page; texts of prompts and completions reach it as data and are never read as HTML.
 
     Args:
-        name: name of the run.
-        about: description of the run in a few words.
-        rows: as `recjax.training.kept_samples` writes them, in order of steps.
+        runs: one or two runs, each with `name`, `about` (a description in a few words), and `rows` as
+            `recjax.training.kept_samples` writes them, in order of steps.
     """
-    data = json_text({"name": name, "about": about, "rows": list(rows)}, ensure_ascii=False)
+    data = json_text(list(runs), ensure_ascii=False)
     # "<" would end the element that holds the data, were it of "</script>".
     data = data.replace("<", "\\u003c")
     template = files("recjax.plots").joinpath("sample_page.html").read_text(encoding="utf-8")
     return template.replace("{{data}}", data)
 
 
-def write_page(run: Path, output: Path) -> int:
+def write_page(runs: Sequence[Path], output: Path) -> int:
     """Writes the page and returns the number of completions on it.
 
     Raises:
-        ValueError: `run` is not a training run or has no kept completions, or the page cannot be written.
+        ValueError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
-    config, rows = run_config(run), kept_rows(run)
-    steps = len({row["step"] for row in rows})
-    about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
-    write_whole(output, sample_page(run.resolve().name, about, rows))
-    return len(rows)
+    shown = []
+    for run in runs:
+        config, rows = run_config(run), kept_rows(run)
+        steps = len({row["step"] for row in rows})
+        about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
+        shown.append({"name": run.resolve().name, "about": about, "rows": rows})
+    write_whole(output, sample_page(shown))
+    return sum(len(run["rows"]) for run in shown)
 
 
 @command
 def main(argv: list[str]) -> None:
     """Writes the page and prints its path."""
-    if len(argv) != 2:
-        raise ValueError("give one run: python -m recjax.samples runs/NAME")
-    run = Path(argv[1])
-    output = Path(FLAGS.output) if FLAGS.output else run / "samples.html"
-    count = write_page(run, output)
+    if len(argv) not in (2, 3):
+        raise ValueError("give one run, or two to compare: python -m recjax.samples runs/NAME")
+    runs = [Path(run) for run in argv[1:]]
+    output = Path(FLAGS.output) if FLAGS.output else runs[0] / "samples.html"
+    count = write_page(runs, output)
     print(f"{output}: {count} completions; open it in a browser")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("output", None, "File to write; default: samples.html in the run's folder.")
+    flags.DEFINE_string("output", None, "File to write; default: samples.html in the first run's folder.")
     start(main)

@@ -30,7 +30,9 @@ flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
 )
 
-flags.DEFINE_string("device", None, "With --dry_run: device to plan for, such as h100-80, l4-24 or v5e-16.")
+flags.DEFINE_string(
+    "device", None, "With --dry_run: devices to plan for, such as h100-80, h100-80:8, v5e:4x4, v5p-16 or host."
+)
 
 
 @command

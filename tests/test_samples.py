@@ -37,38 +37,64 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def test_the_data_comes_back_and_no_text_ends_it():
-    page = sample_page(HOSTILE, "about", [ROW])
+    runs = [{"name": HOSTILE, "about": "about", "rows": [ROW]}]
+    page = sample_page(runs)
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert json.loads(data) == {"name": HOSTILE, "about": "about", "rows": [ROW]}
+    assert json.loads(data) == runs
     assert page.count("<script") == 2 and "<img" not in page
 
 
 def test_a_page_asks_no_network():
-    page = sample_page("run", "about", [ROW])
+    page = sample_page([{"name": "run", "about": "about", "rows": [ROW]}])
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page.replace(HOSTILE, "")) and "default-src 'none'" in page
+
+
+def displayed(folder, runs, script=""):
+    """The page's elements after a browser has run its scripts, and then `script`."""
+    page = sample_page(runs).replace("</body>", f"<script>{script}</script></body>")
+    (folder / "page.html").write_text(page)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [CHROMIUM, *options, (folder / "page.html").as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.slow
+def test_a_page_opens_where_something_is_seen_compares_and_unfolds_a_trajectory(tmp_path):
+    dull = {"probability": [0.5, 0.5], "probability_now": [0.5, 0.5], "kept": [1, 1], "question": "2+2="}
+    rows = [ROW | dull | {"step": 1}, ROW | {"question": "2+2=", "step": 2}, ROW | dull | {"step": 3}]
+    shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": rows}])
+    assert "step 2 · group" in shown and "step 3 · group" not in shown
+    runs = [{"name": name, "about": "about", "rows": rows} for name in ("first", "second")]
+    shown = displayed(tmp_path, runs)
+    assert "first, step 2 · group" in shown and "second, step 2 · group" in shown and "pair" in shown
+    turns = {"turns": [1, 2], "turn_rewards": [0.25, 0.5], "contexts": {"1": "cut"}, "chosen": [1, 1]}
+    script = "document.querySelector('article button').click()"
+    shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": [ROW | turns]}], script)
+    dialog = shown.partition("<dialog")[2]
+    assert "turn 1 · 1 tokens · reward 0.25 · mean advantage 0.5 · 0 clipped or masked" in dialog
+    assert "turn 2 · 1 tokens · reward 0.5 · mean advantage 0.5 · 1 clipped or masked" in dialog and "cut" in dialog
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.slow
 def test_a_browser_shows_texts_as_texts(tmp_path):
-    (tmp_path / "page.html").write_text(sample_page("run", "about", [ROW, ROW | {"id": "g/1", "accurate": None}]))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
-    command = [CHROMIUM, *options, (tmp_path / "page.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    rows = [ROW, ROW | {"id": "g/1", "accurate": None}]
+    shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": rows}])
     assert "<title>run</title>" in shown and "<img" not in shown.partition("</script>")[0].partition("<main")[2]
     assert shown.count("<article") == 2 and 'class="left"' in shown and "2 completions in 1 groups" in shown
 
 
 def test_what_is_no_run_or_has_nothing_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no config.yaml"):
-        write_page(tmp_path, tmp_path / "page.html")
+        write_page([tmp_path], tmp_path / "page.html")
     (tmp_path / "config.yaml").write_text(TINY)
     with pytest.raises(ValueError, match="holds no completions; .* samples.every"):
-        write_page(tmp_path, tmp_path / "page.html")
+        write_page([tmp_path], tmp_path / "page.html")
     folder = tmp_path / "samples" / "training"
     folder.mkdir(parents=True)
     (folder / "00000001.jsonl").write_text(json.dumps(ROW) + "\n{\n")
     with pytest.raises(ValueError, match="00000001.jsonl: line 2: "):
-        write_page(tmp_path, tmp_path / "page.html")
+        write_page([tmp_path], tmp_path / "page.html")
     (folder / "00000001.jsonl").write_text(json.dumps(ROW) + "\n")
-    assert write_page(tmp_path, tmp_path / "page.html") == 1 and (tmp_path / "page.html").is_file()
+    assert write_page([tmp_path], tmp_path / "page.html") == 1 and (tmp_path / "page.html").is_file()

@@ -1,12 +1,15 @@
 """The command line: what a newcomer types, and what is said when it is wrong."""
 
+import glob
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import recjax
 from recjax.config import load_config
 from recjax.training.loop import train
 from tests import commands
@@ -43,6 +46,17 @@ def test_help_waits_for_nothing_heavy():
     program = "import sys, recjax.train; print(sorted({'jax', 'flax', 'transformers', 'orbax'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "cpu"), ({"JAX_PLATFORMS": "tpu"}, "tpu")])
+@pytest.mark.skipif(any(map(glob.glob, recjax._DEVICES)), reason="needs a machine without accelerators")
+def test_an_installed_libtpu_stays_out_of_processes_without_a_tpu(tmp_path, given, expected):
+    (tmp_path / "libtpu.py").write_text("")
+    program = "import os, sys, recjax; print(os.environ.get('JAX_PLATFORMS'), 'libtpu' in sys.modules)"
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"} | given
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == f"{expected} False\n", done.stderr
 
 
 @pytest.mark.slow

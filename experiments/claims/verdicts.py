@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from recjax.analysis.compare import Estimate, estimate, evaluations_of, final
+from recjax.analysis.compare import Estimate, estimate, evaluations_of, final, paired_values
 
 MARGIN = 0.05  # accuracies closer than this are alike
 KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
@@ -39,10 +39,7 @@ def paired_difference(values: pd.Series, axis: str, first: str, second: str, **w
     Raises:
         ValueError: fewer than two pairs.
     """
-    for name, allowed in where.items():
-        values = values[values.index.get_level_values(name).isin(allowed)]
-    by_kind = values.unstack(axis).reindex(columns=[first, second])
-    return estimate((by_kind[first] - by_kind[second]).dropna().to_numpy())
+    return estimate(paired_values(values, axis, first, second, **where))
 
 
 class Check(NamedTuple):

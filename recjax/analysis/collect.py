@@ -1,5 +1,6 @@
 """The metrics of many runs as one table, small enough to commit with its figures."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ COLUMNS = (
     "behavior_kl/k3",
     "effective_sample_size",
     "evaluation/accuracy",
+    "evaluation/reward",
     "evaluation/initial_kl",
 )
 WINDOW = 5  # optimizer steps averaged in a row of the table
@@ -38,13 +40,18 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     Raises:
         ValueError: none of the runs has metrics yet.
     """
-    return _joined([(run.settings, Path(run.config.output)) for run in runs])
+    return metrics_of([(run.settings, Path(run.config.output)) for run in runs])
 
 
-def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
+def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
+    """`collect` for folders of runs, or of evaluations, with the settings that name them in the table."""
     tables = []
     for settings, folder in folders:
-        if rows := read_metrics(folder / "metrics.jsonl"):
+        rows = read_metrics(folder / "metrics.jsonl")
+        if not rows and (folder / "results.json").is_file():  # an evaluation, which has a single step
+            metrics = json.loads((folder / "results.json").read_text(encoding="utf-8"))["metrics"]
+            rows = [{"step": 1} | {f"evaluation/{name}": each["value"] for name, each in metrics.items()}]
+        if rows:
             table = pd.DataFrame(rows)
             ends = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
             values = table.reindex(columns=list(COLUMNS))
@@ -67,7 +74,7 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
             raise ValueError(f"{str(folder)!r} has no metrics.jsonl; name folders of runs that have started")
-    return _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
+    return metrics_of([({"run": str(folder)}, Path(folder)) for folder in folders])
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:

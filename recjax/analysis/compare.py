@@ -1,16 +1,23 @@
-"""Summaries of runs in one number, with bootstrap intervals."""
+"""Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from flax.traverse_util import flatten_dict
 from pandas.api.typing import SeriesGroupBy
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, permutation_test
 
 from recjax.analysis.collect import axes_of
+from recjax.config.yaml_values import read_yaml_file
 
 ACCURACY = "evaluation/accuracy"
+RESAMPLES = 9999
+# Files of a folder with the completions of its latest evaluation, the first that exists.
+_EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
+_UNRELATED = {"output", "model", "weights"}  # settings of a folder that say where a policy is, and not how it was made
 
 
 def evaluations_of(table: pd.DataFrame, metric: str = ACCURACY) -> SeriesGroupBy:
@@ -45,7 +52,7 @@ def estimate(values: np.ndarray) -> Estimate:
     return Estimate(float(np.mean(values)), *interval(values, np.mean, len(values)), len(values))
 
 
-def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: int = 9999) -> tuple[float, float]:
+def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: int = RESAMPLES) -> tuple[float, float]:
     """The ends of the 95 % interval of a statistic's percentile bootstrap.
 
     Args:
@@ -55,3 +62,112 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
     found = bootstrap((values,), statistic, method="percentile", **options).confidence_interval
     return float(found.low), float(found.high)
+
+
+def sign_flip_p(differences: np.ndarray) -> float:
+    """The p-value of the two-sided sign-flip test that paired differences have mean 0.
+
+    It is exact for up to 13 differences. For more, it is from 9,999 random flips.
+    """
+    options = {"permutation_type": "samples", "n_resamples": RESAMPLES, "rng": np.random.default_rng(0)}
+    return float(permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
+
+
+def in_words(differences: np.ndarray, of: str = "pairs") -> str:
+    """The mean of paired differences, with its interval and test if there are at least two."""
+    if len(differences) < 2:
+        return f"{differences.mean():.3f}, 1 pair"
+    mean, low, high, count = estimate(differences)
+    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {of}"
+
+
+def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:
+    """`first` minus `second` on one axis, for every pair of runs whose other settings are equal.
+
+    Args:
+        values: one number a run, by its settings.
+        where: the pairs' settings, as values by axis.
+    """
+    for name, allowed in where.items():
+        values = values[values.index.get_level_values(name).isin(allowed)]
+    by_kind = values.unstack(axis) if values.index.nlevels > 1 else values.to_frame().T
+    by_kind = by_kind.reindex(columns=[first, second])
+    return (by_kind[first] - by_kind[second]).dropna().to_numpy()
+
+
+def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
+    """A metric of each row minus the same step of the run with `against` on the axis and equal other settings.
+
+    NaN in rows without such a run, and in that run's own rows.
+    """
+    others = [*(name for name in axes_of(table) if name != axis), "step"]
+    base = table.loc[table[axis] == against, [*others, metric]]
+    differences = table[metric].to_numpy() - table[others].merge(base, how="left", on=others)[metric].to_numpy()
+    return np.where(table[axis] == against, np.nan, differences)
+
+
+def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, tuple[Path, Path]], list[str]]:
+    """Pairs the folders of two sides by seed and, if a side has several of one seed, by all settings that vary on both.
+
+    One folder on each side is always a pair.
+
+    Returns:
+        Pairs by the settings that they share, and the settings that differ between the sides, in words.
+    Raises:
+        ValueError: no pairs, or runs of a side that cannot be told apart.
+    """
+    files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
+    read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]
+    flat = [[flatten_dict(content, sep=".").items() for content in contents] for contents in read]
+    sides = [[{key: value for key, value in pairs if key not in _UNRELATED} for pairs in side] for side in flat]
+    keys = sorted({key for side in sides for settings in side for key in settings})
+    values = {key: [{str(settings.get(key)) for settings in side} for side in sides] for key in keys}
+    varying = [key for key in keys if key != "seed" and min(map(len, values[key])) > 1]
+    alone = max(map(len, sides)) == 1
+    for shared in ([],) if alone else (["seed"], ["seed", *varying]):
+        labels = [[", ".join(f"{key} {one.get(key)}" for key in shared) for one in side] for side in sides]
+        if all(len({*names}) == len(names) for names in labels):
+            break
+    else:
+        twice = next(name for names in labels for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice}: several runs of one side have these settings; name folders that differ in the seed")
+    theirs = dict(zip(labels[1], second, strict=True))
+    pairs = {name: (folder, theirs[name]) for name, folder in zip(labels[0], first, strict=True) if name in theirs}
+    if not pairs:
+        found = " and ".join(names[0] for names in labels)
+        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({found}); run equal seeds")
+    changed = [key for key in keys if key not in shared and [*map(len, values[key])] == [1, 1]]
+    words = [
+        f"{key} = {' and '.join(min(one) for one in values[key])}"
+        for key in changed
+        if len({*map(min, values[key])}) > 1
+    ]
+    return pairs, words
+
+
+def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:
+    """Differences B − A of each held-out problem in the latest evaluations, mean over the pairs that have it.
+
+    A problem's number is the mean over its completions. Problems are the same if question and answer are; the result is
+    empty without problems that both folders of a pair have, or without this metric of single completions.
+    """
+    kind, _, name = metric.partition("/")
+    column = {"accuracy": "accurate", "completion_length": "tokens"}.get(name, name)
+
+    def by_problem(folder: Path) -> pd.Series:
+        path = next((folder / file for file in _EVALUATED if (folder / file).is_file()), None)
+        try:
+            if path is None or kind != "evaluation":
+                rows = pd.DataFrame()
+            else:
+                rows = (
+                    pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_json(path, lines=True, dtype=False)
+                )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: damaged ({error}); evaluate again") from error
+        if column not in rows:
+            return pd.Series(dtype=float)
+        return rows[column].astype(float).groupby([rows["question"].astype(str), rows["answer"].astype(str)]).mean()
+
+    differences = [by_problem(theirs) - by_problem(ours) for ours, theirs in pairs]
+    return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy()

@@ -341,7 +341,13 @@ class TrackingConfig(ConfigBlock):
 class Config(ConfigBlock):
     """A whole run."""
 
-    seed: Int = key(0, "Seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
+    seed: Int = key(0, "Seed of data order, sampling and, by default, of the base policy", ge=0, le=2**32 - 1)
+    base_seed: Int | None = key(
+        None,
+        "Seed of the base policy: generated and held-out problems, initial parameters and warm start; null: seed",
+        ge=0,
+        le=2**32 - 1,
+    )
     output: str = key(..., "Folder of the run; a stopped run resumes from it")
     model: ModelConfig = key(ModelConfig)
     task: Annotated[TaskConfig, pydantic.BeforeValidator(named_task)] = key(TaskConfig)
@@ -379,6 +385,11 @@ class Config(ConfigBlock):
     def demonstrations(self) -> str | None:
         """The file of demonstrations that the warm start trains on; None if it has none."""
         return self.warm_start and self.warm_start.demonstrations
+
+    @property
+    def seed_of_base(self) -> int:
+        """The seed of the base policy and of the split into train and held-out problems."""
+        return self.seed if self.base_seed is None else self.base_seed
 
     @property
     def follows(self) -> bool:

@@ -44,7 +44,7 @@ def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
     """
     if config.model.path:
         return load_pretrained(config.model.path)[1]
-    return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed), 0))
+    return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed_of_base), 0))
 
 
 def policy_alone(config: Config, characters: str) -> Policy:

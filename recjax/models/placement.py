@@ -33,6 +33,8 @@ RULES = (
     (r"(layers/\w+_norm|norm)/scale", ()),
 )
 
+AnyMesh = Mesh | AbstractMesh  # abstract: of devices that are absent
+
 # The mesh axes that split a dimension of an array: none, one, or several.
 Axes = str | tuple[str, ...] | None
 
@@ -63,7 +65,7 @@ def stream_axes(time: int) -> tuple[Axes, Axes]:
     return (ROWS, None) if time > 1 else ("data", "fsdp")
 
 
-def param_shardings(mesh: Mesh, tree: Any) -> Any:
+def param_shardings(mesh: AnyMesh, tree: Any) -> Any:
     """A sharding for every array of a tree of parameters, of some of them, or of the optimizer's state.
 
     A dimension that its axis does not divide is not split.
@@ -76,7 +78,7 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     return _by_path(lambda leaf, axes: NamedSharding(mesh, _fitting(axes, leaf.shape, mesh.shape)), tree)
 
 
-def laid_out_by_rules(mesh: Mesh, tree: Any) -> Any:
+def laid_out_by_rules(mesh: AnyMesh, tree: Any) -> Any:
     """Shapes and shardings of a tree of parameters or of the optimizer's state, on a mesh."""
     return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
 

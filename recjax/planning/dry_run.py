@@ -1,6 +1,8 @@
 """A run's sizes, memory, tokens and staleness before it starts, from shapes: it neither reads weights nor compiles."""
 
+import dataclasses
 import itertools
+import logging
 import shlex
 import sys
 from collections import Counter
@@ -11,26 +13,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from rich.table import Table
 
-from recjax.config import Config, RegimeConfig, load_config
+from recjax import hosts
+from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.console import plain_console
 from recjax.experience.batch import sampled_shape
 from recjax.experience.packing import shape_for
-from recjax.models.decoder import REMAT
+from recjax.experience.stored import stored_per_batch
+from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
-from recjax.models.trainable import combine
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules
+from recjax.models.trainable import combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
-from recjax.planning.sampling import most_completions
-from recjax.planning.targets import ACCELERATORS, GIB, accelerator
+from recjax.planning.sampling import most_completions, sampling_of
+from recjax.planning.targets import ACCELERATORS, GIB, Devices, device_memory, named_devices
 from recjax.rollout.plan import key_value_bytes, score_bytes
 from recjax.tasks.problems import Task
+from recjax.training.mesh import check_fits, make_mesh
+from recjax.training.run import Run
 from recjax.training.schedule import expected_staleness
+
+logger = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
-    """Memory of all devices together: its content, the formula of its size, and its size in bytes.
+    """Memory of each device: its content, the formula of its size on all devices, and its size in bytes.
 
     `phase` is "always", or the phase of a step that needs the memory: "sample" or "update".
     """
@@ -52,26 +62,31 @@ class DryRun(NamedTuple):
     activations: Mapping[str, int] = MappingProxyType({})
     checkpoint_bytes: int | None = None
     staleness: Sequence[int] = ()
+    mesh: AbstractMesh | None = None
 
 
-def dry_run(config: Config) -> DryRun:
+def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     """Resolves and measures a run.
 
+    Args:
+        devices: devices that split the run by `mesh`; None: one device that holds everything.
     Raises:
         ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
     """
     result = DryRun(*programs.resolve_shapes(config))
     model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
     if model:
-        arrays = resident_arrays(config, model).items()
-        memory = [Item("always", name, part.formula, size) for name, part in arrays if (size := _bytes(part.tree))]
-        if prompt_tokens:
-            update, activations = update_items(config, model, prompt_tokens)
-            memory += sampling_items(config, model, prompt_tokens) + update
-            result = result._replace(activations=activations)
-        else:
+        mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
+        check_fits(mesh, model.decoder.config)
+        memory, activations = memory_items(config, model, prompt_tokens, mesh, devices and devices.usable, tuple(REMAT))
+        if not prompt_tokens:
             notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
-        result = result._replace(memory=memory, checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0))
+        result = result._replace(
+            memory=memory,
+            activations=activations,
+            mesh=mesh,
+            checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0),
+        )
     experience, regime, staleness = config.experience, config.regime, []
     if regime.mode == "async":
         notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
@@ -91,7 +106,31 @@ def count(params: dict) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Item]:
+def memory_items(
+    config: Config,
+    model: Model,
+    prompt_tokens: int | None,
+    mesh: AnyMesh,
+    usable: float | None = None,
+    remats: Sequence[str] = (),
+) -> tuple[list[Item], dict[str, int]]:
+    """Memory of each device, and the bytes of an update's activations for every value of model.remat in `remats`.
+
+    Args:
+        prompt_tokens: tokens of the longest prompt; None: not known, and only the arrays that always exist are listed.
+        usable: bytes of each device, which limit the number of slots; None: every completion has a slot.
+    """
+    arrays = resident_arrays(config, model).items()
+    sizes = {name: bytes_on_device(laid_out_by_rules(mesh, part.tree)) for name, part in arrays}
+    items = [Item("always", name, part.formula, sizes[name]) for name, part in arrays if sizes[name]]
+    if not prompt_tokens:
+        return items, {}
+    free = None if usable is None else int(usable) - sum(item.bytes for item in items)
+    update, activations = update_items(config, model, prompt_tokens, mesh, remats)
+    return items + sampling_items(config, model, prompt_tokens, mesh, free) + update, activations
+
+
+def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None) -> list[Item]:
     """Memory of sampling, for the larger of training's and evaluation's batches."""
     decoder, shape, prompts = model.decoder, model.decoder.config, config.rollout.prompts_per_step
     rows, longest, size = (
@@ -99,44 +138,62 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
         config.rollout.max_completion_tokens,
         decoder.dtype.itemsize,
     )
+    name, weights = sampled_from(config, model)
+    cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
+    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free - cast)
+    if plan:
+        prompts, rows = plan.prompts + (0 if plan.shares_prompts else plan.slots), plan.slots
     formula = (
         f"2 × {shape.num_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
     )
     sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
     scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
-    name, weights = sampled_from(config, model)
-    return [
-        *([Item("sample", name, f"{size} B × trained", _bytes(weights))] if name == CAST else []),
-        Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
-        Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
-    ]
+    with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
+        items = [
+            Item("sample", name, f"{size} B × trained", cast),
+            Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
+            Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
+            Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
+        ]
+    return [item for item in items if item.bytes]
 
 
-def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
-    """Memory of the update, and the bytes of its activations for every value of model.remat."""
-    shape = programs.minibatch_shape(config, prompt_tokens)
+def update_items(
+    config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, remats: Sequence[str] = ()
+) -> tuple[list[Item], dict[str, int]]:
+    """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
+    shape, shards = programs.minibatch_shape(config, prompt_tokens), mesh.shape["data"] * mesh.shape["fsdp"]
     if programs.is_packed(config):
-        rows, time = shape_for(config, shape)
+        rows, time = shape_for(config, shape, shards)
+        rows = -(-rows // shards)
         tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
         inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
     else:
-        shape = shape._replace(prompts=shape.prompts // config.micro_batches(shape.positions))
+        parts = config.micro_batches(shape.positions, shards) * shards
+        shape = shape._replace(prompts=-(-shape.prompts // parts))
         batch, rows = batch_arrays(shape), shape.prompts * shape.group
         tokens = rows * shape.time
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
         inputs = [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask]
     chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
-    activations = {remat: _activations(config, model, inputs, remat) for remat in REMAT}
+    tensor, part, whole = mesh.shape["tensor"], model, model.decoder.config
+    split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
+    if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
+        names = ("num_heads", "num_kv_heads", "intermediate_size")
+        shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
+        part = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
+    activations = {remat: _activations(config, part, inputs, remat) for remat in {config.model.remat, "none", *remats}}
     layer = activations["none"] // model.decoder.config.num_layers
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
+    gradients = bytes_on_device(laid_out_by_rules(mesh, model.trained))
     items = [
-        Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * _bytes(model.trained)),
+        Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),
         Item("update", "activations", f"{kept}: {contents}", activations[config.model.remat]),
-        Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {vocabulary} × 4 B", 16 * chunk * vocabulary),
+        Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {split} × 4 B", 16 * chunk * split),
     ]
-    return items, activations
+    return items, {remat: activations[remat] for remat in remats}
 
 
 def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str) -> int:
@@ -200,22 +257,43 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
     """Prints a dry run and returns its exit status: 0, or 2 for an invalid config, with the reason on standard error.
 
     Args:
-        device: name in ACCELERATORS, to plan for instead of this machine.
+        device: name of devices to plan for, for `recjax.planning.targets.named_devices`; None: one of this machine's.
     """
     try:
-        config = load_config(path, overrides)
-        if device and config.model.dtype == "auto":
-            dtype = "bfloat16" if accelerator(device).has_bfloat16 else "float32"
+        config, devices = load_config(path, overrides), named_devices(device) if device else None
+        if devices and devices.kind and config.model.dtype == "auto":
+            dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        result = dry_run(config)
+        result = dry_run(config, devices)
         show_dry_run(config, result)
         if phases := _in_phases(result.memory):
-            _show_devices(config, max(phases.values()), device)
+            _show_devices(config, result, max(phases.values()), devices)
         print("to run it there:", shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def warn_of_memory(run: Run) -> None:
+    """Logs a warning if a run's estimated memory exceeds that of a device of the mesh in context."""
+    config, decoder, available = run.config, run.policy.decoder, device_memory()
+    model = Model(decoder, *split_params(abstract_params(decoder.config), config.model))
+    try:
+        items, _ = memory_items(config, model, run.train.tokens.shape[1], jax.sharding.get_mesh(), available)
+    except Exception:  # an accelerator's kernel may refuse to be traced alone, and an estimate must not stop a run
+        logger.debug("no estimate of the run's memory", exc_info=True)
+        return
+    phases = _in_phases(items)
+    phase = max(phases, key=phases.get)
+    if phases[phase] > available and hosts.is_first():
+        logger.warning(
+            "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, --dry_run"
+            " shows the parts; set training.micro_batch_prompts=1, model.remat=full or model.lora={}",
+            phase,
+            phases[phase] / GIB,
+            available / GIB,
+        )
 
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
@@ -227,15 +305,54 @@ def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
     return {phase: always + size for phase, size in totals.items()}
 
 
-def _show_devices(config: Config, needed: int, device: str | None) -> None:
-    """Prints the single devices with enough memory; a mesh of several devices splits some of it."""
-    if device:
-        one = accelerator(device)
-        fits = "fits" if needed <= one.usable_bytes else "does not fit"
-        print(
-            f"it {fits} one {device}: {needed / GIB:.2f} GiB of the {one.usable_bytes / GIB:.1f} that JAX takes of"
-            f" {one.gigabytes:g} GB; {one.bandwidth:g} GB/s, {one.teraflops:g} TFLOP/s"
-        )
+def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str, float]:
+    """Lower bounds of the seconds of a batch's sampling and of one update: least work over peak speed.
+
+    The work is that of matmuls, with all completions at their limit: 2 FLOPs a weight and token forwards, twice that
+    backwards (once for frozen weights), and 4 FLOPs a layer, head unit and pair of tokens in attention. For each token
+    of the longest completion, sampling also reads all weights, and the keys and values of half the completions. The
+    bounds ignore recomputation, padding, traffic and scoring passes.
+    """
+    rollout, decoder, prompt = config.rollout, result.model.decoder, result.prompt_tokens
+    shape, longest, group, size = (
+        decoder.config,
+        rollout.max_completion_tokens,
+        rollout.group_size,
+        decoder.dtype.itemsize,
+    )
+    layers, head = shape.num_layers * shape.layer_weights, shape.vocab_size * shape.hidden_size
+    trained = min(count(result.model.trained) / (layers + head), 1.0)
+    backward = 2 * trained if config.model.freeze else 1 + trained
+    # Of one prompt with its group.
+    pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
+    forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
+    forward += 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    flops, bandwidth = devices.count * devices.kind.teraflops * 1e12, devices.kind.bandwidth * 1e9
+    seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
+    sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
+    if sampled:
+        free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
+        plan = sampling_of(config, decoder, result.mesh, prompt, free)
+        read = -(-sampled * group // plan.slots) * longest * (layers + head) * size / plan.mesh.shape["tensor"]
+        cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
+        read += longest * sampled * cache / devices.count
+        seconds = {"sampling a batch": max(sampled * forward / flops, read / bandwidth)} | seconds
+    return seconds
+
+
+def _show_devices(config: Config, result: DryRun, needed: int, devices: Devices | None) -> None:
+    """Prints whether the devices have enough memory, and a lower bound of a step's seconds; or devices that have it."""
+    if devices:
+        kind, usable = devices.kind, devices.usable / GIB
+        fits = "fits" if needed <= devices.usable else "does not fit"
+        place = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
+        has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
+        speed = f"; {kind.bandwidth:g} GB/s, {kind.teraflops:g} TFLOP/s" if kind else ""
+        print(f"it {fits} {place}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}{speed}")
+        if kind and result.prompt_tokens:
+            seconds = least_seconds(config, result, devices)
+            shown = ", ".join(f"{name} {number:.2g} s" for name, number in seconds.items())
+            print(f"lower bound of a step's time, least work over peak speed: {shown}; real steps take longer")
     else:
         fits = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
         smaller = ", ".join(name for name in ACCELERATORS if name not in fits)
@@ -259,7 +376,12 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:
-        table = Table("when", "what", "GiB", "formula", title="memory, of all devices together")
+        sizes = " × ".join(f"{axis} {size}" for axis, size in result.mesh.shape.items())
+        is_split = result.mesh.size > 1
+        title = (
+            f"memory of each of {result.mesh.size} devices: {sizes}" if is_split else "memory, of all devices together"
+        )
+        table = Table("when", "what", "GiB", "formula", title=title)
         for item in result.memory:
             table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
         print_line(table)

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from recjax.config import Config
 from recjax.models.decoder import Decoder
-from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
+from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.rollout import decoding, keys_values
 from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
@@ -43,7 +43,7 @@ class SamplingPlan(NamedTuple):
         moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
     """
 
-    mesh: Mesh
+    mesh: AnyMesh
     engine: EnginePlan
     prompts: int
     moved: int
@@ -64,7 +64,7 @@ def most_completions(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int, free: int) -> SamplingPlan:
+def sampling_of(config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: int, free: int) -> SamplingPlan:
     """The plan for the larger of training's and evaluation's batches.
 
     Args:
@@ -76,7 +76,7 @@ def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
     moved, group = 0 if same else bytes_on_device(there), most_completions(config)
     longest, requests = config.rollout.max_completion_tokens, config.rollout.prompts_per_step * group
-    with jax.set_mesh(on):
+    with jax.sharding.use_abstract_mesh(on.abstract_mesh):
         sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved}
         plan = plan_for(decoder, requests, longest, group, **sizes)
         return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved)
@@ -86,7 +86,7 @@ def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
     """Bytes of the key-value cache on one device, for completions of the largest length."""
     copies = plan.prompts + (0 if plan.shares_prompts else plan.slots)
     sizes = {"prompts": copies, "prompt_tokens": plan.engine.prefix_time, "rows": plan.slots}
-    with jax.set_mesh(plan.mesh):
+    with jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh):
         return key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
 
 

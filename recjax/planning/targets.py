@@ -1,6 +1,7 @@
 """Accelerators and topologies by name: memory and speed, and devices to compile for, which may be absent."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,18 +40,20 @@ class Gpu(NamedTuple):
 
 
 class Accelerator(NamedTuple):
-    """One device, from its maker's data sheet: a GPU, or a TPU without `gpu`.
+    """One device: a GPU, from NVIDIA's data sheet, or a TPU without `gpu`, from cloud.google.com/tpu/docs/v4 to /v6e.
 
     Attributes:
         gigabytes: memory, in 10^9 bytes.
         bandwidth: memory bandwidth, in 10^9 bytes a second.
         teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
+        usable: GiB of a TPU that its compiler lets a program use.
     """
 
     gigabytes: float
     bandwidth: float
     teraflops: float
     gpu: Gpu | None = None
+    usable: float | None = None
 
     @property
     def has_bfloat16(self) -> bool:
@@ -60,21 +63,23 @@ class Accelerator(NamedTuple):
     @property
     def usable_bytes(self) -> float:
         """Bytes of the memory that JAX takes."""
-        return (GPU_SHARE if self.gpu else 1.0) * self.gigabytes * 1e9
+        return self.usable * GIB if self.usable else GPU_SHARE * self.gigabytes * 1e9
 
 
-# From the smallest to the largest.
+# From the smallest to the largest. libtpu 0.0.42 states the usable memory of a TPU when a program is too large; the
+# system keeps some of the chips' memory.
 ACCELERATORS = {
     "t4-16": Accelerator(16, 320, 65, Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59)),
-    "v5e-16": Accelerator(16, 819, 197),
+    "v5e-16": Accelerator(16, 819, 197, usable=15.75),
     "l4-24": Accelerator(24, 300, 121, Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04)),
     "rtx4090-24": Accelerator(24, 1008, 165, Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52)),
-    "v6e-32": Accelerator(32, 1640, 918),
+    "v4-32": Accelerator(32, 1200, 275, usable=30.75),
+    "v6e-32": Accelerator(32, 1640, 918, usable=31.25),
     "a100-40": Accelerator(40, 1555, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
     "l40s-48": Accelerator(48, 864, 362, Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52)),
     "a100-80": Accelerator(80, 2039, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
     "h100-80": Accelerator(80, 3350, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
-    "v5p-95": Accelerator(95, 2765, 459),
+    "v5p-95": Accelerator(95, 2765, 459, usable=95.74),
     "h200-141": Accelerator(141, 4800, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
     "b200-180": Accelerator(180, 8000, 2250, Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97)),
 }
@@ -82,23 +87,22 @@ GPUS = tuple(name for name, device in ACCELERATORS.items() if device.gpu)
 
 
 class Chip(NamedTuple):
-    """A TPU generation: GiB of a chip that its compiler lets a program use, slices, and options of the topology.
+    """A TPU generation: its entry in ACCELERATORS, slices, and options of the topology.
 
     The options make one device of a chip with two cores.
     """
 
-    memory: float
+    accelerator: str
     slices: Sequence[str]
     options: dict[str, str]
 
 
-# Memory as libtpu 0.0.42 states it when a program is too large; 16, 32, 32 and 95 GB are on the chips, of which the
-# system keeps some. Slices: those of cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
+# Slices: those of cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
 CHIPS = {
-    "v5e": Chip(15.75, FLAT, {}),
-    "v6e": Chip(31.25, FLAT, {}),
-    "v4": Chip(30.75, CUBIC, {"chip_config_name": "megacore"}),
-    "v5p": Chip(95.74, CUBIC, {"chip_config_name": "megacore"}),
+    "v5e": Chip("v5e-16", FLAT, {}),
+    "v6e": Chip("v6e-32", FLAT, {}),
+    "v4": Chip("v4-32", CUBIC, {"chip_config_name": "megacore"}),
+    "v5p": Chip("v5p-95", CUBIC, {"chip_config_name": "megacore"}),
 }
 
 
@@ -111,19 +115,62 @@ class Target(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
-def accelerator(name: str) -> Accelerator:
-    """The device with a name.
+class Devices(NamedTuple):
+    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None if their speed is not known."""
+
+    name: str
+    count: int
+    usable: float
+    kind: Accelerator | None
+
+
+def named_slice(name: str) -> str:
+    """The slice, such as "v5p:2x2x2", for Google's name of it, such as "v5p-16"; another name unchanged.
+
+    Google counts the two cores of each v4 and v5p chip. Names in ACCELERATORS are single chips.
+    """
+    generation, _, number = name.replace("v5litepod-", "v5e-").partition("-")
+    if name in ACCELERATORS or generation not in CHIPS or not number.isdecimal():
+        return name
+    chips = int(number) / (2 if CHIPS[generation].slices is CUBIC else 1)
+    return next(
+        (f"{generation}:{one}" for one in CHIPS[generation].slices if math.prod(map(int, one.split("x"))) == chips),
+        name,
+    )
+
+
+def named_devices(name: str) -> Devices:
+    """The devices of "host", of a name in ACCELERATORS, or of a topology's name (see `load_target`).
 
     Raises:
         ValueError: an unknown name.
     """
-    if name not in ACCELERATORS:
-        raise ValueError(f"--device {name!r} is unknown; give one of {', '.join(ACCELERATORS)}")
-    return ACCELERATORS[name]
+    if name == "host":
+        return Devices(name, jax.local_device_count(), device_memory(), None)
+    generation, _, shape = named_slice(name).partition(":")
+    kind, count = name if name in ACCELERATORS else _gpu_kind(generation), shape or "1"
+    if generation in CHIPS and shape in CHIPS[generation].slices:
+        kind, count = CHIPS[generation].accelerator, math.prod(map(int, shape.split("x")))
+    elif kind is None or count not in map(str, COUNTS):
+        raise ValueError(f"--device {name!r} is unknown; give host, one of {', '.join(ACCELERATORS)}, {_topologies()}")
+    return Devices(name, int(count), ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
+
+
+def _topologies() -> str:
+    known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
+    gpus = f"GPU:COUNT out of {' '.join(GPUS)} and {' '.join(map(str, COUNTS))}"
+    return f"GENERATION:SLICE out of {known}, or {gpus}"
+
+
+def device_memory() -> int:
+    """Bytes that JAX may use on each device of this process: a GPU's or TPU's, or an equal share of a CPU's memory."""
+    devices = jax.local_devices()
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit", share)
 
 
 def load_target(name: str) -> Target:
-    """The devices of a topology: "host", a TPU slice such as "v5e:4x4", or GPUs such as "h100-80:8".
+    """The devices of a topology: "host", a TPU slice such as "v5e:4x4" or "v5p-16", or GPUs such as "h100-80:8".
 
     Slices and GPUs may be absent.
 
@@ -131,20 +178,14 @@ def load_target(name: str) -> Target:
         ValueError: an unknown topology, or its compiler is not installed.
     """
     if name == "host":
-        devices = jax.local_devices()
-        # The allocator's limit for a GPU; an equal share of the memory for CPU devices.
-        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-        return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
+        return Target(name, jax.local_devices(), device_memory())
+    name = named_slice(name)
     generation, _, shape = name.partition(":")
     if (kind := _gpu_kind(generation)) and shape in map(str, COUNTS):
         return Target(name, _gpu_devices(name, kind, int(shape)), int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
-        known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
-        raise ValueError(
-            f"--topology {name!r} is unknown; give host, GENERATION:SLICE out of {known}, or GPU:COUNT out of"
-            f" {' '.join(GPUS)} and {' '.join(map(str, COUNTS))}"
-        )
+        raise ValueError(f"--topology {name!r} is unknown; give host, {_topologies()}")
     # A machine without TPUs has no metadata server: the first three variables stop libtpu's warnings about it. The last
     # one keeps the compiler from locking a TPU that other processes use.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -154,12 +195,13 @@ def load_target(name: str) -> Target:
     options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
     remedy = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
     absent = None if importlib.util.find_spec("libtpu") else remedy
-    return Target(name, _described(name, absent, platform="tpu", topology_name=name, **options), int(chip.memory * GIB))
+    memory = int(ACCELERATORS[chip.accelerator].usable_bytes)
+    return Target(name, _described(name, absent, platform="tpu", topology_name=name, **options), memory)
 
 
 def larger_slices(name: str) -> list[str]:
     """Topologies of the same generation with more chips, in ascending order."""
-    generation, _, shape = name.partition(":")
+    generation, _, shape = named_slice(name).partition(":")
     counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
     slices = CHIPS[generation].slices if generation in CHIPS else counts
     return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []

@@ -1,13 +1,14 @@
 """Curves over optimizer steps: a row of panels for each metric, a column for each regime, a line for a set of seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
+from recjax.plots.style import COLORS, GREY, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
 
 STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
@@ -15,9 +16,15 @@ SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
 
 
 def draw_curves(
-    table: pd.DataFrame, lines: str, columns: str, metrics: Sequence[str], *, names: dict[str, str] | None = None
+    table: pd.DataFrame,
+    lines: str,
+    columns: str,
+    metrics: Sequence[str],
+    *,
+    names: dict[str, str] | None = None,
+    more: Sequence[Callable[[Axes], None]] = (),
 ) -> Figure:
-    """A grid of panels, a metric a row; each line is the mean over runs, its band their lowest and highest.
+    """A grid of panels, a metric a row; each line is the mean over runs, its band the mean's 95 % bootstrap interval.
 
     A single column's panels are laid out in rows of up to four.
 
@@ -25,36 +32,48 @@ def draw_curves(
         table: rows as `collect` makes them.
         lines: the column of the table whose values are the lines, in the order they first appear.
         columns: the column whose values are the panels of a row.
-        metrics: which of collect's COLUMNS.
+        metrics: which of collect's COLUMNS; "METRIC − NAME" is a column of differences from the line NAME.
         names: labels in the figure for values of `lines` or `columns`; a value without a label keeps its own name.
+        more: functions that each draw another panel; only with a single column.
     """
     names = names or {}
     compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
     single = len(across) == 1
-    height, width = (-(-len(metrics) // 4), min(4, len(metrics))) if single else (len(metrics), len(across))
+    count = len(metrics) + len(more)
+    height, width = (-(-count // 4), min(4, count)) if single else (len(metrics), len(across))
     figure = new_figure(1.2 + 2.9 * width, 1.1 + 1.9 * height, names.get(across[0], across[0]) if single else "")
     panels = figure.subplots(height, width, sharex="col", sharey=False if single else "row", squeeze=False)
-    for axes in panels.flat[len(metrics) * len(across) :]:
+    for axes in panels.flat[count * len(across) :]:
         axes.set_axis_off()
     for row, metric in enumerate(metrics):
         of_metric = panels.flat[row : row + 1] if single else panels[row]
         for place, axes in zip(across, of_metric, strict=True):
             for index, line in enumerate(compared):
-                chosen = table[(table[lines] == line) & (table[columns] == place)][["step", metric]].dropna()
-                values = chosen.groupby("step")[metric].agg(["mean", "min", "max"])
-                if values.empty:
+                chosen = table[(table[lines] == line) & (table[columns] == place)].dropna(subset=[metric])
+                if chosen.empty:
                     continue
+                values = chosen.pivot_table(metric, [*chosen.select_dtypes(exclude="number")], "step")  # a row a run
+                known, runs = values.notna().to_numpy(float), len(values)
+                weights = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), 999)
+                with np.errstate(invalid="ignore"):  # a resample may have no run with this step
+                    means = (weights @ values.fillna(0.0).to_numpy()) / (weights @ known)
+                low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
                 color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
-                axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.15, lw=0)
-                axes.plot(values.index, values["mean"], color=color, ls=style, lw=1.4, label=names.get(line, line))
+                axes.fill_between(values.columns, low, high, color=color, alpha=0.15, lw=0)
+                form = {"color": color, "ls": style, "lw": 1.4, "marker": "o" if len(values.columns) == 1 else ""}
+                axes.plot(values.columns, values.mean(), label=names.get(line, line), **form)
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
-        of_metric[0].set_ylabel(LABELS.get(metric, metric))
+        name, _, against = metric.partition(" − ")
+        of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {against}" if against else ""))
     for column, axes in enumerate(panels[0]):
         if not single:
             axes.set_title(names.get(across[column], across[column]), fontsize="medium", parse_math=False)
         panels[-1, column].set_xlabel("optimizer step")
-    handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    for axes, draw in zip(panels.flat[len(metrics) * len(across) :], more, strict=False):
+        draw(axes)
+    curves = [line for axes in panels.flat for line in axes.get_lines() if line.get_label()[0] != "_"]
+    handles = {line.get_label(): line for line in curves}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))
     return finish(figure)
 
@@ -71,6 +90,8 @@ def _scale(axes: Axes, metric: str) -> None:
         if high < 2.2 * low:
             axes.set_ylim(low / 1.5, high * 1.5)
         plain_ticks(axes.yaxis)
+    elif " − " in metric:
+        axes.axhline(0, color=GREY, lw=0.8, label="_zero")
     else:
         axes.set_ylim(0, 1.02 if metric in SHARES else None)
     few_ticks(axes.xaxis, 4)

@@ -24,6 +24,7 @@ LABELS = {
     "behavior_kl/k3": "KL(μ ‖ π)\n(nats per token)",
     "effective_sample_size": "effective sample size\n(share)",
     "evaluation/accuracy": "held-out accuracy\n(share)",
+    "evaluation/reward": "held-out reward",
     "evaluation/initial_kl": "KL(π ‖ π₀)\n(nats per token)",
 }
 

@@ -156,7 +156,7 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         grading: grading pool that is open.
     """
     own = [
-        Answered.to(problem, prompts.texts[place], completion.text, completion.sampled_tokens, completion.id)
+        Answered.to(problem, prompts.texts[place], one.text, one.sampled_tokens, one.id)
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
         for one in groups[place].completions
     ]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from recjax import hosts
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.models.placement import bytes_on_device, laid_out_by_rules, row_shards
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import in_compute_dtype
 
 ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
@@ -215,7 +215,7 @@ def sampling_mesh(decoder: Decoder) -> Mesh:
 
 # Cached, because a different result for a later batch would make JAX compile all programs again.
 @functools.lru_cache(maxsize=16)
-def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
+def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh:
     """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
 
     Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are
@@ -231,7 +231,9 @@ def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
     for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        found = Mesh(mesh.devices.reshape(-1, 1, size), mesh.axis_names, mesh.axis_types)
+        lengths, axes = (mesh.size // size, 1, size), (mesh.axis_names, mesh.axis_types)
+        is_abstract = isinstance(mesh, AbstractMesh)
+        found = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
         needed = bytes_on_device(laid_out_by_rules(found, weights))
         if needed <= WEIGHTS_SHARE * free:
             break

@@ -154,11 +154,11 @@ def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], l
     name = of.chosen()
     task, system_prompt = getattr(of, name), of.system_prompt
     if name == "arithmetic":
-        return _hold_out(arithmetic_problems(task, config.seed), asked)
+        return _hold_out(arithmetic_problems(task, config.seed_of_base), asked)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
         count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
-        return _hold_out(gym.gym_problems(task, count, config.seed, system_prompt), asked)
+        return _hold_out(gym.gym_problems(task, count, config.seed_of_base, system_prompt), asked)
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
@@ -173,7 +173,7 @@ def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], l
         train, evaluation = hub.problems(rows, system_prompt), hub.problems(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation
-    order = np.random.default_rng([config.seed, 0]).permutation(len(train))
+    order = np.random.default_rng([config.seed_of_base, 0]).permutation(len(train))
     return _hold_out([train[index] for index in order], asked)
 
 

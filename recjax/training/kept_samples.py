@@ -77,6 +77,12 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     grade, rows = completion.grade, completion.rows
     is_known = all(row.behavior_logprobs is not None for row in rows)
+    starts = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()  # of each row in the joined tokens
+    turns = {
+        "turns": [starts[turn.row] + turn.end for turn in completion.turns],
+        "turn_rewards": list(grade.turns),
+        "contexts": {starts[place]: tokenizer.decode(rows[place].prompt_tokens) for place in range(1, len(rows))},
+    }
     return {
         "step": step,
         "group": group.id,
@@ -94,6 +100,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "tokens": token_texts(tokenizer, _joined(row.tokens for row in rows).astype(int).tolist()),
         "chosen": _joined(row.mask for row in rows).astype(int).tolist(),
         "probability": _short(np.exp(_joined(row.behavior_logprobs for row in rows))) if is_known else None,
+        **(turns if completion.turns else {}),
     }
 
 

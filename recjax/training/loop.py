@@ -57,6 +57,7 @@ def train(
     on_step: Callable[[dict], Any] | None = None,
     sources: Callable | None = None,
     learner: Learner | None = None,
+    check: Callable[[Run], None] = lambda run: None,
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
 
@@ -69,6 +70,7 @@ def train(
             true value.
         sources: function from the run to the `Source` of its groups; None: `source_of`, which reads the config.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
+        check: function of the run that is called before the first evaluation or step.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: the config drops all groups that are sampled, or a generator dies repeatedly.
@@ -77,6 +79,7 @@ def train(
     """
     options = reward, on_step, sources, learner
     with start_run(config, overwrite, *options) as (run, state), contextlib.ExitStack() as stack:
+        check(run)
         config, first, last = run.config, state.step + 1, run.config.training.steps
         traced, folder = config.training.profile_steps, Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))

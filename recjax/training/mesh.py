@@ -4,35 +4,40 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from recjax.config import MeshConfig
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.placement import AnyMesh
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = None) -> AnyMesh:
     """A mesh with the axes "data", "fsdp" and "tensor", to be activated with `jax.set_mesh`.
 
     Args:
-        devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts.
+        devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts; a
+            number: an abstract mesh of as many absent devices.
     Raises:
         ValueError: the product of the sizes is not the number of devices.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.devices() if devices is None else devices
+    is_absent = isinstance(devices, int)
+    count = devices if is_absent else len(devices)
     sizes = config.model_dump()
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     given = math.prod(size for size in sizes.values() if size != -1)
     rest = -1 in sizes.values()
-    if len(devices) % given or (not rest and given != len(devices)):
+    if count % given or (not rest and given != count):
         raise ValueError(
-            f"mesh: {shown}: {given} does not {'divide' if rest else 'equal'} the number of devices, {len(devices)};"
+            f"mesh: {shown}: {given} does not {'divide' if rest else 'equal'} the number of devices, {count};"
             " set sizes with this product, or set one of them to -1 for the remaining devices"
         )
-    shape = tuple(len(devices) // given if size == -1 else size for size in sizes.values())
-    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    shape = tuple(count // given if size == -1 else size for size in sizes.values())
+    axes = {"axis_names": tuple(sizes), "axis_types": (AxisType.Auto,) * len(sizes)}
+    return AbstractMesh(shape, **axes) if is_absent else jax.make_mesh(shape, **axes, devices=list(devices))
 
 
-def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
+def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     """Raises if a mesh would split attention heads or leave devices without a part of the weights.
 
     Vocabularies, key and value heads and adapter ranks are not checked: recjax does not split them if they do not fit.

@@ -64,8 +64,9 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         ValueError: the cache cannot be written.
     """
     if jax.process_count() > 1:
-        return supervise(config.warm_start, policy, params, prompts, config.seed)
-    depends_on = {key: config.model_dump()[key] for key in ("seed", "model", "task", "warm_start")}
+        return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
+    values = config.model_dump() | {"seed": config.seed_of_base}
+    depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
     unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
     depends_on["warm_start"] = {key: depends_on["warm_start"][key] for key in _OF_ANSWERS}
@@ -87,7 +88,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         if is_whole:
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
-        params = supervise(config.warm_start, policy, params, prompts, config.seed)
+        params = supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
         for left in folder.parent.glob(f"{digest}*"):
             if left.is_dir():  # damaged, or left by a killed process
                 shutil.rmtree(left)

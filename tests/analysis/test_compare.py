@@ -1,6 +1,7 @@
 """Numbers of runs, differences between them, and their intervals."""
 
 import itertools
+import json
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,17 @@ import pytest
 
 from experiments.claims.verdicts import fallen, mean_over_steps, paired_difference
 from recjax.analysis.collect import COLUMNS
-from recjax.analysis.compare import estimate, final
+from recjax.analysis.compare import (
+    estimate,
+    final,
+    in_words,
+    minus_line,
+    pair_runs,
+    paired_values,
+    problem_differences,
+    sign_flip_p,
+)
+from recjax.compare import verdict
 
 CURVES = {  # held-out accuracy at steps 0, 10, …, 40
     ("a", "on", "0"): [0.4, 0.5, 0.6, 0.9, 0.6],
@@ -67,3 +78,82 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
     generator = np.random.default_rng(0)
     found = [estimate(generator.normal(size=40)) for _ in range(60)]
     assert 50 <= sum(low < 0 < high for _, low, high, _ in found) <= 60
+
+
+def test_the_sign_flip_test_counts_all_flips():
+    values = np.array([0.3, -0.1, 0.2, 0.4, 0.25])
+    means = [abs(np.mean(values * signs)) for signs in itertools.product((-1, 1), repeat=5)]
+    assert sign_flip_p(values) == pytest.approx(np.mean([mean >= values.mean() - 1e-12 for mean in means]))
+    assert sign_flip_p(np.zeros(4)) == 1 and sign_flip_p(np.full(3, 0.1)) == 0.25
+    assert sign_flip_p(np.full(40, 0.1)) < 0.001
+
+
+def test_a_verdict_says_what_the_test_shows():
+    higher = verdict("accuracy", np.array([0.1, 0.12, 0.14, 0.1, 0.11, 0.12]), "pairs", "A", "B")
+    assert higher == "B has higher accuracy than A: 0.115 (0.105 to 0.127), p 0.031, 6 pairs."
+    assert verdict("accuracy", -np.full(6, 0.1), "pairs", "A", "B").startswith("B has lower accuracy than A: -0.100")
+    few = verdict("accuracy", np.array([0.1, 0.2, 0.3]), "pairs", "A", "B")
+    assert few.startswith("No difference between A and B in accuracy is shown: 0.200") and few.endswith(
+        "3 pairs cannot give a p below 0.25, and 6 can."
+    )
+    none = verdict("accuracy", np.array([0.1, -0.1] * 4), "pairs", "A", "B")
+    assert none.startswith("No difference") and none.endswith("p 1, 8 pairs.")
+    assert verdict("accuracy", np.array([0.1]), "pairs", "A", "B").endswith(
+        "0.100, 1 pair, which has no interval and no test."
+    )
+
+
+def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(table):
+    minus = minus_line(table, "algorithm", "a", "evaluation/accuracy")
+    found = table.assign(minus=minus).set_index(["algorithm", "regime", "seed", "step"])["minus"]
+    for (algorithm, regime, seed), values in CURVES.items():
+        for place, value in enumerate(values):
+            expected = value - CURVES["a", regime, seed][place] if algorithm == "b" else np.nan
+            np.testing.assert_allclose(found[algorithm, regime, seed, 10 * place], expected)
+    assert in_words(paired_values(final(table), "algorithm", "b", "a", regime=["off"])) == "0.200, 1 pair"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that makes the folder of a run from its settings, and its correct answers by problem."""
+
+    def make(name, right=(), **settings):
+        folder = tmp_path / name
+        (folder / "samples").mkdir(parents=True)
+        (folder / "config.yaml").write_text(json.dumps({"output": name, **settings}))
+        rows = [
+            {"question": f"{problem}+1=", "answer": str(problem + 1), "accurate": bool(value)}
+            for problem, values in enumerate(right)
+            for value in values
+        ]
+        (folder / "samples" / "after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
+
+
+def test_runs_are_paired_by_seed_and_then_by_what_varies_on_both_sides(run):
+    first = [run(f"a{seed}", seed=seed, optimizer={"learning_rate": 1e-3}) for seed in range(3)]
+    second = [run(f"b{seed}", seed=seed, optimizer={"learning_rate": 1e-2}) for seed in range(1, 4)]
+    pairs, changed = pair_runs(first, second)
+    assert pairs == {"seed 1": (first[1], second[0]), "seed 2": (first[2], second[1])}
+    assert changed == ["optimizer.learning_rate = 0.001 and 0.01"]
+    pairs, changed = pair_runs(first[:1], second[:1])
+    assert [*pairs.values()] == [(first[0], second[0])] and "seed = 0 and 1" in changed
+    more = [run(f"{name}_{rate}", seed=0, algorithm=name, rate=rate) for name in "ab" for rate in (1, 2)]
+    pairs, changed = pair_runs(more[:2], more[2:])
+    assert [*pairs] == ["seed 0, rate 1", "seed 0, rate 2"] and changed == ["algorithm = a and b"]
+    with pytest.raises(ValueError, match="seed 0: several runs of one side have these settings"):
+        pair_runs(more, first)
+    with pytest.raises(ValueError, match="no runs of the two sides have equal seed .*seed 0 and seed 3"):
+        pair_runs(first[:1], [second[2], second[1]])
+
+
+def test_problems_are_paired_by_question_and_answer(run):
+    first = [run("a0", [(1, 1), (1, 0), (0, 0)]), run("a1", [(0, 1), (1, 1), (0, 0)])]
+    second = [run("b0", [(1, 1), (1, 1), (0, 1)]), run("b1", [(1, 1), (1, 1)])]
+    metric = "evaluation/accuracy"
+    np.testing.assert_allclose(problem_differences(zip(first, second, strict=True), metric), [0.25, 0.25, 0.5])
+    np.testing.assert_allclose(problem_differences([(first[0], second[0])], metric), [0, 0.5, 0.5])
+    assert problem_differences([(first[0], second[0])], "reward").size == 0
+    assert problem_differences([(first[0], second[0])], "evaluation/reward").size == 0

@@ -15,9 +15,20 @@ from recjax.experience.layout import Layout
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
-from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show_dry_run
+from recjax.planning import dry_run as planning
+from recjax.planning.dry_run import (
+    compact,
+    count,
+    dry_run,
+    first_steps,
+    least_seconds,
+    print_dry_run,
+    show_dry_run,
+    warn_of_memory,
+)
 from recjax.planning.programs import batch_arrays
-from recjax.planning.targets import ACCELERATORS
+from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
+from recjax.training.mesh import make_mesh
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
@@ -284,6 +295,72 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_acti
     assert print_dry_run(path, ["output=x", override]) == 2
     assert reason in capsys.readouterr().err
     assert print_dry_run(path, ["output=x"]) == 0
+
+
+@pytest.mark.slow
+def test_a_mesh_splits_the_memory(tiny, capsys):
+    wide = "{hidden_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}"
+    options = [f"model.decoder={wide}", "rollout.prompts_per_step=8", "model.dtype=float32", "mesh.data=1"]
+    options += ["training.micro_batch_prompts=8"]
+    whole = memory(dry_run(tiny(*options)))
+    config = tiny(*options, "mesh.fsdp=2", "mesh.tensor=2")
+    result = dry_run(config, named_devices("h100:4"))
+    split = memory(result)
+    halves = ("trained parameters", "optimizer's state", "gradients: their sum, a micro-batch's")
+    for name in halves:  # the vocabulary is odd, and norms are on all devices
+        assert whole[name] / 4 < split[name] < 0.45 * whole[name], name
+    assert split["activations"] < 0.35 * whole["activations"]
+    assert split["keys and values"] == whole["keys and values"] // 4
+    show_dry_run(config, result)
+    assert "memory of each of 4 devices: data 1 × fsdp 2 × tensor 2" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="mesh: data 1, fsdp 2, tensor 2: 4 does not equal the number of devices, 8"):
+        dry_run(config, named_devices("h100:8"))
+    with pytest.raises(ValueError, match="mesh.fsdp = 64 does not divide the model's 32 units of the stream"):
+        dry_run(tiny(*options, "mesh.fsdp=64"), named_devices("h100:64"))
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Activations take no time to find: a thousand bytes."""
+    monkeypatch.setattr(planning, "_activations", lambda *arguments: 1000)
+
+
+def test_the_least_time_of_a_step_is_work_over_peak_speed(tiny, untraced):
+    config = tiny("model.dtype=float32")
+    result, layer = (
+        dry_run(config, named_devices("v5e-16")),
+        16 * (2 * (2 + 1) * 8 + 3 * 32),
+    )  # weights of the only layer
+    vocabulary, prompt = result.model.decoder.config.vocab_size, result.prompt_tokens
+    head, tokens, pairs = 16 * vocabulary, prompt + 4 * 3, prompt**2 / 2 + 4 * 3 * (prompt + 1.5)
+    forward = 2 * (layer * tokens + head * 4 * 3) + 4 * 2 * 8 * pairs  # one prompt, four completions of three tokens
+    seconds = least_seconds(config, result, named_devices("v5e-16"))
+    np.testing.assert_allclose(seconds["an update"], 3 * 4 * forward / 197e12, rtol=1e-6)
+    read = 3 * (4 * (layer + head) + 4 * 2 * 1 * 8 * 4 * (prompt + 4 * 1.5))  # for each token, weights and four caches
+    np.testing.assert_allclose(seconds["sampling a batch"], read / 819e9, rtol=1e-6)
+    eight = dry_run(tiny("model.dtype=float32", "rollout.prompts_per_step=8"), named_devices("v5e:2x4"))
+    assert least_seconds(config, eight, named_devices("v5e:2x4"))["an update"] == pytest.approx(
+        seconds["an update"] / 8
+    )
+    assert (
+        least_seconds(tiny("training.minibatches=2"), result, named_devices("v5e-16"))["an update"]
+        < seconds["an update"]
+    )
+
+
+def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, package_logger, untraced, monkeypatch):
+    package_logger.propagate = True
+    config = tiny()
+    with jax.set_mesh(make_mesh(config.mesh, jax.devices()[:1])):
+        run, params = prepare(config)
+        del params
+        needed = [item.bytes for item in dry_run(config).memory if item.phase in ("always", "update")]
+        for share, warnings in ((1.01, 0), (0.99, 1)):
+            monkeypatch.setattr(planning, "device_memory", lambda share=share: int(share * sum(needed)))
+            warn_of_memory(run)
+            assert len(caplog.records) == warnings
+    assert re.search(r"the update phase needs about 0.0\d GiB of each device, which has 0.0\d GiB", caplog.text)
+    assert device_memory() > 2**28
 
 
 @pytest.mark.slow

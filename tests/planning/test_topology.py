@@ -5,7 +5,18 @@ import importlib.util
 import jax
 import pytest
 
-from recjax.planning.targets import ACCELERATORS, CHIPS, COUNTS, GIB, GPUS, has_gpu_compiler, larger_slices, load_target
+from recjax.planning.targets import (
+    ACCELERATORS,
+    CHIPS,
+    COUNTS,
+    GIB,
+    GPUS,
+    has_gpu_compiler,
+    larger_slices,
+    load_target,
+    named_devices,
+    named_slice,
+)
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -60,6 +71,40 @@ def test_programs_are_compiled_for_gpus_that_are_not_here():
         assert "all-reduce" in program.as_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("h100-80", "h100-80", 1),
+        ("h100:8", "h100-80", 8),
+        ("a100-40:2", "a100-40", 2),
+        ("v5e-16", "v5e-16", 1),  # a chip with 16 GB
+        ("v5e:4x4", "v5e-16", 16),
+        ("v5litepod-16", "v5e-16", 16),
+        ("v5p-16", "v5p-95", 8),  # Google counts cores, two a chip
+        ("v4:2x2x2", "v4-32", 8),
+        ("v6e-8", "v6e-32", 8),
+    ],
+)
+def test_devices_by_name(name, kind, count):
+    assert named_devices(name) == (name, count, ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
+
+
+@pytest.mark.parametrize("name", ["abacus", "h100:3", "a100:8", "v5e:3x3", "v5e-16:4", "v5p-7", "v5p", "v5e-3"])
+def test_unknown_devices_are_refused_with_those_that_are_known(name):
+    with pytest.raises(ValueError, match=f"--device '{name}' is unknown; give host, one of t4-16.*v5p: 1x1x1.*1 2 4 8"):
+        named_devices(name)
+
+
+def test_a_slice_may_have_googles_name():
+    assert [named_slice(name) for name in ("v5p-16", "v5litepod-4", "v5e-16", "h100:8")] == [
+        "v5p:2x2x2",
+        "v5e:2x2",
+        "v5e-16",
+        "h100:8",
+    ]
+    assert larger_slices("v5p-512")[0] == "v5p:8x8x8"
+
+
 def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
     def chips(name):
         total = 1
@@ -86,5 +131,5 @@ def test_every_slice_has_a_device_a_chip_and_a_program_too_large_is_told_the_mem
         target = load_target(f"{generation}:{chip.slices[0]}")
         where = jax.sharding.SingleDeviceSharding(target.devices[0])
         large = jax.ShapeDtypeStruct((int(target.memory // 8 + GIB // 8), 8), "int8", sharding=where)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{chip.memory}G"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{ACCELERATORS[chip.accelerator].usable}G"):
             jax.jit(lambda x: x + 1).lower(large).compile()

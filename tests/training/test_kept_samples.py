@@ -93,6 +93,17 @@ def test_of_a_minibatch_its_own_groups_are_kept(tiny):
     assert [*seen] == [*kept(config)] == [1, 2, 3, 4, 5]
 
 
+def test_an_agents_turns_have_their_places_rewards_and_contexts(tiny):
+    options = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
+    config = tiny("agent", *options, "samples={every: 1, groups: 1}", "training.steps=1", "evaluation.every=0")
+    count(config)
+    for line in kept(config)[1]:
+        first, second, third = line["turns"]
+        assert 0 < first < second < third == len(line["tokens"]) == second + 1
+        assert [place for place, chosen in enumerate(line["chosen"]) if not chosen] == [first]  # read, not written
+        assert [*line["contexts"]] == [str(second)] and line["turn_rewards"]
+
+
 @pytest.mark.slow
 def test_packed_batches_keep_the_same(tiny, rows):
     config = tiny("packed", *STEPS, *CLIPPED, "samples={every: 3, groups: 2}", "training.tokens_per_micro_batch=16")

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.hub.policy import load_params, policy_alone
+from recjax.tasks.loading import load_task
 from recjax.training import run, warm_start
 from recjax.training.evaluation import evaluate_policy
+from recjax.training.run import characters
 from recjax.training.warm_start import _with_slips
 from tests.training.tiny_run import TINY
 
@@ -119,4 +122,21 @@ def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
     monkeypatch.setattr(warm_start, "supervise", supervise)
     for seed in (0, 1, 0):
         run.prepare(config.model_copy(update={"seed": seed}))
+    run.prepare(config.model_copy(update={"seed": 2, "base_seed": 1}))
     assert seeds == [0, 1]
+
+
+def test_a_seed_of_the_base_holds_policy_and_problems_while_the_seed_varies(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    def base(*overrides):
+        config = load_config(tmp_path / "tiny.yaml", [f"output={tmp_path}", *overrides])
+        task = load_task(config)
+        policy = policy_alone(config, characters([*task.train, *task.evaluation]))
+        return load_params(config, policy.decoder.config), [problem.prompt for problem in task.train]
+
+    held, same, other = base("seed=1", "base_seed=0"), base("seed=0"), base("seed=1")
+    chex.assert_trees_all_equal(held[0], same[0])
+    assert held[1] == same[1] != other[1]
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(held[0], other[0])

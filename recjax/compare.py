@@ -1,0 +1,116 @@
+"""Compares two runs, or two sets of runs, in one metric: a sentence with an interval and a test, and a figure.
+
+    python -m recjax.compare A B [--metric evaluation/accuracy] [--output figures/compare.png]
+
+A and B are folders of a run, of several runs (a sweep's output), or of an evaluation by recjax.evaluate; or quoted
+patterns, such as 'runs/clipping/reinforce__*'. Runs are paired by seed. If a side has several runs with one seed, they
+are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer.
+"""
+
+import glob
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from matplotlib.axes import Axes
+
+from recjax.analysis.collect import COLUMNS, metrics_of
+from recjax.analysis.compare import (
+    ACCURACY,
+    final,
+    in_words,
+    minus_line,
+    pair_runs,
+    paired_values,
+    problem_differences,
+    sign_flip_p,
+)
+from recjax.console import command, start
+from recjax.plots.curves import draw_curves
+from recjax.plots.style import COLORS, GREY, LABELS, save_figure
+
+FLAGS = flags.FLAGS
+SIGNIFICANT = 0.05  # highest p-value of a difference
+
+
+def folders_of(source: str) -> list[Path]:
+    """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
+
+    Raises:
+        ValueError: there are none.
+    """
+
+    def has_numbers(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in ("metrics.jsonl", "samples.parquet"))
+
+    named = [Path(path) for path in ([source] if Path(source).is_dir() else sorted(glob.glob(source)))]
+    inner = [[path] if has_numbers(path) else sorted(filter(has_numbers, path.glob("*"))) for path in named]
+    if not (found := [folder for folders in inner for folder in folders]):
+        raise ValueError(f"{source!r}: no run or evaluation there; name folders with metrics.jsonl or samples.parquet")
+    return found
+
+
+def verdict(metric: str, differences: np.ndarray, of: str, first: str, second: str) -> str:
+    """A sentence about differences of `second` from `first`: their mean, interval, test, and what that shows.
+
+    Args:
+        metric: the metric in words.
+        differences: paired differences.
+        of: plural noun for the things that are paired.
+    """
+    numbers = in_words(differences, of)
+    if len(differences) < 2:
+        return f"{second} minus {first} in {metric}: {numbers}, which has no interval and no test."
+    if sign_flip_p(differences) <= SIGNIFICANT:
+        return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
+    least = 2.0 ** (1 - len(differences))
+    few = f" {len(differences)} {of} cannot give a p below {least:.2g}, and 6 can." if least > SIGNIFICANT else ""
+    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{few}"
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Compares, prints the sentences and the settings that differ, and draws the figure."""
+    if len(argv) != 3 or argv[1] == argv[2]:
+        raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
+    (first, second), metric = argv[1:], FLAGS.metric
+    if metric not in COLUMNS:
+        raise ValueError(f"--metric {metric!r}: unknown metric; name one of {', '.join(COLUMNS)}")
+    pairs, changed = pair_runs(folders_of(first), folders_of(second))
+    sides = [
+        ({"side": side, "pair": label}, folder)
+        for label, both in pairs.items()
+        for side, folder in zip(argv[1:], both, strict=True)
+    ]
+    table = metrics_of(sides)
+    differences = paired_values(final(table, metric), "side", second, first)
+    if not len(differences):
+        raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
+    problems = problem_differences(pairs.values(), metric)
+    words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
+    told = f"{words}, mean of the last three values,"
+    if len(differences) > 1 or len(problems) < 2:
+        print(verdict(told, differences, "pairs of runs", first, second))
+    if len(problems) > 1:
+        told = f"{words} at the latest evaluation"
+        print(verdict(told, problems, "problems", first, second), "This holds for these runs; other seeds may differ.")
+    for setting in changed:
+        print(f"differs: {setting}")
+
+    def draw_problems(axes: Axes) -> None:
+        axes.hist(problems, bins=21, color=GREY)
+        axes.axvline(problems.mean(), color=COLORS[1])
+        axes.set(xlabel=f"difference of a problem\nmean {problems.mean():+.3f}", ylabel="problems")
+
+    difference, output = f"{metric} − {first}", Path(FLAGS.output)
+    table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
+    more = [draw_problems] if len(problems) > 1 else []
+    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=more), output)
+    print(f"figure: {output}")
+
+
+if __name__ == "__main__":
+    # Not at module level: absl flags are global, and importing this module must not define them.
+    flags.DEFINE_string("metric", ACCURACY, "Metric to compare, one of those that recjax.plot draws.")
+    flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
+    start(main)
