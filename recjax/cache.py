@@ -5,9 +5,6 @@ import logging
 import os
 from pathlib import Path
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-
 from recjax.host_memory import close_gaps
 
 logger = logging.getLogger(__name__)
@@ -20,6 +17,9 @@ def cache_folder(name: str) -> Path:
 
 def keep_compiled_programs() -> None:
     """Lets JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR or a program has set the folder."""
+    import jax  # not at module level: graders read files from the cache, and need no JAX
+    from jax.experimental.compilation_cache import compilation_cache
+
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
         compilation_cache.reset_cache()  # JAX uses no cache if it has compiled without a folder
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
@@ -31,6 +31,7 @@ def keep_compiled_programs() -> None:
 @functools.cache
 def close_gaps_after_compiling() -> None:
     """Registers a listener that closes the gaps which compiling a large program leaves on the heap, once a process."""
+    import jax
 
     def compiled(event: str, seconds: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:

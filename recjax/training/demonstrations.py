@@ -24,11 +24,11 @@ from recjax.training.learner import first_state
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.run import Run, State
 from recjax.training.update import Recipe, TrainState, make_optimizer, update
-from recjax.training.warm_start import supervised_rates
+from recjax.training.warm_start import FOLDER, supervised_rates
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "warm_start"  # in the run's folder: metrics.jsonl and checkpoints/ of this stage
+
 _LOSSES = ("loss", "held_out_loss")
 
 

@@ -44,11 +44,11 @@ from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
-from recjax.training.demonstrations import FOLDER
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
 from recjax.training.run import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
+from recjax.training.warm_start import FOLDER
 
 logger = logging.getLogger(__name__)
 _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license

@@ -37,6 +37,8 @@ from recjax.training.update import make_optimizer
 
 logger = logging.getLogger(__name__)
 
+FOLDER = "warm_start"  # in the run's folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
+
 _OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction")  # keys that demonstrations do not need
 _MOST_HELD_OUT = 256  # demonstrations held out if there is no file of held-out demonstrations
 

@@ -288,6 +288,6 @@ def test_how_it_runs_does_not_change_what_it_computes(options, tolerance):
 
 
 def test_unknown_rope_scaling_is_named():
-    config = dataclasses.replace(SMALL, rope_scaling=RopeScaling("yarn", 2.0))
-    with pytest.raises(ValueError, match="rope_scaling kind 'yarn' is not known"):
+    config = dataclasses.replace(SMALL, rope_scaling=RopeScaling("dynamic", 2.0))
+    with pytest.raises(ValueError, match="rope_scaling kind 'dynamic' is not known"):
         init_params(config, jax.random.key(0))
