@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from recjax import evaluate as command
 from recjax.config import load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export

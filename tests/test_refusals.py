@@ -24,7 +24,7 @@ CASES = [
     ("algorithm.regulariser={}", "unknown key 'algorithm.regulariser'", "did you mean 'algorithm.regularizer'?"),
     ("task.gsm8k.tran=x", "'task.gsm8k.tran'", "'task.gsm8k.train'"),
     ("sync_interval=3", "'sync_interval'", "3", "'regime.sync_interval'"),
-    ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, output, model"),
+    ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, base_seed, output, model"),
     ("optimizer=3", "optimizer = 3: takes a mapping"),
     ("optimizer=~", "optimizer = None: takes a mapping"),
     ("tracking=~", "tracking = None: takes a mapping"),

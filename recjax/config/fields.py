@@ -285,6 +285,8 @@ def problems(
         name = next((name for name in names if name in keys), "")
         if kind == "extra_forbidden":
             elsewhere = _hint_from_elsewhere(names[0], each["input"], keys)
+            if path[-1] not in _OURS and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
+                elsewhere = ""  # a misspelling of our own key
             near = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.5)
             near = near or [known for known in keys if known.split(".")[-1] == path[-1]]
             here = block_of(keys[name].annotation) if name else block

@@ -276,9 +276,9 @@ class TaskConfig(OneTask):
         """The tasks of the mixture by name, in the names' order; without a mixture, this task with the name ""."""
         return {name: self.mixture[name] for name in sorted(self.mixture)} if self.mixture else {"": self}
 
-    def of(self, name: str | None) -> OneTask:
-        """The mixture's task of this name; this task without a mixture, and for a name that it does not have."""
-        return (self.mixture or {}).get(name, self)
+    def of(self, name: Any) -> OneTask:
+        """The mixture's task of this name; this task without a mixture, and for a value that is no name of a task."""
+        return self.mixture[name] if self.mixture and isinstance(name, str) and name in self.mixture else self
 
     def shares(self) -> dict[str, float]:
         """The expected share of each task in the prompts of a batch."""

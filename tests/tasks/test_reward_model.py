@@ -16,6 +16,7 @@ from recjax.tasks.grading.custom import custom_parts
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.grading.reward_model import RewardModel
+from recjax.tasks.problems import Problem
 from tests.hub.test_chat_templates import CHATML
 from tests.training.test_demonstrations import byte_tokenizer, chat
 from tests.training.tiny_run import TINY, one_device, train
@@ -81,7 +82,7 @@ def test_scores_are_those_of_transformers(tmp_path, kind, template, pad, side):
     model, tokenizer = classifier(tmp_path, kind, template, pad)
     reward = load_reward(f"model:{tmp_path}")
     pairs = [pair for pair in zip(PROMPTS, COMPLETIONS, strict=True) if template or isinstance(pair[0], str)]
-    rows = [(prompt, text, "", {}) for prompt, text in pairs]
+    rows = [Answered.to(Problem(prompt, ""), str(prompt), text, 1, "") for prompt, text in pairs]
     theirs = expected(model, tokenizer, side)
     assert np.ptp(theirs) > 0.01
     np.testing.assert_allclose(custom_parts(reward, rows)["score"], theirs, atol=1e-4)
@@ -101,7 +102,7 @@ def test_grading_gives_the_model_the_problems_messages(tmp_path):
     reward = reward._replace(name="model:folder", function=scored)
     config = load_config(tmp_path / "tiny.yaml", ["task.reward=model:folder"])
     with Grading(config, reward) as grading:
-        rows = [Answered("as rendered", "2", "2", {}, 1, asked=asked) for asked in (chat("1+1"), "1+1=")]
+        rows = [Answered.to(Problem(asked, "2"), "1+1=", "2", 1, "") for asked in (chat("1+1"), "1+1=")]
         assert grading.submit(rows).result().rewards.tolist() == [1.0, 1.0]
     assert seen == [(chat("1+1"), "2"), ("1+1=", "2")]
 

@@ -20,7 +20,7 @@ class Grading:
     """Stands for a reward that is not graded in worker processes."""
 
     class reward:
-        per_row = False
+        per_row, remote = False, None
 
 
 def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Group], list[Grade]]:
