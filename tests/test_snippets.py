@@ -29,7 +29,10 @@ def name(part: Path | str) -> str:
 
 
 def merged(base: dict, change: dict) -> dict:
-    both = {key: merged(base[key], change[key]) for key in base.keys() & change.keys() if isinstance(base[key], dict)}
+    blocks = [
+        key for key in base.keys() & change.keys() if isinstance(base[key], dict) and isinstance(change[key], dict)
+    ]
+    both = {key: merged(base[key], change[key]) for key in blocks}
     return {**base, **change, **both}
 
 

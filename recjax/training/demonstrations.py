@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.config import OptimizerConfig
+from recjax.config import OptimizerConfig, TrainingConfig
 from recjax.experience.batch import pad
 from recjax.experience.layout import packed_layout, score
 from recjax.experience.queue import Queue
@@ -108,5 +108,6 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
                     totals |= {"losses": {f"{FOLDER}/{name}": row[name] for name in _LOSSES if name in row}}
                     # The last state needs no optimizer state.
                     trained = TrainState(trained.params, ()) if step == steps else trained
-                    checkpoint.save(manager, State(step, trained, None, step, Queue(), {}, totals), keep=1)
+                    state = State(step, trained, None, step, Queue(), {}, totals)
+                    checkpoint.save(manager, state, TrainingConfig(keep_checkpoints=1))
     return combine(trained.params, constant), totals["losses"]

@@ -33,7 +33,7 @@ def known_problems(run: Run) -> Known:
     """
     known = {}
     for prompts in (run.held_out, run.train):
-        for tokens, mask, text, problem in zip(*prompts, strict=True):
+        for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             known[_key(run, Group("", tokens[mask], (), problem.prompt, problem.answer))] = (text, problem)
     for group in run.stored.groups:
         if group.answer is None and _key(run, group) not in known:
@@ -82,7 +82,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(_key(run, group)) or (
                 tokenizer.decode(group.prompt_tokens),
-                Problem(group.prompt, group.answer, task=group.completions[0].metadata.get("task", "")),
+                Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )
             for one, (number, done) in zip(group.completions, numbers, strict=False):
                 if not done:

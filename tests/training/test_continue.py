@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.config import TrainingConfig
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
 from recjax.training import checkpoint
@@ -42,7 +43,7 @@ def trained(config, step=4, accuracy=None):
     state = state._replace(step=step, trained=jax.tree.map(moved, state.trained))
     folder = Path(config.output)
     manager = checkpoint.open_checkpoints(folder / "checkpoints")
-    checkpoint.save(manager, state, keep=9)
+    checkpoint.save(manager, state, TrainingConfig(keep_checkpoints=9))
     manager.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "evaluation/accuracy": accuracy}) + "\n")

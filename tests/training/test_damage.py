@@ -10,6 +10,7 @@ import pytest
 
 import recjax
 from recjax import files
+from recjax.api import open_run
 from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
@@ -259,7 +260,7 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
         summary = loop.train(config, learner=CountingLearner(), sources=sampled_by(prepared_batch))
     assert summary["steps"] == 6
     assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])
-    show_result(tmp_path / "run", summary)
+    show_result(open_run(tmp_path / "run"))
     shown = capsys.readouterr()
     assert "held-out accuracy" in shown.out and ("line 1 is damaged" in shown.err) == (content == "{")
 

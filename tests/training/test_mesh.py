@@ -41,6 +41,7 @@ def test_sizes_that_do_not_are_refused_with_their_names(sizes):
 
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
     shapes = abstract_params(EVERYTHING)
+    shapes["score"] = {"kernel": shapes["head"]["kernel"].update(shape=(16, 4))}  # of a reward model
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     shardings = flatten(param_shardings(mesh, shapes))
     used = {rule for path in shardings for rule, _ in RULES if re.search(f"(^|/)({rule})$", path)}
@@ -48,7 +49,9 @@ def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
     for path, leaf in flatten(shapes).items():
         # A matrix is split into four, but for adapters, which are thin; norms are whole.
         parts = leaf.size // np.prod(shardings[path].shard_shape(leaf.shape))
-        assert parts == (1 if path.endswith("scale") else 2 if "lora" in path or path.endswith("bias") else 4), path
+        assert parts == (
+            1 if path.endswith("scale") else 2 if "lora" in path or path.endswith("bias") or "score" in path else 4
+        ), path
 
 
 def test_an_optimizers_state_lies_where_its_parameters_do():

@@ -63,5 +63,5 @@ def test_samples_and_their_page_are_standard_json(tmp_path):
     write_samples(tmp_path / "samples" / "after.jsonl", Evaluation(0.0, NAN, None, samples))
     kept = strictly((tmp_path / "samples" / "after.jsonl").read_text())
     assert kept["reward"] is kept["parts"]["length"] is None
-    page = sample_page("run", "about", [{"advantage": [NAN, 1.0]}])
+    page = sample_page([{"name": "run", "about": "about", "rows": [{"advantage": [NAN, 1.0]}]}])
     assert '"advantage": [null, 1.0]' in page

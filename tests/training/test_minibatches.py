@@ -272,11 +272,11 @@ def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
 def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
     seen, recipes, original = [], [], learner.update
 
-    def watched(state, frozen, reference, batch, key, layout, teacher, proximal, *, recipe):
+    def watched(state, frozen, reference, batch, key, layout, teacher, proximal, numbers, *, recipe):
         params = jax.tree.map(np.array, state.params)
         seen.append((params, batch, jax.random.key_data(key).tolist(), layout.rows, proximal))
         recipes.append(recipe)
-        return original(state, frozen, reference, batch, key, layout, teacher, proximal, recipe=recipe)
+        return original(state, frozen, reference, batch, key, layout, teacher, proximal, numbers, recipe=recipe)
 
     monkeypatch.setattr(learner, "update", watched)
     options = ["training.updates_per_batch=2", "training.minibatches=2", f"algorithm.preset={preset}"]

@@ -210,7 +210,7 @@ def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str
     return [], {name: named[name] for name in inspect.signature(reward.function).parameters if name in named}
 
 
-def _call(reward: Reward, lists: Sequence[list], named: Mapping[str, list]) -> Any:
+def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list]) -> Any:
     """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
     for retry in itertools.count():
         try:
