@@ -38,6 +38,7 @@ from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
 from recjax.models.decoder_config import PROJECTIONS
+from tests.marks import slow_except
 from tests.test_tutorials import blocks
 
 QUICKSTART = "experiments/quickstart.yaml"
@@ -264,16 +265,24 @@ ODD_PIECES = ("${", "\\", "$", "{", "}", "\n", "\x85", "\u2028", ": ", " #", "'"
 ODD = st.lists(st.text() | st.sampled_from(ODD_PIECES)).map("".join)
 
 
-@hypothesis.settings(deadline=None)
-@hypothesis.given(ODD, ODD, st.dictionaries(ODD, st.lists(ODD | st.dictionaries(ODD, ODD))))
-@hypothesis.example("${HOME}", "\\${HOME}", {"${key}": [{"deep": "a\\\\${b} $ {c}"}]})
-def test_a_stored_config_keeps_odd_texts(tmp_path_factory, prompt, stop, arguments):
-    stored = tmp_path_factory.getbasetemp() / "odd.yaml"
-    task, tracking = {"gsm8k": {}, "system_prompt": prompt}, {"wandb": arguments}
-    config = Config(output="runs/x", model={"decoder": {}}, task=task, rollout={"stop": [stop]}, tracking=tracking)
-    stored.write_text(to_yaml(config), encoding="utf-8")
-    assert load_config(stored) == config
-    assert stored_values(stored) == config.model_dump()
+ODD_ARGUMENTS = st.dictionaries(ODD, st.lists(ODD | st.dictionaries(ODD, ODD, max_size=3), max_size=3), max_size=3)
+
+
+@pytest.mark.parametrize("examples", slow_except([20, 200], 20))
+def test_a_stored_config_keeps_odd_texts(tmp_path, examples):
+    stored = tmp_path / "odd.yaml"
+
+    @hypothesis.settings(deadline=None, max_examples=examples)
+    @hypothesis.given(ODD, ODD, ODD_ARGUMENTS)
+    @hypothesis.example("${HOME}", "\\${HOME}", {"${key}": [{"deep": "a\\\\${b} $ {c}"}]})
+    def keeps(prompt, stop, arguments):
+        task, tracking = {"gsm8k": {}, "system_prompt": prompt}, {"wandb": arguments}
+        config = Config(output="runs/x", model={"decoder": {}}, task=task, rollout={"stop": [stop]}, tracking=tracking)
+        stored.write_text(to_yaml(config), encoding="utf-8")
+        assert load_config(stored) == config
+        assert stored_values(stored) == config.model_dump()
+
+    keeps()
 
 
 def test_stored_config_loads_back_to_the_same(tmp_path):

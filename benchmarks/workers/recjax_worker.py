@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.cache import keep_compiled_programs
-from recjax.config import load_config
+from recjax.config import TrainingConfig, load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import choose_layout
@@ -115,7 +115,7 @@ def prepare(inputs: Inputs) -> System:
 
     def write_checkpoint(number: int) -> dict:
         held["state"] = held["state"]._replace(step=held["state"].step + 1)
-        checkpoint.save(manager, held["state"], keep=1)
+        checkpoint.save(manager, held["state"], TrainingConfig(keep_checkpoints=1))
         return {}
 
     # --- Behavior log-probs: what storing them adds to drawing, and the forward pass that it saves.

@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from recjax.config import TrainingConfig
 from recjax.experience.queue import Queue
 from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host, param_shardings
