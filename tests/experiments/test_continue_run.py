@@ -21,11 +21,9 @@ def test_a_run_is_continued_and_resumed_with_other_rates(tmp_path):
     script = ["-m", "experiments.day.continue_run", "--output", str(tmp_path / "runs")]
     done = commands.run([*script, "--config", "experiments/quickstart.yaml", *SMALL])
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if "held-out accuracy" in line] == [
-        "first run",
-        "continued",
-        "resumed with another rate",
-    ]
+    said = [line.split(":")[0] for line in done.stdout.splitlines() if "held-out accuracy" in line]
+    said = [name for name in said if not name.startswith("step ")]
+    assert said == ["first run", "continued", "resumed with another rate"]
     rows = [json.loads(line) for line in (tmp_path / "runs/second/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(10))
     assert len({row["learning_rate"] for row in rows[7:]}) == 1 and rows[7]["learning_rate"] == pytest.approx(5e-5)

@@ -88,7 +88,7 @@ jit = functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backen
 
 # Options of the maths; sizes and tied embeddings change the parameter tree.
 OPTIONS = {field.name for field in dataclasses.fields(DecoderConfig) if field.default is not dataclasses.MISSING}
-OPTIONS -= {"norm_epsilon", "tie_embeddings", "fused_projections"}
+OPTIONS -= {"norm_epsilon", "tie_embeddings", "fused_projections", "pre_norms", "joint_qk_norm"}
 
 
 class Loaded(NamedTuple):

@@ -88,7 +88,7 @@ def assert_params_equal(params, tensors, layers=2):
 def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
     read, tensors, held = weights._read, [], []
 
-    def tracked(file, opened, name, shape):
+    def tracked(file, opened, name, shape, rows):
         for _ in range(100):  # a copy to the device may still run
             gc.collect()
             count = sum(tensor() is not None for tensor in tensors)
@@ -96,7 +96,7 @@ def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
                 break
             time.sleep(0.01)
         held.append(count)
-        tensor = np.array(read(file, opened, name, shape))  # a copy that owns its memory, which all of its views keep
+        tensor = np.array(read(file, opened, name, shape, rows))  # a copy that owns its memory, which all of its views keep
         if "layers" in name:  # other tensors may be parameters without a copy
             tensors.append(weakref.ref(tensor))
         return tensor
