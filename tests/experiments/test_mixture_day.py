@@ -54,4 +54,5 @@ def test_a_script_of_trl_trains_with_its_own_reward(tmp_path):
     script = ROOT / "experiments/day/coming_from_trl.py"
     python(tmp_path, str(script), "training.steps=3", "training.checkpoint_every=3", "evaluation.every=0")
     rows = rows_of(tmp_path / "runs/coming_from_trl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "reference_kl" in " ".join(rows[-1])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[-1]["reward/score"] == rows[-1]["reward"]
+    assert "coefficient: 0.01" in (tmp_path / "runs/coming_from_trl/config.yaml").read_text()
