@@ -159,10 +159,9 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
                     joint[first:end, place * config.lora.rank : (place + 1) * config.lora.rank] = b[place]
                 b = [joint]
             name = f"base_model.model.{module.format(layer=layer)}"
-            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = (
-                np.concatenate(a),
-                np.ascontiguousarray(b[0]),
-            )
+            # safetensors writes the memory of an array, in whatever order it lies there.
+            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
+            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[0])
     write_tensors(folder / "adapter_model.safetensors", tensors)
     settings = {
         "peft_type": "LORA",

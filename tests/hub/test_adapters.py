@@ -19,13 +19,13 @@ from tests.training.tiny_run import TINY, train
 TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of two steps that trained adapters beside a random Qwen2 whose folder has a tokenizer."""
+@pytest.fixture(scope="module", params=["qwen2", "phi3"])
+def run(request, tmp_path_factory):
+    """A run of two steps that trained adapters next to a random model whose folder has a tokenizer."""
     folder = tmp_path_factory.mktemp("adapters")
     base = folder / "base"
     base.mkdir()
-    random_model("qwen2", base)
+    random_model(request.param, base)
     tokenizer = character_tokenizer("0123456789+=")
     tokenizer.save_pretrained(base)
     (folder / "tiny.yaml").write_text(TINY)
@@ -69,8 +69,8 @@ def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, m
     folder, config = run
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("recjax.export.run_config", lambda run: relative)
-    monkeypatch.setattr("recjax.export.run_adapters", lambda run, _, step: run_adapters(run, config, step))
+    monkeypatch.setattr("recjax.training.trained.run_config", lambda run: relative)
+    monkeypatch.setattr("recjax.training.trained.run_adapters", lambda run, _, step: run_adapters(run, config, step))
     export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str((folder / "base").resolve())
