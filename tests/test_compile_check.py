@@ -139,7 +139,7 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "algorithm.preset=tis"]
     options += ["training.tokens_per_micro_batch=32"] * packs
     made = planned("rollout.prompts_per_step=12", *options)  # halves of 6, on four devices: 8 each
-    _, _, _, batch, _, layout, _, proximal = ahead.traced_update(made).args_info[0]
+    _, _, _, batch, _, layout, _, proximal, _ = ahead.traced_update(made).args_info[0]
     assert batch.prompts.shape[0] == 16 and layout.rows.shape == (64,) and layout.minibatches == 2
     assert proximal.shape == batch.completions.shape
     if packs:

@@ -58,13 +58,13 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
     )
 
 
-def hyperparameters_of(config: Config, learning_rate: ArrayLike) -> dict[str, dict[str, Any]]:
+def hyperparameters_of(config: Config, learning_rate: ArrayLike | jax.ShapeDtypeStruct) -> dict[str, dict[str, Any]]:
     """The numbers that runs of one recipe may differ in: arguments of the compiled `update`.
 
     A weight decay of 0 is absent, so that the program has no decay, like an axis whose coefficient is 0.
 
     Args:
-        learning_rate: learning rate of the update.
+        learning_rate: learning rate of the update, or its shape.
     """
     optimizer = {"learning_rate": learning_rate, "clip_norm": config.optimizer.clip_norm}
     if config.optimizer.weight_decay:
