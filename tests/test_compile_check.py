@@ -144,7 +144,7 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     assert proximal.shape == batch.completions.shape
     if packs:
         assert layout.packed.tokens.shape == (8, 4, 8) and layout.packed.places.shape == (64, 3)
-    of_layout, _, params, scored, _, _ = ahead.traced_score(made).args_info[0]
+    of_layout, params, scored = ahead.traced_score(made).args_info[0]
     assert str((of_layout, scored)) == str((layout, batch)) and jax.tree.structure(params).num_leaves > 5
     one = planned("training.updates_per_batch=2")
     assert ahead.traced_update(one).args_info[0][5].rows is None is ahead.traced_update(one).args_info[0][7]

@@ -188,7 +188,7 @@ def counted(tokenizer, texts, first, **options):
 prompts.encode_prompts = counted
 try:
     fitting = [problem.answer for problem in prompts.fitting(problems, tokenizer, 5)]
-    tokens, mask, texts, _ = everything = prompts.encode_problems(problems, tokenizer, None)
+    tokens, mask, texts, *_ = everything = prompts.encode_problems(problems, tokenizer, None)
     found = fitting, tokens, mask, texts, everything.answers
 except ValueError as error:
     found = str(error)
