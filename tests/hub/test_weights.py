@@ -96,7 +96,9 @@ def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
                 break
             time.sleep(0.01)
         held.append(count)
-        tensor = np.array(read(file, opened, name, shape, rows))  # a copy that owns its memory, which all of its views keep
+        tensor = np.array(
+            read(file, opened, name, shape, rows)
+        )  # a copy that owns its memory, which all of its views keep
         if "layers" in name:  # other tensors may be parameters without a copy
             tensors.append(weakref.ref(tensor))
         return tensor

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from recjax import evaluate as evaluating
 from recjax.config import load_config
 from recjax.evaluate import evaluate
 from recjax.experience.foreign import Columns
@@ -27,6 +26,7 @@ from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run
 from recjax.tasks.loading import load_task
+from recjax.training import trained
 from recjax.training.followed_run import FollowedRun
 from recjax.training.run import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
@@ -130,7 +130,7 @@ def test_an_evaluation_of_a_model_has_one_day(folder, on, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(evaluating, "sample_rows", killed)
+        patched.setattr(trained, "sample_rows", killed)
         evaluate(config, None, str(tmp_path / "evaluation"))
     on(SECOND)
     evaluate(config, None, str(tmp_path / "evaluation"))

@@ -90,7 +90,7 @@ WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=',
 def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monkeypatch, wrong_fraction, tmp_path):
     shown = []
 
-    def step(decoder, optimizer, params, state, batch):
+    def step(decoder, optimizer, params, state, batch, rate):
         shown.append(jax.device_get(batch))  # rows of an array on a device are slow to take
         return params, state, 0.0
 
