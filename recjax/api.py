@@ -67,11 +67,11 @@ def run(
     Args:
         config: a `Config`, its values as a dict, or a YAML file. With `problems` it needs no task.
         problems: rows with the columns of `task.file`, by default "prompt" and "answer": dicts, a pandas DataFrame or a
-            datasets.Dataset; recjax holds out a third of them. Or a mapping of "train" and "evaluation" (or "test") to
-            such rows. The run's folder gets a copy.
+            datasets.Dataset; recjax holds out a third. Or a mapping of "train" and "evaluation" (or "test") to
+            such rows. The run folder gets a copy.
         reward: function of lists (prompts, completions, answers) or (prompts, completions, answers, columns) that
             returns a number for each completion, or a dict of named parts; see docs/rewards.md. It may be a lambda or a
-            closure. Worker processes call a copy of it with the completions of one prompt, within the limits of
+            closure. Worker processes call a copy with the completions of one prompt, within the limits of
             `grading`; what it changes outside itself is lost. An `async` function runs in this process.
         on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
             checkpoint and stops, and `run` returns it.
@@ -131,7 +131,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
 
 
 class Result:
-    """A run's folder: its config and metrics, and the policies of its checkpoints."""
+    """The folder of a run: its config and metrics, and the policies of its checkpoints."""
 
     def __init__(self, folder: Path, reward: Callable | None = None):
         """Stores the arguments of `open_run`."""
@@ -177,7 +177,7 @@ class Result:
 
 
 class TrainedPolicy:
-    """The policy of a run's checkpoint, on the run's mesh: samples, scores, evaluates and exports.
+    """The policy of a checkpoint, on the mesh of the run: samples, scores, evaluates and exports.
 
     Attributes:
         step: step of the checkpoint.
@@ -191,7 +191,7 @@ class TrainedPolicy:
             step: step of the checkpoint; None: the newest.
             reward: function for `evaluate`; None: `task.reward` names it.
         Raises:
-            ValueError: there is no such checkpoint, or its model or problems cannot be read.
+            ValueError: the checkpoint does not exist, or its model or problems cannot be read.
         """
         keep_compiled_programs()
         self._run, self._reward = Path(run), reward
@@ -213,7 +213,7 @@ class TrainedPolicy:
                 one text.
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
-            rollout: keys of `rollout` with other values than the run's, such as temperature or max_completion_tokens.
+            rollout: keys of `rollout` with other values than in the run, such as temperature or max_completion_tokens.
         Raises:
             ValueError: a prompt that the model cannot read, or a value that `rollout` refuses.
         """
@@ -262,8 +262,8 @@ class TrainedPolicy:
 
         Args:
             problems: rows to evaluate on, as for `run`; None: the held-out problems of the run.
-            reward: a function, as for `run`; None: the run's own.
-            evaluation: keys of `evaluation` with other values than the run's, such as samples or temperature.
+            reward: a function, as for `run`; None: the reward of the run.
+            evaluation: keys of `evaluation` with other values than in the run, such as samples or temperature.
         Raises:
             ValueError: problems that cannot be used, a value that `evaluation` refuses, or a missing reward function.
         """

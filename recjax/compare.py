@@ -37,7 +37,7 @@ def folders_of(source: str) -> list[Path]:
     """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the source has no such folder.
     """
 
     def has_numbers(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles a run's large programs ahead of time, to tell if they fit a device before you rent it.
+"""Compiles the large programs of a run ahead of time, to tell if they fit a device before you rent it.
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 

@@ -2,11 +2,11 @@
 
     python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--all] [--output FOLDER]
 
-checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
+checkpoint is the folder of a run (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
 Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
 config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
 rollout.prompts_per_step (number of problems sampled at a time). --all evaluates on all problems of the task, not on
-held-out ones only; task.file.train alone is then enough. The same command repeats an evaluation, also an
+held-out ones only; then task.file.train is enough. The same command repeats an evaluation, also an
 interrupted one. Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 

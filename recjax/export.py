@@ -1,4 +1,4 @@
-"""Writes a run's policy as a folder that transformers and other programs load.
+"""Writes the policy of a run as a folder that transformers and other programs load.
 
     python -m recjax.export --run runs/NAME --output FOLDER [--step N] [--dtype float32|bfloat16|float16]
     python -m recjax.export --run runs/NAME --output FOLDER --adapters [--step N]
@@ -26,7 +26,7 @@ FLAGS = flags.FLAGS
 
 @command
 def main(argv: list[str]) -> None:
-    """Exports the model and prints a description of it."""
+    """Exports the model and prints a description of the export."""
     if argv[1:]:
         raise ValueError(f"unknown argument {argv[1]!r}; give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)

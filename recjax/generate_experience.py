@@ -189,7 +189,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         (sampler, params), version = prepare(config, starting_policy), 0
     else:
         require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
-        # The run's config determines the policy, the command's config the prompts.
+        # The config of the run determines the policy, the config of the command the prompts.
         _, policy, params, version, _ = open_checkpoint(Path(run), step)
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)

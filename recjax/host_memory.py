@@ -67,7 +67,7 @@ def close_gaps() -> int:
 
     Compilation leaves tens of thousands of gaps of many sizes, and glibc searches them at every allocation: some models
     sample a quarter slower in a process that compiled. A closed gap only uses address space. Huge pages would fill the
-    gaps with memory again, so the kernel makes no more of them between the first gap and the last. The function does
+    gaps with memory again, so the kernel makes no more huge pages between the first gap and the last. The function does
     nothing without the settings of `prepare_host_memory`.
 
     Returns:

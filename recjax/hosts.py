@@ -28,7 +28,7 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
     """Joins the processes of a run; must come before any other use of JAX.
 
     Without arguments JAX reads the environment of a TPU pod, SLURM, Open MPI or a Kubernetes job. Without such an
-    environment, or with one process, this process runs alone.
+    environment, or with one process, this is the only process.
 
     Args:
         coordinator: host:port of process 0.
@@ -39,7 +39,7 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
     """
     if processes == 1:
         return
-    jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the run's own
+    jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace recjax's handler
     try:
         jax.distributed.initialize(
             coordinator,
@@ -60,7 +60,7 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
 
 @contextlib.contextmanager
 def together(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
-    """A context for the processes of a command: they connect first, and a process that loses the others ends at once.
+    """A context for the processes of a command: they connect first, and a process that loses another one ends at once.
 
     Args:
         (all): see `meet`.
@@ -78,7 +78,7 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)  # an ordinary exit would wait for the other processes
+        os._exit(1)  # an ordinary exit would wait for all processes
 
 
 def is_first() -> bool:

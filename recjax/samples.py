@@ -1,4 +1,4 @@
-"""Writes an HTML page with completions that a run's model wrote in training.
+"""Writes an HTML page with completions that the model of a run wrote in training.
 
     python -m recjax.samples RUN [OTHER_RUN] [--output FILE.html]
 

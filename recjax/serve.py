@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def load(
     run: str | None, step: int | None, model: str | None, follow: str | None
 ) -> tuple[str, Policy, Weights, Callable[[], Weights | None] | None]:
-    """Loads a run's checkpoint, a model, or the newest checkpoint of a followed run, and waits for its first one.
+    """Loads a checkpoint of a run, a model, or the newest checkpoint of a followed run, and waits for its first one.
 
     Returns:
         A name, the policy, its weights on the devices, and a function that returns newer weights if there are any; None

@@ -99,7 +99,7 @@ class Workers:
             seconds: time limit instead of the default.
         Returns:
             A future of the function's result, which should be plain values because this process unpickles it. The
-            future raises `CallFailed` if there is no result, and RuntimeError if no workers can start.
+            future raises `CallFailed` if the call has no result, and RuntimeError if no workers can start.
         """
         request = pickle.dumps((function, args))
         with self._starting:
@@ -122,7 +122,7 @@ class Workers:
             calls = collections.deque(call for call in calls if call.future.set_running_or_notify_cancel())
             try:
                 while calls:
-                    # An idle worker sends nothing; its connection becomes readable when it ends.
+                    # An idle worker does not send; its connection becomes readable when it ends.
                     worker = self._answer(calls, self._new_worker() if worker is None or worker[1].poll() else worker)
             except Exception as error:
                 worker = None

@@ -32,7 +32,7 @@ WINDOW = 5  # optimizer steps averaged in a row of the table
 
 
 def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """One row for every WINDOW steps of every run: the run's settings, the window's last step, and means of COLUMNS.
+    """One row for every WINDOW steps of every run: its settings, the window's last step, and means of COLUMNS.
 
     An evaluation keeps its own step; the evaluation before training has step 0. An evaluation within a window has a
     separate row, whose other columns are NaN.
@@ -69,7 +69,7 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     """The table of runs given by their folders; its only axis, `run`, holds the folders' names.
 
     Raises:
-        ValueError: a folder is not a run's, or no run has metrics yet.
+        ValueError: a folder is not a run folder, or no run has metrics yet.
     """
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():

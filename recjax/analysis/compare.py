@@ -26,7 +26,7 @@ def evaluations_of(table: pd.DataFrame, metric: str = ACCURACY) -> SeriesGroupBy
 
 
 def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Series:
-    """The mean of each run's `last` evaluations after step 0, by its settings."""
+    """The mean over the `last` evaluations of each run after step 0, by settings."""
     return evaluations_of(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
@@ -98,7 +98,7 @@ def paired_values(values: pd.Series, axis: str, first: str, second: str, **where
 def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
     """A metric of each row minus the same step of the run with `against` on the axis and equal other settings.
 
-    NaN in rows without such a run, and in that run's own rows.
+    NaN in rows without such a run, and in the rows of that run itself.
     """
     others = [*(name for name in axes_of(table) if name != axis), "step"]
     base = table.loc[table[axis] == against, [*others, metric]]

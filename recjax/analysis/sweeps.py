@@ -26,7 +26,7 @@ class SweepRun(NamedTuple):
 
 
 def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ()) -> tuple[Path, list[SweepRun]]:
-    """The base config's path and the runs of a sweep file, every one of them checked.
+    """The base config's path and the runs of a sweep file; every run is checked.
 
     Args:
         smoke: take the file's smoke block.

@@ -1,4 +1,4 @@
-"""A run's config: its schema, and the way from a YAML file and overrides to it."""
+"""The config of a run: its schema, and the way from a YAML file and overrides to it."""
 
 from recjax.config.experience import (
     ExperienceConfig,

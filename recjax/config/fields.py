@@ -175,7 +175,7 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
-    """The value of a dotted key; None if one of its blocks is off."""
+    """The value of a dotted key; None if a block around it is off."""
 
     def inner(block: Any, part: str) -> Any:
         return block.get(part) if isinstance(block, Mapping) else getattr(block, part, None)

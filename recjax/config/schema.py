@@ -68,7 +68,7 @@ class AlgorithmConfig(ConfigBlock):
         return presets.resolve(self.preset, self.overrides())
 
     def ignores_singletons(self) -> bool:
-        """Whether the advantage of a group's only completion is always 0."""
+        """True if the advantage of a group's only completion is always 0."""
         return self.resolved().get("advantage", {"singleton": "zero"}).get("singleton") == "zero"
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
@@ -369,7 +369,7 @@ class Config(ConfigBlock):
         """Refuses settings that contradict each other or that nothing would read."""
         for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
             given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
-            # A run's config.yaml keeps the model of the run that it continues.
+            # The config.yaml of a run keeps the model of the run that it continues.
             if len(given) != 1 and (given or name != "model" or self.model.run is None):
                 found = f"found {' and '.join(given) or 'none'}"
                 raise ValueError(
@@ -393,12 +393,12 @@ class Config(ConfigBlock):
 
     @property
     def follows(self) -> bool:
-        """Whether the run trains on a store as the store grows."""
+        """True if the run trains on a store as the store grows."""
         return self.experience is not None and self.experience.follow
 
     @property
     def has_trajectories(self) -> bool:
-        """Whether a batch row is a whole sequence, and a completion may have several rows."""
+        """True if a batch row is a whole sequence, and a completion may have several rows."""
         return self.task.agent is not None or self.follows
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:

@@ -318,7 +318,7 @@ def named_task(value: Any) -> Any:
     return {name: {}}
 
 
-# A task is exactly one of these.
+# Names of the blocks; a task has exactly one.
 TASKS = tuple(name for name, field in OneTask.model_fields.items() if block_of(field.annotation))
 
 

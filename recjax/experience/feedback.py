@@ -12,7 +12,7 @@ _KEYS = ("id", "group_id", *_GIVEN, "comment")
 
 
 class Given(NamedTuple):
-    """Number of completions that got their reward, and number of those that already had exactly this reward."""
+    """Number of completions that got their reward, and number of completions that already had exactly this reward."""
 
     completed: int
     had_it: int
@@ -87,7 +87,7 @@ def known_turns(
 def whole_grade(
     reward: Any, parts: Any, accurate: Any, turn_rewards: Any, turns: int, known: Sequence[float] = ()
 ) -> Grade:
-    """Checks the values that a client gives a completion, and makes its grade of them.
+    """Checks the values that a client gives a completion, and makes its grade from these values.
 
     Args:
         reward: the total reward of all turns; None: the sum of their rewards.

@@ -49,7 +49,7 @@ class Follower:
     """
 
     def __init__(self, config: Config, policy: Policy, run: str, state: Mapping[str, Any] = {}):
-        """Reads nothing; the store need not exist yet.
+        """Does not read the store, which need not exist yet.
 
         Args:
             run: id of this run; a server that follows the run writes it into the metadata of its completions.
@@ -82,7 +82,7 @@ class Follower:
         return {"store": self._store.id, "read": self._read.completion, "left": left, "unrewarded": unrewarded}
 
     def poll(self, step: int, room: int) -> Arrival:
-        """Takes groups that have all their rewards, those with the oldest weights first.
+        """Takes groups that have all their rewards, the groups with the oldest weights first.
 
         Args:
             step: number of the next training step.
@@ -112,7 +112,7 @@ class Follower:
     def _candidates(self) -> list[tuple[list[_Waiting], list[_Waiting]]]:
         """The groups to train on: their completions, and completions that are given up if the group is taken.
 
-        Gives up the other completions without a reward at their deadline.
+        Gives up all other completions without a reward at their deadline.
         """
         groups: dict[str, list[_Waiting]] = {}
         for one in self._left.values():
@@ -162,7 +162,7 @@ class Follower:
             key = f"prompt {hashlib.sha256(one.rows[0].prompt_tokens.tobytes()).hexdigest()}"
         elif value is not None:
             key = f"value {json.dumps(value, sort_keys=True)}"
-        # Updates of another run cannot measure staleness; version 0 is assumed to be this run's initial policy.
+        # Updates of another run cannot measure staleness; version 0 is assumed to be the initial policy of this run.
         is_known = one.policy_version == 0 or one.metadata.get("run") == self._run
         return _Waiting(record, key, one.policy_version if is_known else None)
 

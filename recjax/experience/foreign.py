@@ -247,7 +247,7 @@ def _number(row: _Source, column: str, value: Any) -> float:
 def _tokens(
     row: _Source, tokenizer: str | None, sampling: Sampling | None
 ) -> tuple[np.ndarray, tuple[Row, ...], Sampling | None]:
-    """The prompt's tokens, empty if there are none, the rows, and the distribution."""
+    """The prompt's tokens, empty if the record has none, the rows, and the distribution."""
     prompt, tokens, logprobs = (row.get(name) for name in ("prompt_tokens", "tokens", "logprobs"))
     unnamed = "token ids need their vocabulary; give --tokenizer, the folder of the model's tokenizer"
     for column, value in (("prompt_tokens", prompt), ("tokens", tokens)):

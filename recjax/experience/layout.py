@@ -1,4 +1,4 @@
-"""How the forward pass reads a batch: each prompt once for its rows, or all sequences packed into longer rows."""
+"""The way the forward pass reads a batch: each prompt once for its rows, or all sequences packed into longer rows."""
 
 import dataclasses
 import functools
@@ -190,7 +190,7 @@ def choose_layout(
 
     Args:
         rows: rows of the update's minibatch; see `minibatch_rows`.
-        doublings: the value of the run's first layout, so that all updates are one compiled program; None: choose the
+        doublings: the value of the first layout, so that all updates are one compiled program; None: choose the
             value that is least work for this batch.
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.

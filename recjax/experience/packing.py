@@ -61,7 +61,7 @@ class _Sequences(NamedTuple):
     shared: np.ndarray
 
     def shared_with(self, index: int) -> Int[np.ndarray, " batch"]:
-        """The number of tokens that each sequence shares with one of them."""
+        """The number of tokens that each sequence shares with a given one."""
         rank = self.ranks[index]
         before = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
         after = np.minimum.accumulate(self.shared[rank + 1 :])
@@ -152,7 +152,7 @@ def pack(
     lengths, groups = sequences.lengths, batch.group_ids
     for row in sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row]):
         members.setdefault(row if together is None else int(together[row]), []).append(row)
-    # The largest groups come first, and in a group the longest sequences; those with a common prompt follow each other.
+    # The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
     sizes = np.bincount(groups, lengths)[groups]
     units = sorted(members.values(), key=lambda unit: (-sizes[unit[0]], groups[unit[0]], -lengths[unit].sum()))
     for unit in units if together is not None else ():
@@ -196,7 +196,7 @@ def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, m
     free, row_of = np.full(most * shape.rows, shape.tokens), np.full(len(sequences.lengths), -1)
 
     def needed(index: int) -> np.ndarray:
-        """Tokens that a sequence takes in each row; more than a row has where there is no room."""
+        """Tokens that a sequence takes in each row; more than a row has if it has no room."""
         placed, shared = np.flatnonzero(row_of >= 0), np.zeros(len(free), int)
         np.maximum.at(shared, row_of[placed], sequences.shared_with(index)[placed])
         tokens = sequences.lengths[index] - shared

@@ -119,7 +119,7 @@ REWARDS = sql.Table(
 class Record(NamedTuple):
     """A completion as a store keeps it.
 
-    group: the prompt and this completion alone; a completion without rows has only its text.
+    group: the prompt and only this completion; a completion without rows has only its text.
     time: time of sampling or import.
     tokenizer: name of the tokens' vocabulary, see `tokenize.tokenizer_name`; None without tokens.
     number: place in the store, from 1 in order of arrival; 0 before the store has the completion.
@@ -139,7 +139,7 @@ class Record(NamedTuple):
 
 
 class Last(NamedTuple):
-    """How far a store has grown: the numbers of its last rows, and how many rows it has."""
+    """The extent of a store: the numbers of its last rows, and how many rows it has."""
 
     completion: int = 0
     reward: int = 0
@@ -179,7 +179,7 @@ class Store:
 
         Args:
             place: file, or URL of a database; None: a new store in memory.
-            create: True to make a new store if there is none.
+            create: True to make a new store if none exists.
         Raises:
             ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
@@ -231,7 +231,7 @@ class Store:
             self._save(connection, self._append(connection, last, records, numbers))
 
     def change(self, changes: Iterable[Change], server: str = "", are_checked: bool = False) -> int:
-        """Makes all changes, or none if one of them cannot be made; returns the number of new completions.
+        """Makes all changes, or none if one change cannot be made; returns the number of new completions.
 
         Args:
             server: name of the server whose sessions have the turns.
@@ -288,7 +288,7 @@ class Store:
         return [(row.session, row.content) for row in rows]
 
     def last(self) -> Last:
-        """How far the store has grown."""
+        """The extent of the store."""
         with self._trying("read"), self._engine.connect() as connection:
             return _last(self._row(connection))
 
@@ -519,7 +519,7 @@ class Store:
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
-        # The driver gets the values as they are; SQLAlchemy would take longer to bind them than SQLite to write them.
+        # The driver gets the values unchanged; SQLAlchemy would take longer to bind them than SQLite to write them.
         statement = table.insert().compile(dialect=connection.dialect)
         if not statement.positional:
             rows = [dict(zip(table.c.keys(), row, strict=True)) for row in rows]
@@ -532,7 +532,7 @@ class Store:
         values: Sequence | None = None,
         connection: sql.Connection | None = None,
     ) -> list[Any]:
-        """The rows of a query; with values, the rows whose column has one of them."""
+        """The rows of a query; with values, the rows whose column has one of the values."""
         with (
             self._trying("read"),
             contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
@@ -647,7 +647,7 @@ def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Pa
         _lasts_of(path).unlink(missing_ok=True)
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
-    # A file in a folder without write permission never changes, and SQLite needs to be told so.
+    # A file in a folder without write permission never changes, and SQLite needs to know this.
     access = "mode=rw" if os.access(path.parent, os.W_OK) else "mode=ro&immutable=1"
     return _sqlite(f"file:{urllib.parse.quote(str(path.absolute()))}?{access}", sql.QueuePool), name, path
 

@@ -19,7 +19,7 @@ def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
         records: completions as `store.Record`.
         place: function from a record's index to its name in error messages.
     Raises:
-        ValueError: the first bad record, with column, value and reason; or there are no records.
+        ValueError: the first bad record, with column, value and reason; or the store has no records.
     """
     if not records:
         raise ValueError("there are no rows to append; give at least one")

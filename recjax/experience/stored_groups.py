@@ -186,7 +186,7 @@ class ByPrompt:
         self._groups, self._keys = groups, keys[self._order]
 
     def get(self, group: Group) -> list[Completion]:
-        """The completions of all groups with the prompt of a group; empty if there are none."""
+        """The completions of all groups with the prompt of a group; empty if no completion has it."""
         content = self._content(group)
         begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = [self._groups[place] for place in self._order[begin:end]]

@@ -59,7 +59,7 @@ FAMILIES = {
 
 # Multimodal model_type → family of its text half, which recjax reads without the rest.
 CONTAINERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-# Fields of multimodal models about images, video and sound, of which the text half computes nothing.
+# Fields of multimodal models about images, video and sound, which the text half does not use.
 _OTHER_HALF = {
     *("text_config", "vision_config", "audio_config", "image_token_id", "image_token_index", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "boi_token_index", "eoi_token_index"),

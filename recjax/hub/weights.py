@@ -219,7 +219,7 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
 
 
 def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
-    """True if the weights hold both embedding and head, with different values; False if one of them is missing."""
+    """True if the weights hold both embedding and head, with different values; False if either is missing."""
     both = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_opened(tensor.file)) for tensor in both]

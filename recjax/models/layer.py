@@ -130,7 +130,7 @@ class Block(nn.Module):
                 masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
             segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
             scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-            # In a layer with a window, ids alone do not determine the mask.
+            # In a layer with a window, ids do not suffice to determine the mask.
             alone = {"ids": part.ids if layer.windows is None else None, "kernel": self.attention}
             mixed.append(attend(rotate(query, turns), segments, scale, config.attention_cap, **alone))
         mixed = dense(constrain(joined(mixed, shapes), rows, "tensor"), config.hidden_size, "output")

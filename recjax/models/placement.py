@@ -1,7 +1,7 @@
 """Placement of parameters, batches and activations on a mesh of devices.
 
 The mesh is the mesh in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor"; see recjax.training.mesh.
-Without a mesh, everything lies on one device and these functions change nothing.
+Without a mesh, everything lies on one device and these functions have no effect.
 """
 
 import functools
@@ -66,7 +66,7 @@ def stream_axes(time: int) -> tuple[Axes, Axes]:
 
 
 def param_shardings(mesh: AnyMesh, tree: Any) -> Any:
-    """A sharding for every array of a tree of parameters, of some of them, or of the optimizer's state.
+    """A sharding for every array of a tree of parameters, of a part of the tree, or of the optimizer's state.
 
     A dimension that its axis does not divide is not split.
 

@@ -1,4 +1,4 @@
-"""Trained parameters: all of them, those that no pattern freezes, or only low-rank adapters."""
+"""Trained parameters: all parameters, the ones that no pattern freezes, or only low-rank adapters."""
 
 import dataclasses
 import hashlib

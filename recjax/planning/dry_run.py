@@ -276,7 +276,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 
 def warn_of_memory(run: Run) -> None:
-    """Logs a warning if a run's estimated memory exceeds that of a device of the mesh in context."""
+    """Logs a warning if the estimated memory of a run exceeds that of a device of the mesh in context."""
     config, decoder, available = run.config, run.policy.decoder, device_memory()
     model = Model(decoder, *split_params(abstract_params(decoder.config), config.model))
     try:
@@ -323,7 +323,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     layers, head = shape.num_layers * shape.layer_weights, shape.vocab_size * shape.hidden_size
     trained = min(count(result.model.trained) / (layers + head), 1.0)
     backward = 2 * trained if config.model.freeze else 1 + trained
-    # Of one prompt with its group.
+    # One prompt with its group.
     pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
     forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
     forward += 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs

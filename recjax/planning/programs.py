@@ -85,7 +85,7 @@ class Program(NamedTuple):
         needed: total memory with arguments; for a program that does not fit, the size in the compiler's error.
         temporaries: the part of `needed` that is neither argument nor result.
         flops: floating-point operations of the matmuls.
-        refusal: the compiler's error if the program alone is too large for the device. Temporaries and collectives are
+        refusal: the compiler's error if the program itself is too large for the device. Temporaries and collectives are
             then unknown.
     """
 

@@ -68,7 +68,7 @@ def sampling_of(config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: 
     """The plan for the larger of training's and evaluation's batches.
 
     Args:
-        mesh: the run's mesh.
+        mesh: the mesh of the run.
         free: bytes on each device that the run does not always hold.
     """
     weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
@@ -94,11 +94,11 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
     """The programs of a batch, starting with the transfer of the weights.
 
     Args:
-        trained, frozen: the sampler's copy and the frozen parameters, sharded over the run's mesh.
+        trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
     """
     weights, found, home = combine(trained, frozen), [], 0
     if plan.moved:
-        # The weights move one array after another, from the run's mesh to the sampling mesh.
+        # The weights move one array after another, from the mesh of the run to the sampling mesh.
         placed, home = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
         there = home
         for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):

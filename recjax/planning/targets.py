@@ -97,7 +97,7 @@ class Chip(NamedTuple):
     options: dict[str, str]
 
 
-# Slices: those of cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
+# Slices: the ones in cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
 CHIPS = {
     "v5e": Chip("v5e-16", FLAT, {}),
     "v6e": Chip("v6e-32", FLAT, {}),

@@ -32,7 +32,7 @@ LABELS = {
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize="large", parse_math=False)  # a dollar sign in a run's name would start mathematics
+    figure.suptitle(title, fontsize="large", parse_math=False)  # a dollar sign in a name would start mathematics
     return figure
 
 

@@ -116,7 +116,7 @@ class Grades:
         """Takes the scores of this process's share of the completions that a reward grades.
 
         Args:
-            scores: None if there are no such completions.
+            scores: None if no such completions exist.
             count: their number in all processes.
             complete: function from their grades to the grades of the whole batch.
         """

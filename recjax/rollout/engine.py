@@ -184,7 +184,7 @@ class Engine:
         """Runs the tokens of prefixes that no slot holds, samples first tokens, and moves completions into slots.
 
         Args:
-            jobs: either all of them continue the contents of slots, or none.
+            jobs: either all jobs continue the contents of slots, or none.
         """
         tokens, mask, held = self._to_run(jobs, group_size)
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
@@ -243,7 +243,7 @@ class Engine:
                     jobs[place].rounds = [tuple(column[number : number + 1] for column in columns)]
 
     def _seat(self) -> bool:
-        """Moves completions that have begun into slots; returns True if all of them found a slot."""
+        """Moves completions that have begun into slots; returns True if each found a slot."""
         begun, slots = self._begun, self._slots
         count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.jobs))
         left = begun.jobs[slots.seat(begun, count, self._plan.cache_time(0, count)) :]

@@ -78,7 +78,7 @@ class Generators:
     its batches again with the newest weights. So every issued batch arrives exactly once.
 
     All processes of a trainer make the same calls in the same order. Only the first process has Ray and the generators;
-    the others receive its results, its errors and the state that decides which batches are issued next.
+    all other processes receive its results, its errors and the state that decides which batches are issued next.
 
     Attributes:
         in_flight: batches that were issued and have not arrived: number to version, in order of issue.

@@ -123,7 +123,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
             self._serving, self._waiting, self._arrived = None, {}, []
 
     def _admit_and_cancel(self) -> None:
-        """Between rounds: cancels requests that nobody awaits anymore, and admits those that have arrived."""
+        """Between rounds: cancels requests that nobody awaits anymore, and admits requests that have arrived."""
         gone = [ticket for ticket, asked in self._waiting.items() if asked.done.done()]
         self._engine.cancel(gone)
         for ticket in gone:

@@ -117,7 +117,7 @@ class Slots:
 
         Args:
             count: number of slots to provide.
-            time: room behind each prompt, if there are no slots yet.
+            time: room behind each prompt, if the engine has no slots yet.
         """
         jobs, cache, lengths, group_size = begun.jobs, begun.cache, begun.lengths, begun.group_size
         places = np.array([job.slot for job in jobs], int)
@@ -206,7 +206,7 @@ class Slots:
         return finished
 
     def continue_slots(self, jobs: Sequence[EngineJob]) -> None:
-        """Gives each job the free slot that holds the longest beginning of its prefix, if there is one."""
+        """Gives each job the free slot, if any, that holds the longest beginning of the job's prefix."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
             job = columns.jobs[slot]

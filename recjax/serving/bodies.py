@@ -241,7 +241,7 @@ class RewardBody(Body):
         """The reward of a single turn.
 
         Raises:
-            Refused: there is no reward, or more than one.
+            Refused: the body has no reward, or more than one.
         """
         if self.reward is None:
             raise Refused(

@@ -71,7 +71,7 @@ class Recorder:
         self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
         self.sessions: dict[str, Session] = {}
         self._turns: dict[str, str] = {}  # names of open sessions by reply
-        self._locks: dict[str, asyncio.Lock] = {}  # a session does not end while a turn of it is written
+        self._locks: dict[str, asyncio.Lock] = {}  # a session does not end while its turn is written
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
         self._ticking: asyncio.Task | None = None
@@ -241,7 +241,7 @@ class Recorder:
         number = self._number(row)
         if number is None:
             raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
-        for _ in range(2):  # another client may give the reward meanwhile
+        for _ in range(2):  # another client may give the reward first
             with self._reading():
                 rewards = self._store.rewards([number])
                 before, known = rewards.get(number), known_turns(self._store, [number], rewards)

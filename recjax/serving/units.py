@@ -134,7 +134,7 @@ class Session:
         )
         first, rewards = self.served[0], self.turn_rewards
         record = _record(self.name, completion, first, first if has_prompts else first.without_prompt())
-        # Until the reward of the session arrives, the turns' rewards are those of another grader.
+        # Until the reward of the session arrives, the rewards of the turns belong to another grader.
         waits = given is None and rewards
         return record._replace(others={TURNS: (Grade(sum(rewards), turns=rewards), None)} if waits else {})
 

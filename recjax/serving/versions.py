@@ -1,4 +1,4 @@
-"""The served weights: the weights at the start, or a run's newest checkpoint as it arrives."""
+"""The served weights: the weights at the start, or the newest checkpoint of a run as it arrives."""
 
 import asyncio
 import contextlib

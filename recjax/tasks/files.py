@@ -71,7 +71,7 @@ def keep_rows(rows: Any) -> str:
     Args:
         rows: dicts by column, a pandas DataFrame, or a datasets.Dataset.
     Raises:
-        ValueError: there are no rows, or a row is not a dict of JSON values; the message numbers rows from 0.
+        ValueError: the list has no rows, or a row is not a dict of JSON values; the message numbers rows from 0.
     """
     lines = []
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
@@ -98,7 +98,7 @@ def rows_file(name: str) -> Path:
 
 
 def passed_files(config: Config) -> dict[str, Path]:
-    """The files of the problems that a program passed, by their names in the config: in the run's folder or the cache.
+    """The files of the problems that a program passed, by their names in the config: in the run folder or the cache.
 
     Raises:
         ValueError: no file has the content of this name.

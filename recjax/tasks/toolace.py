@@ -92,7 +92,7 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def _functions(system: str) -> str:
-    """A system text up to the end of the JSON list of functions; the whole text if there is no list."""
+    """A system text up to the end of the JSON list of functions; the whole text if it has no list."""
     for match in re.finditer(r"\[\s*\{", system):
         try:
             functions, end = json.JSONDecoder(strict=False).raw_decode(system, match.start())

@@ -97,7 +97,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig)
 
 
 def best_step(run: Path, metric: str) -> int:
-    """The step of a run's checkpoint with the best value of a metric, the earliest of equal ones.
+    """The step of the checkpoint with the best value of a metric, the earliest of equal ones.
 
     Args:
         metric: name in metrics.jsonl, with - in front if lower is better.
@@ -161,7 +161,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
 
 
 def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.OptState:
-    """The optimizer state of a run's checkpoint, whose learning rate schedule begins again.
+    """The optimizer state of a checkpoint, whose learning rate schedule begins again.
 
     Args:
         fresh: state before a first step, on the devices.
@@ -184,7 +184,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.Opt
 
 
 def split_step(source: str | Path) -> tuple[Path, str | None]:
-    """A run's folder and the name of its checkpoint, a step or "best", from RUN or RUN/checkpoints/NAME."""
+    """The folder of a run and the name of its checkpoint, a step or "best", from RUN or RUN/checkpoints/NAME."""
     path = Path(source)
     is_checkpoint = path.parent.name == "checkpoints" and (path.name.isdecimal() or path.name == "best")
     return (path.parents[1], path.name) if is_checkpoint else (path, None)

@@ -33,9 +33,9 @@ _LOSSES = ("loss", "held_out_loss")
 
 
 def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, float]]:
-    """Trains on the run's demonstrations, with the run's update: REINFORCE with a reward of 1 is maximum likelihood.
+    """Trains on the demonstrations with the update of the run: REINFORCE with a reward of 1 is maximum likelihood.
 
-    A finished stage is read from the run's folder, and an interrupted one resumes from its last state.
+    A finished stage is read from the run folder, and an interrupted one resumes from its last state.
 
     Args:
         params: all of the policy's parameters in float32, which are donated.

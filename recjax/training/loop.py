@@ -59,7 +59,7 @@ def train(
     learner: Learner | None = None,
     check: Callable[[Run], None] = lambda run: None,
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
+    """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run folder, if any.
 
     It uses the mesh in context. Without one, it activates a mesh of `config.mesh`.
 
@@ -69,7 +69,7 @@ def train(
         on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns a
             true value.
         sources: function from the run to the `Source` of its groups; None: `source_of`, which reads the config.
-        learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
+        learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
         check: function of the run that is called before the first evaluation or step.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.

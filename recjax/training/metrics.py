@@ -60,7 +60,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             bar: progress bar that shows the rows of steps.
             watch: function that also gets the rows.
             phases: clock of the run, for the wait for the device.
-            manager: the run's checkpoints, which an error names.
+            manager: the checkpoints of the run, which an error names.
             refuses_impossible: whether tokens of probability 0 are an error.
             remedy: remedy for numbers that are not finite.
         Raises:
@@ -224,7 +224,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
 
     Args:
         step: training step of the batch, from 1.
-        batch: batch as it was sampled.
+        batch: the sampled batch, unchanged.
         learned: batch as the update gets it, from which the mean reward is computed.
     Returns:
         Means over rows; the mean of a reward part covers the rows that have it. `staleness` covers rows with a policy

@@ -53,13 +53,13 @@ class Run(NamedTuple):
     others: completions of a store that join the policy's groups, by prompt.
     demonstrations: chats that the warm start trains on.
     frozen: parameters that are not trained, in the compute dtype.
-    initial: trained parameters before the first step, in the compute dtype; None if nothing reads them.
+    initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
     reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
     teacher: the model that `model.teacher` names.
     agents: programs that talk to the policy; open during the run.
     learner: the `Learner`.
-    source: the `Source` of the run's groups.
-    judge: how the run's updates read the rewards of a group.
+    source: the `Source` of the groups.
+    judge: how the updates read the rewards of a group.
     manager, lock, metrics, trackers: the checkpoints, the lock of the folder, and receivers of metrics; open during the
         run.
     stopping: numbers of the received signals that stop the run.
@@ -170,7 +170,7 @@ def initial_policy(
         policy: the result of `policy_alone`.
         train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
             `recjax.training.demonstrations`.
-        params: parameters to start from; None: those that `model` describes.
+        params: parameters to start from; None: the parameters that `model` describes.
     """
     if params is None:
         with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):

@@ -177,7 +177,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
 
 
 def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
-    """Compares the config from config.yaml of a run with the config in the run's checkpoint.
+    """Compares the config from config.yaml of a run with the config in its checkpoint.
 
     Args:
         said: progress of the checkpoint; older versions stored no config there, or other keys.

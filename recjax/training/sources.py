@@ -121,7 +121,7 @@ class PolicySource(Source):
         It samples the next round's batch early, during the grading of this one, if both use the same weights.
         """
         config, queue, interval, arrivals = run.config, state.queue, run.settings.sampling_interval, []
-        # Log-probs of the policy as it is now are those of the round.
+        # Log-probs of the current policy equal those of the round.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         batches = run.batch_of(config.training.steps)
         last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
@@ -223,7 +223,7 @@ class GeneratorSource(Source):
     """
 
     def __init__(self, generators: Generators):
-        """Starts nothing."""
+        """Starts no process."""
         self.generators, self._published = generators, None
 
     @contextlib.contextmanager

@@ -59,7 +59,7 @@ def start_run(
         run, state, manager = begin(config, overwrite, reward, sources, learner)
         stack.callback(manager.close)
         resumed = manager.latest_step() is not None
-        # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs the run's handler.
+        # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs recjax's handler.
         for workers in filter(None, (run.grading, run.source.opened(run, state), run.agents)):
             stack.enter_context(workers)
         stopping = stack.enter_context(stop_requests())

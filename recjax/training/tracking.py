@@ -1,4 +1,4 @@
-"""Trackers in addition to the run's own files: TensorBoard, W&B, trackio, and any module with wandb's interface."""
+"""Trackers in addition to the files of the run: TensorBoard, W&B, trackio, and any module with wandb's interface."""
 
 import functools
 import importlib
@@ -124,7 +124,7 @@ class TensorBoard:
         """Adds the scalars of a step."""
         summary = Summary()
         for name, value in numbers.items():
-            # `add`, not separate Value objects: after 10,000 of them protobuf returns free heap pages to the kernel.
+            # `add`, not separate Value objects: after 10,000 objects protobuf returns free heap pages to the kernel.
             summary.value.add(tag=name, simple_value=value)
         self._add(step, summary=summary)
 

@@ -234,7 +234,7 @@ def run_config(run: Path) -> Config:
     if unknown:
         names = ", ".join(".".join(map(str, key)) for key in unknown)
         logger.warning("%s: not read, as this version has no such keys: %s%s", path, names, _made_by(run))
-    # Problems that a program passed are in the run's folder, which may have been moved.
+    # Problems that a program passed are in the run folder, which may have been moved.
     is_passed = config.task.file is not None and config.task.file.train.startswith(f"{PASSED}:")
     return config.model_copy(update={"output": str(run)}) if is_passed else config
 
@@ -366,7 +366,7 @@ def _restored(run: Path, step: int, like: dict) -> dict:
 
 
 def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, adapters: bool = False) -> str:
-    """Writes a run's policy at a checkpoint as a Hugging Face folder, with a model card; describes the export.
+    """Writes the policy of a checkpoint as a Hugging Face folder, with a model card; describes the export.
 
     Args:
         output: new or empty folder.

@@ -90,7 +90,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 @functools.cache  # equal arguments return the same object, so that runs share one compiled `update`
 def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
-        # As a schedule, because its state counts the updates, which the learning rate follows.
+        # A schedule, because its state counts the updates, which the learning rate follows.
         adamw = optax.adamw(lambda _: learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay)
         return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
 
@@ -138,7 +138,7 @@ def update(
     recipe: Recipe,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict, Learned]:
-    """Makes one optimizer step on a batch, or on a minibatch of it.
+    """Makes one optimizer step on a batch, or on a minibatch.
 
     Advantages, weights and drops are computed over the whole batch. Gradients are summed over micro-batches as
     (sum, count) and divided once, so the division into micro-batches changes only memory and time. The layout's rows
@@ -147,7 +147,7 @@ def update(
     Args:
         state: train state, which is donated; use the returned state.
         frozen: constant parameters that the state lacks; they get no gradient.
-        reference_params: the reference-KL anchor's trained part, or all of its parameters; None without an anchor.
+        reference_params: the trained part, or all parameters, of the reference-KL anchor; None without one.
         batch: rows grouped by prompt, equally many per prompt.
         key: random key for drops, equal for all updates of a batch.
         layout: micro-batches of the minibatch; sequences that the algorithm relates are in one micro-batch.

@@ -37,10 +37,10 @@ from recjax.training.update import make_optimizer
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "warm_start"  # in the run's folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
+FOLDER = "warm_start"  # in the run folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
 
 _OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction")  # keys that demonstrations do not need
-_MOST_HELD_OUT = 256  # demonstrations held out if there is no file of held-out demonstrations
+_MOST_HELD_OUT = 256  # demonstrations held out without a file of held-out demonstrations
 
 
 class Demonstrations(NamedTuple):

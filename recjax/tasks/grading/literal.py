@@ -118,7 +118,7 @@ def _as_words(truth: str, given: str) -> bool | None:
 
 
 def _in_a_base(truth: str, given: str) -> bool | None:
-    """Compares digits with a base in the subscript as they are written; base 10 also equals a plain number."""
+    """Compares digits with a base in the subscript as written; base 10 also equals a plain number."""
     wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
     if wanted:
         digits = said[1] if said else given

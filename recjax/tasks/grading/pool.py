@@ -38,7 +38,7 @@ class Grading:
     A completion gets reward 0, and 0 for all parts except length, if it is longer than `grading.max_characters` or if a
     built-in reward crashes, raises, or takes longer than `grading.seconds`. Other completions are not affected. A
     function that a program passed grades all completions of a prompt in one call, within the sum of their limits. If
-    that call crashes or takes longer, it grades each completion alone. Each task of a mixture has its own reward; they
+    that call crashes or takes longer, it grades each by itself. Each task of a mixture has its own reward; they
     share the worker processes.
     """
 
