@@ -96,9 +96,7 @@ def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
                 break
             time.sleep(0.01)
         held.append(count)
-        tensor = np.array(
-            read(file, opened, name, shape, rows)
-        )  # a copy that owns its memory, which all of its views keep
+        tensor = np.array(read(file, opened, name, shape, rows))  # its views keep this copy
         if "layers" in name:  # other tensors may be parameters without a copy
             tensors.append(weakref.ref(tensor))
         return tensor
