@@ -26,6 +26,7 @@ from recjax.config.fields import has_password, without_password
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
+from recjax.tasks.problems import problem_text
 
 VERSION = 6
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
@@ -184,7 +185,8 @@ class Store:
             ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
         self._engine, self.name, self._file = _engine(place, create)
-        self._writing = self._engine.execution_options(writes=True)
+        self._writing, dialect = self._engine.execution_options(writes=True), self._engine.dialect
+        self._insertions = {table.name: table.insert().compile(dialect=dialect) for table in (COMPLETIONS, REWARDS)}
         with self._trying("opened"):
             if create:
                 with self._writing.begin() as connection:
@@ -520,7 +522,7 @@ class Store:
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
         # The driver gets the values unchanged; SQLAlchemy would take longer to bind them than SQLite to write them.
-        statement = table.insert().compile(dialect=connection.dialect)
+        statement = self._insertions[table.name]
         if not statement.positional:
             rows = [dict(zip(table.c.keys(), row, strict=True)) for row in rows]
         connection.exec_driver_sql(str(statement), rows)
@@ -702,7 +704,6 @@ def _last(row: Any) -> Last:
 
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
-_encode_sorted = json.JSONEncoder(sort_keys=True).encode
 
 
 def _json(value: Any) -> str | None:
@@ -764,7 +765,7 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "source": completion.source,
         "tokenizer": record.tokenizer if rows or len(prompt) else None,
         "prompt_key": signed_hash(prompt.tobytes()),
-        "problem_key": signed_hash(problem_text(group).encode()),
+        "problem_key": signed_hash(problem_text(group.prompt, group.answer).encode()),
         "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
         "completion_length": sum(len(row.tokens) for row in rows),
         "row_length": max((len(row.prompt_tokens) + len(row.tokens) for row in rows), default=0),
@@ -799,11 +800,6 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
 def signed_hash(content: bytes) -> int:
     """A 64-bit checksum as a signed number."""
     return xxhash.xxh3_64_intdigest(content) - 2**63
-
-
-def problem_text(group: Group) -> str:
-    """The problem of a group, prompt and answer, as a text that is equal for equal problems."""
-    return _encode_sorted([group.prompt, group.answer])
 
 
 def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None) -> Record:

@@ -19,12 +19,13 @@ from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience.group import Completion, Grade, Group
-from recjax.experience.store import GIVEN, VERSION, Store, groups_of, problem_text, signed_hash
+from recjax.experience.store import GIVEN, VERSION, Store, groups_of, signed_hash
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.files import locked_file, size_and_digest, writing
 from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
+from recjax.tasks.problems import problem_text
 
 SMALL = 1000  # completions in a store whose tokens are not kept in the cache
 _TOGETHER = 32  # groups to read at a time when iterating over all
@@ -40,7 +41,7 @@ class Index(NamedTuple):
 
     starts: start of each group in the other arrays, and the end of the last group.
     prompts: checksum of each group's prompt tokens.
-    problems: checksum of each group's prompt and answer, see `store.problem_text`.
+    problems: checksum of each group's prompt and answer, see `problems.problem_text`.
     numbers: numbers of the completions, group by group.
     rewards: rewards; NaN: pending.
     prompt_lengths, completion_lengths: numbers of tokens; the longest prompt, and the tokens of all rows.
@@ -180,7 +181,9 @@ class ByPrompt:
             of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
                 compare the prompts' tokens.
         """
-        self._content = (lambda group: problem_text(group).encode()) if of_problems else _prompt_bytes
+        self._content = (
+            (lambda group: problem_text(group.prompt, group.answer).encode()) if of_problems else _prompt_bytes
+        )
         keys = (groups.index.problems if of_problems else groups.index.prompts)[groups.places]
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import progress_bar
 from recjax.files import whole_folder
 from recjax.hub.families import FIELDS, SILU, text_fields
-from recjax.hub.weights import FUSED_MODULES, MODULES, fused_rows, read_config, tensor_names
+from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 
@@ -137,31 +137,27 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
         params: adapters, with or without the model's other parameters.
         base: folder or hub name of the model that the adapters belong to.
     """
-    leaves, rows, tensors, ranks = flatten(jax.device_get(params)), fused_rows(config), {}, {}
-    parts: dict[str, list[str]] = {}
+    plain = dataclasses.replace(config, lora=None)
+    leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
+    parts: dict[tuple[str, int], list[str]] = {}  # targets by the module and the layer of their kernel
     for target in config.lora.targets:
-        fused = (
-            module
-            for module, own in FUSED_MODULES.items()
-            if f"layers/{target}/kernel" in rows and f"layers/{target}" in own
-        )
-        parts.setdefault(next(fused, MODULES[f"layers/{target}"]), []).append(target)
-    for module, targets in parts.items():
+        for layer, name in enumerate(names[f"layers/{target}/kernel"]):
+            parts.setdefault((name.removesuffix(".weight"), layer), []).append(target)
+    tensors, ranks, rank = {}, {}, config.lora.rank
+    for (module, layer), targets in parts.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
-        ranks[module.split(".")[-1]] = config.lora.rank * len(targets)
-        for layer in range(config.num_layers):
-            a = [leaves[f"layers/{target}_lora_a/kernel"][layer].T for target in targets]
-            b = [leaves[f"layers/{target}_lora_b/kernel"][layer].T for target in targets]
-            if whole := rows.get(f"layers/{targets[0]}/kernel"):
-                joint = np.zeros((whole[2], config.lora.rank * len(targets)), b[0].dtype)
-                for place, target in enumerate(targets):
-                    first, end, _ = rows[f"layers/{target}/kernel"]
-                    joint[first:end, place * config.lora.rank : (place + 1) * config.lora.rank] = b[place]
-                b = [joint]
-            name = f"base_model.model.{module.format(layer=layer)}"
-            # safetensors writes the memory of an array, in whatever order it lies there.
-            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
-            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[0])
+        ranks[module.split(".")[-1]] = rank * len(targets)
+        a, b = ([leaves[f"layers/{target}_lora_{side}/kernel"][layer].T for target in targets] for side in ("a", "b"))
+        if whole := rows.get(f"layers/{targets[0]}/kernel"):
+            joint = np.zeros((whole[2], rank * len(targets)), b[0].dtype)
+            for place, target in enumerate(targets):
+                first, end, _ = rows[f"layers/{target}/kernel"]
+                joint[first:end, place * rank : (place + 1) * rank] = b[place]
+            b = [joint]
+        # safetensors writes the memory of an array, in whatever order it lies there.
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
+        tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b[0])
+    own = {module: joint for module, joint in ranks.items() if joint != rank}
     write_tensors(folder / "adapter_model.safetensors", tensors)
     settings = {
         "peft_type": "LORA",
@@ -170,12 +166,8 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "target_modules": list(ranks),
-        "rank_pattern": {module: rank for module, rank in ranks.items() if rank != config.lora.rank},
-        "alpha_pattern": {
-            module: config.lora.alpha * rank / config.lora.rank
-            for module, rank in ranks.items()
-            if rank != config.lora.rank
-        },
+        "rank_pattern": own,
+        "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in own.items()},
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,

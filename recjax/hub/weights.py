@@ -280,13 +280,12 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
 
 def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
     """For kernels that share a tensor with others: first row, end and number of rows of the tensor, by path."""
-    rows = {}
+    rows, queries, keys = {}, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
     for parts in FUSED_MODULES.values() if config.fused_projections else ():
-        sizes = [abstract_params(config)["layers"][part.removeprefix("layers/")]["kernel"].shape[-1] for part in parts]
-        ends = np.cumsum(sizes).tolist()
-        rows |= {
-            f"{part}/kernel": (end - size, end, ends[-1]) for part, size, end in zip(parts, sizes, ends, strict=True)
-        }
+        ends = np.cumsum([sizes.get(part, config.intermediate_size) for part in parts]).tolist()
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False):
+            rows[f"{part}/kernel"] = start, end, ends[-1]
     return rows
 
 

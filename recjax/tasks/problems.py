@@ -44,9 +44,17 @@ def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
 
 
+_encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem
+
+
+def problem_text(prompt: str | list[dict[str, str]], answer: str | None) -> str:
+    """Prompt and answer as a text that is equal for equal problems."""
+    return _encode([prompt, answer])
+
+
 def problem_key(prompt: str | list[dict[str, str]], answer: str | None) -> str:
     """A digest of a problem that is equal for equal prompts and answers."""
-    return f"{xxhash.xxh3_64_intdigest(json.dumps([prompt, answer], sort_keys=True).encode()):016x}"
+    return f"{xxhash.xxh3_64_intdigest(problem_text(prompt, answer).encode()):016x}"
 
 
 def question_of(prompt: str | list[dict[str, str]]) -> str:

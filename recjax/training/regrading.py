@@ -9,7 +9,6 @@ import numpy as np
 
 from recjax import hosts
 from recjax.experience.group import Completion, Group
-from recjax.experience.store import problem_text
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt
 from recjax.files import read_sealed, write_sealed
@@ -18,7 +17,7 @@ from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.reward import agent_weights
-from recjax.tasks.problems import Problem, question_of
+from recjax.tasks.problems import Problem, problem_text, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
@@ -46,7 +45,7 @@ def known_problems(run: Run) -> Known:
 
 def _key(run: Run, group: Group) -> bytes | str:
     """The prompt's tokens; with agents, which make prompts of their own, prompt and answer of the problem."""
-    return problem_text(group) if run.agents else group.prompt_tokens.tobytes()
+    return problem_text(group.prompt, group.answer) if run.agents else group.prompt_tokens.tobytes()
 
 
 def regraded(run: Run, known: Known) -> Run:
