@@ -39,7 +39,7 @@ from recjax.tasks.grading.reward import passed_name
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.checkpoint import best_step, steps_of
+from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted, train
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
@@ -167,13 +167,9 @@ class Result:
     def best(self) -> "TrainedPolicy":
         """The policy of the checkpoint with the best `training.keep_best` at the first access.
 
-        Raises:
-            ValueError: the config does not set `training.keep_best`.
+        Without `training.keep_best`: with the highest evaluation/accuracy.
         """
-        metric = self.config.training.keep_best
-        if metric is None:
-            raise ValueError("training.keep_best = None: set it to a metric, such as evaluation/accuracy")
-        return TrainedPolicy(self.folder, best_step(self.folder, metric), self._reward)
+        return TrainedPolicy(self.folder, "best", self._reward)
 
 
 class TrainedPolicy:
@@ -183,12 +179,12 @@ class TrainedPolicy:
         step: step of the checkpoint.
     """
 
-    def __init__(self, run: str | Path, step: int | None = None, reward: Callable | None = None):
+    def __init__(self, run: str | Path, step: int | str | None = None, reward: Callable | None = None):
         """Loads the policy.
 
         Args:
             run: folder of the run.
-            step: step of the checkpoint; None: the newest.
+            step: step of the checkpoint, or "best"; None: the newest.
             reward: function for `evaluate`; None: `task.reward` names it.
         Raises:
             ValueError: the checkpoint does not exist, or its model or problems cannot be read.

@@ -42,6 +42,7 @@ from recjax.config.tasks import (
     Gsm8kTask,
     GuruMathTask,
     MathTask,
+    MixedTask,
     OneTask,
     ReasoningGymTask,
     TaskConfig,

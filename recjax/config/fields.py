@@ -148,7 +148,7 @@ class ConfigBlock(pydantic.BaseModel):
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise ValueError("\n".join(problems(type(self), error, values))) from None
+            raise ValueError("\n".join(error_lines(type(self), error, values))) from None
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
@@ -263,7 +263,7 @@ def _takes(annotation: Any, limits: str = "") -> str:
     return _WORDS.get(kind, "a mapping") + (limits if kind in (int, float) else "")
 
 
-def problems(
+def error_lines(
     block: type[ConfigBlock],
     error: pydantic.ValidationError,
     values: Mapping[str, Any],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from recjax.config.fields import block_of, problems, takes, without_password
+from recjax.config.fields import block_of, error_lines, takes, without_password
 from recjax.config.schema import KEYS, Config
 from recjax.config.tasks import PASSED, TASKS, named_task
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
@@ -50,7 +50,7 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        lines = problems(Config, error, merged, sources, f"{source}: ")
+        lines = error_lines(Config, error, merged, sources, f"{source}: ")
         raise ValueError(without_password("\n".join(lines))) from None
 
 

@@ -23,7 +23,7 @@ SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the 
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
-def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def math_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     r"""One problem per row.
 
     Raises:

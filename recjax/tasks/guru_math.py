@@ -20,7 +20,7 @@ TRAIN, EVALUATION = "train/math__combined_54.4k.parquet", "online_eval/math__mat
 SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the final answer inside \\boxed{}."
 
 
-def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def guru_math_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """One problem per row.
 
     Raises:

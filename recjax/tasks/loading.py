@@ -1,19 +1,21 @@
 """Loads the task that a config describes: train problems, held-out problems and reward."""
 
+import contextlib
 import inspect
 import json
 import logging
 import math
 import pkgutil
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 from recjax.algorithms.options import require
-from recjax.config import Config, GradingConfig, OneTask
+from recjax.config import Config, GradingConfig, MixedTask, OneTask
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
@@ -29,7 +31,12 @@ Pool = Literal["train", "held_out", "all"]
 MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 
 # Tasks with data on the Hugging Face hub. Each module names the files and turns their rows into problems.
-_HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
+_HUB_TASKS = {
+    "gsm8k": (gsm8k, gsm8k.gsm8k_problems),
+    "math": (competition_math, competition_math.math_problems),
+    "guru_math": (guru_math, guru_math.guru_math_problems),
+    "toolace": (toolace, toolace.toolace_problems),
+}
 
 
 def load_task(config: Config, pool: Pool = "train", function: Callable | None = None) -> Task:
@@ -45,7 +52,10 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         ValueError: the data is invalid, or there are too few problems.
     """
     tasks = config.task.tasks()
-    rewards = {name: _reward(config, task, function) for name, task in tasks.items()}
+    rewards = {}
+    for name, task in tasks.items():
+        with _naming(name):
+            rewards[name] = _reward(config, task, function)
     used = ", ".join(dict.fromkeys(reward.name for reward in rewards.values()))
     in_workers = any(reward.per_row or reward.remote for reward in rewards.values()) or config.task.agent == "tools"
     remedy = f"does not apply to task.reward = {used}, which runs in the training process; remove the block"
@@ -54,14 +64,28 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     for name, reward in rewards.items():
         problems = [problem for problem in (*train, *evaluation) if problem.task == name]
         if not reward.per_row:
-            check_signature(reward, dict.fromkeys(column for problem in problems for column in problem.columns))
+            with _naming(name):
+                check_signature(reward, dict.fromkeys(column for problem in problems for column in problem.columns))
         if reward.weights.keys() & rewards.keys():
             place = f"task.mixture.{min(reward.weights.keys() & rewards.keys())}"
             raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
         if _chosen_weights(config, tasks[name]) and not reward.per_row:
             first = problems[0]
-            check_weights(reward, Answered.to(first, str(first.prompt), "", 0, "empty"))
+            with _naming(name):
+                check_weights(reward, Answered.to(first, str(first.prompt), "", 0, "empty"))
     return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
+
+
+@contextlib.contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Errors about keys of `task` name the keys of this task of a mixture; the name "" changes nothing."""
+    try:
+        yield
+    except ValueError as error:
+        if not task:
+            raise
+        keys = "|".join(key for key in MixedTask.model_fields if key != "weight")
+        raise ValueError(re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", str(error))) from error
 
 
 def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
@@ -100,9 +124,10 @@ def load_problems(
     """
     train, evaluation, held_out, everything = [], [], set(), pool == "all"
     for name, task in config.task.tasks().items():
-        known, asked = _problems(config, task, 0 if everything else config.evaluation.problems)
-        if name in rewards:
-            _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
+        with _naming(name):
+            known, asked = _problems(config, task, 0 if everything else config.evaluation.problems)
+            if name in rewards:
+                _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
         held_out.update(*map(_origins, asked))
         if name:
             known, asked = ([one._replace(task=name) for one in problems] for problems in (known, asked))
@@ -166,11 +191,11 @@ def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], l
             for file in (task.train, task.evaluation)
         )
     else:
-        hub = _HUB_TASKS[name]
+        hub, problems_of = _HUB_TASKS[name]
         system_prompt = hub.SYSTEM_PROMPT if system_prompt is None else system_prompt
         rows = read_split(task.train, hub.TRAIN, "train", f"task.{name}.train")
         held_out = task.evaluation and read_split(task.evaluation, hub.EVALUATION, "test", f"task.{name}.evaluation")
-        train, evaluation = hub.problems(rows, system_prompt), hub.problems(held_out or [], system_prompt)
+        train, evaluation = problems_of(rows, system_prompt), problems_of(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation
     order = np.random.default_rng([config.seed_of_base, 0]).permutation(len(train))

@@ -44,7 +44,7 @@ _ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that a Python
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """One problem for every assistant turn with function calls.
 
     Raises:

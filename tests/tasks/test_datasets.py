@@ -124,7 +124,7 @@ def test_files_may_lie_in_the_folder_or_be_named(tmp_path, name):
     [("#### 72", "72"), ("#### 3 ####  -1,234.50 \n", "-1234.50"), ("x #### $5", "5"), ("####.5", ".5")],
 )
 def test_gsm8k_answers(answer, number):
-    assert gsm8k.problems(rows_of({"question": "q", "answer": answer}))[0].answer == number
+    assert gsm8k.gsm8k_problems(rows_of({"question": "q", "answer": answer}))[0].answer == number
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
 )
 def test_math_rows_may_lack_their_answer_or_have_a_number(answer, expected):
     row = {"problem": "p", "solution": r"\boxed{2}", "answer": answer, "level": 5.0}
-    (problem,) = competition_math.problems(rows_of(row))
+    (problem,) = competition_math.math_problems(rows_of(row))
     assert (problem.answer, problem.difficulty) == (expected, "level 5")
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("7", "7"), (7, "7"), (7.0, "7"), (1e-7, "0.0000001")])
 def test_guru_answers_may_be_numbers(answer, expected):
     row = {"prompt": USER, "reward_model": {"ground_truth": answer}, "qwen2.5_7b_pass_rate": 1}
-    (problem,) = guru_math.problems(rows_of(row))
+    (problem,) = guru_math.guru_math_problems(rows_of(row))
     assert (problem.answer, problem.difficulty) == (expected, "pass rate 0.8 to 1.0")
 
 
@@ -202,7 +202,7 @@ def test_guru_keeps_the_rows_messages(tmp_path):
 
 
 def test_toolace_asks_for_every_turn_of_calls_with_its_history():
-    problems = toolace.problems(rows_of(*TOOLACE_ROWS))
+    problems = toolace.toolace_problems(rows_of(*TOOLACE_ROWS))
     calls = [json.loads(problem.answer) for problem in problems]
     trends = {"name": "Market Trends API", "arguments": {"country": "it's, (here)", "days": [1, -2]}}
     now = {"name": "now", "arguments": {}}
@@ -304,7 +304,7 @@ def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_hi
         {"from": "user", "value": "Again."},
         {"from": "assistant", "value": "[f(a='quoted')]"},
     ]
-    (problem,) = toolace.problems(rows_of({"system": "no list here", "conversations": turns}))
+    (problem,) = toolace.toolace_problems(rows_of({"system": "no list here", "conversations": turns}))
     assert problem.prompt[2]["content"] == "[f(a=unquoted text)]"
     assert problem.prompt[0]["content"].startswith("no list here\n\n")
 
@@ -312,59 +312,59 @@ def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_hi
 @pytest.mark.parametrize(
     ("function", "row", "parts"),
     [
-        (gsm8k.problems, {"answer": "#### 1"}, ["'question'", "the row has answer"]),
-        (gsm8k.problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
-        (gsm8k.problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
-        (gsm8k.problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
-        (gsm8k.problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
-        (gsm8k.problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
-        (competition_math.problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
-        (competition_math.problems, {"problem": "p"}, ["'solution'"]),
-        (competition_math.problems, {"problem": "p", "answer": None}, ["'answer'"]),
+        (gsm8k.gsm8k_problems, {"answer": "#### 1"}, ["'question'", "the row has answer"]),
+        (gsm8k.gsm8k_problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
+        (gsm8k.gsm8k_problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
+        (gsm8k.gsm8k_problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
+        (gsm8k.gsm8k_problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
+        (gsm8k.gsm8k_problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
+        (competition_math.math_problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
+        (competition_math.math_problems, {"problem": "p"}, ["'solution'"]),
+        (competition_math.math_problems, {"problem": "p", "answer": None}, ["'answer'"]),
         (
-            guru_math.problems,
+            guru_math.guru_math_problems,
             {"prompt": "q", "reward_model": {"ground_truth": "1"}},
             ["'prompt'", "messages"],
         ),
-        (guru_math.problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
-        (guru_math.problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
+        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
+        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
         *(
             (
-                guru_math.problems,
+                guru_math.guru_math_problems,
                 {"prompt": USER, "reward_model": {"ground_truth": "1"}, "qwen2.5_7b_pass_rate": rate},
                 ["'qwen2.5_7b_pass_rate'", "a number from 0 to 1", repr(rate)],
             )
             for rate in ("0.5", "high", float("nan"), float("inf"), [0.5], {"mean": 0.5}, True, 1.5, -0.1)
         ),
         (
-            guru_math.problems,
+            guru_math.guru_math_problems,
             {"prompt": USER, "reward_model": {"ground_truth": float("nan")}},
             ["'reward_model'"],
         ),
-        (guru_math.problems, {"prompt": USER, "reward_model": {"ground_truth": [1]}}, ["'reward_model'"]),
+        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": [1]}}, ["'reward_model'"]),
         (
-            competition_math.problems,
+            competition_math.math_problems,
             {"problem": "p", "solution": "no box", "answer": None},
             ["'solution'", "boxed"],
         ),
         (
-            competition_math.problems,
+            competition_math.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": [1]},
             ["'answer'", "[1]"],
         ),
         (
-            competition_math.problems,
+            competition_math.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": True},
             ["'answer'", "True"],
         ),
         (
-            competition_math.problems,
+            competition_math.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": " "},
             ["'answer'", "' '"],
         ),
-        (toolace.problems, {"system": "s", "conversations": []}, ["'conversations'", "[]"]),
-        (toolace.problems, {"system": "s", "conversations": [{"from": "bot", "value": ""}]}, ["bot"]),
-        (toolace.problems, {"conversations": [{"from": "user", "value": "q"}]}, ["'system'"]),
+        (toolace.toolace_problems, {"system": "s", "conversations": []}, ["'conversations'", "[]"]),
+        (toolace.toolace_problems, {"system": "s", "conversations": [{"from": "bot", "value": ""}]}, ["bot"]),
+        (toolace.toolace_problems, {"conversations": [{"from": "user", "value": "q"}]}, ["'system'"]),
     ],
 )
 def test_malformed_rows_are_named(function, row, parts):
@@ -414,9 +414,9 @@ def test_a_system_prompt_replaces_the_tasks_own(tmp_path, prompt, system):
 
 def test_guru_refuses_two_system_messages():
     row = {"prompt": [{"role": "system", "content": "s"}, *USER], "reward_model": {"ground_truth": "1"}}
-    assert guru_math.problems(rows_of(row))[0].prompt == row["prompt"]
+    assert guru_math.guru_math_problems(rows_of(row))[0].prompt == row["prompt"]
     with pytest.raises(ValueError, match="system message of its own"):
-        guru_math.problems(rows_of(row), "Be brief.")
+        guru_math.guru_math_problems(rows_of(row), "Be brief.")
 
 
 def test_no_task_imports_jax():

@@ -289,3 +289,17 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
         kept("task.keep.pass_rate=[0.0, 0.0]")
     kept("rollout.temperature=0.5")
     assert sampled == [0, 4, 8, 0, 4, 8]  # other sampling, other rates
+
+
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        ({"arithmetic": {"problems": ["1..9 % 1..9"]}}, r"task.mixture.b.arithmetic.problems: '1..9 % 1..9'"),
+        ({"arithmetic": {}, "reward": "math:absent"}, "task.mixture.b.reward = 'math:absent'"),
+        ({"file": {"train": "none.jsonl"}}, "task.mixture.b.file"),
+        ({"arithmetic": {}, "reward_seconds": 3.0}, "task.mixture.b.reward_seconds = 3.0"),
+    ],
+)
+def test_errors_of_a_task_name_its_keys_in_the_mixture(task, message):
+    with pytest.raises(ValueError, match=message):
+        load_task(config({"mixture": {"a": SUMS, "b": task}}))
