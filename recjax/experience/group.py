@@ -1,7 +1,11 @@
 """Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
+import base64
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +46,15 @@ class Row(NamedTuple):
     tokens: all later tokens: the turns, each with its end-of-sequence token, and the text between them.
     mask: True at tokens that the behavior policy chose.
     behavior_logprobs: log-probs under the distribution that sampled the tokens, 0 where mask is False; None: not known.
+    recorded: other arrays that the sampler recorded for each token, by name, [time, …]; `missing_value` where it
+        recorded nothing.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
     behavior_logprobs: Float[np.ndarray, " time"] | None
+    recorded: Mapping[str, np.ndarray] = {}
 
 
 class Turn(NamedTuple):
@@ -198,3 +205,71 @@ def group_staleness(group: Group, step: int) -> int:
     """
     version = oldest_version(group)
     return 0 if version is None else step - 1 - version
+
+
+# --- Arrays that a sampler recorded for each token.
+
+
+def missing_value(dtype: np.dtype) -> float:
+    """The value of recorded arrays at tokens without a record: -1, or NaN for floats; 0 for unsigned integers."""
+    return {"f": np.nan, "i": -1}.get(np.dtype(dtype).kind, 0)
+
+
+def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict[str, np.ndarray]:
+    """Joins the recorded arrays of token sequences end to end, padded to the largest shape of a token.
+
+    Args:
+        parts: recorded arrays and number of tokens of each sequence.
+    """
+    parts, joined = list(parts), {}
+    for name in dict.fromkeys(name for recorded, _ in parts for name in recorded):
+        known = [recorded[name] for recorded, _ in parts if name in recorded]
+        size = sum(count for _, count in parts), *np.max([one.shape[1:] for one in known], axis=0).astype(int)
+        joined[name], start = np.full(size, missing_value(known[0].dtype), known[0].dtype), 0
+        for recorded, count in parts:
+            if name in recorded:
+                of_token = map(slice, recorded[name].shape[1:])
+                joined[name][(slice(start, start + count), *of_token)] = recorded[name]
+            start += count
+    return joined
+
+
+def recorded_to_bytes(sequences: Sequence[Mapping[str, np.ndarray]]) -> bytes:
+    """Converts the recorded arrays of sequences to bytes, empty without any; `recorded_from_bytes` is the inverse."""
+    if not any(sequences):
+        return b""
+    heads = [{name: (one.dtype.str, one.shape) for name, one in recorded.items()} for recorded in sequences]
+    arrays = [np.ascontiguousarray(one).tobytes() for recorded in sequences for one in recorded.values()]
+    return zlib.compress(b"\n".join([json.dumps(heads).encode(), b"".join(arrays)]), 1)
+
+
+def recorded_from_bytes(content: bytes) -> list[dict[str, np.ndarray]]:
+    """Converts the bytes of `recorded_to_bytes` back; an empty list for no bytes.
+
+    Raises:
+        ValueError: the bytes have another format.
+    """
+    if not content:
+        return []
+    try:
+        heads, _, arrays = zlib.decompress(content).partition(b"\n")
+        sequences, start = [], 0
+        for head in json.loads(heads):
+            sequences.append({})
+            for name, (kind, shape) in head.items():
+                count = math.prod(shape)
+                one = np.frombuffer(arrays, np.dtype(kind), count, start).reshape(shape)
+                sequences[-1][name], start = one, start + one.nbytes
+        return sequences
+    except (zlib.error, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"recorded arrays cannot be read ({error}); restore the file from a backup") from error
+
+
+def recorded_to_text(sequences: Sequence[Mapping[str, np.ndarray]]) -> str | None:
+    """`recorded_to_bytes` in base64; None without any recorded arrays."""
+    return base64.b64encode(recorded_to_bytes(sequences)).decode() or None
+
+
+def recorded_from_text(text: str | None) -> list[dict[str, np.ndarray]]:
+    """The inverse of `recorded_to_text`; an empty list for None."""
+    return recorded_from_bytes(base64.b64decode(text or ""))

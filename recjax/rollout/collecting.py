@@ -66,7 +66,7 @@ def sample_groups(
             id="",
             source=source,
             text=said(one, policy.tokenizer, prefix),
-            rows=(Row(prefix, one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
+            rows=(Row(prefix, *one.row_columns),),
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,

@@ -238,9 +238,9 @@ class Engine:
             for some in np.split(places, range(most, len(places), most)):
                 at = some[np.arange(size) % len(some)]
                 sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], sampling=sampling))
-                columns = *sampled, np.full(size, self._version, np.int32)
+                columns = *sampled[:2], np.full(size, self._version, np.int32), sampled[2]
                 for number, place in enumerate(some):
-                    jobs[place].rounds = [tuple(column[number : number + 1] for column in columns)]
+                    jobs[place].rounds = [jax.tree.map(lambda x, number=number: x[number : number + 1], columns)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if each found a slot."""

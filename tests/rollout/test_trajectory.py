@@ -169,7 +169,7 @@ def test_trajectories_as_a_batch_by_a_loop():
     assert batch.completions.shape == (8, 5)  # two rows, doubled until all six are there
     expected = [(0, 0, LONG, 1.0), (0, 0, OTHER, 1.0), (2, 0, SHORT, 0.0)]
     expected += [(3, 1, row, 0.5) for row in (SHORT, LONG, OTHER)]
-    for place, (first, group, (prompt, tokens, mask, logprobs), reward) in enumerate(expected):
+    for place, (first, group, (prompt, tokens, mask, logprobs, _), reward) in enumerate(expected):
         real, asked = batch.token_mask[place], batch.prompt_mask[place]
         assert (np.flatnonzero(real) == np.arange(len(tokens))).all()
         assert (np.flatnonzero(asked) == np.arange(len(prompt))).all()
