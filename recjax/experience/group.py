@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import KEPT, Sampling
 
 
 class Grade(NamedTuple):
@@ -232,6 +232,44 @@ def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict
                 joined[name][(slice(start, start + count), *of_token)] = recorded[name]
             start += count
     return joined
+
+
+def has_sets(
+    recorded: Mapping[str, np.ndarray], mask: Bool[np.ndarray, "*rows time"]
+) -> Bool[np.ndarray, "*rows time"]:
+    """True for the tokens in `mask` with a recorded set, see `recjax.models.logprobs.kept_tokens`."""
+    known = [(values > missing_value(values.dtype)).any(-1) for name, values in recorded.items() if name in KEPT]
+    return mask & np.any([np.zeros_like(mask), *known], axis=0)
+
+
+def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
+    """The recorded set of each token as ids in order, empty for a token without a set; None without recorded sets."""
+    lists = None
+    if "kept_ids" in recorded:
+        lists = [sorted(ids[ids >= 0].tolist()) for ids in recorded["kept_ids"]]
+    if "kept_bits" in recorded:
+        of_bits = [np.flatnonzero(bits).tolist() for bits in np.unpackbits(recorded["kept_bits"], axis=-1)]
+        lists = of_bits if lists is None else [ids or more for ids, more in zip(lists, of_bits, strict=True)]
+    return lists
+
+
+def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, np.ndarray]:
+    """The sets of a server's reply as recorded arrays; empty unless each token has a list of ids that contains it.
+
+    Args:
+        lists: decoded JSON of any form.
+        most: largest set to keep; a token with a larger set has none.
+    """
+    are_lists = isinstance(lists, list) and len(lists) == len(tokens) and all(isinstance(ids, list) for ids in lists)
+    if not most or not are_lists or not all(token in ids for token, ids in zip(tokens, lists, strict=True)):
+        return {}
+    if not all(type(one) is int and 0 <= one < 2**31 for ids in lists for one in ids):
+        return {}
+    lists = [ids if len(ids) <= most else [] for ids in lists]
+    kept = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+    for row, ids in zip(kept, lists, strict=True):
+        row[: len(ids)] = ids
+    return {"kept_ids": kept}
 
 
 def recorded_to_bytes(sequences: Sequence[Mapping[str, np.ndarray]]) -> bytes:

@@ -1,5 +1,6 @@
 """Log-probabilities of completions under the distribution that samples them."""
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -10,10 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.decoder import Decoder, Tokens, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import constrain, over_rows
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import KEPT, Sampling
 from recjax.models.unrolling import params_for
 
-KEPT = ("kept_ids", "kept_bits")  # names of recorded sets, see `kept_tokens`
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
 
 
@@ -65,6 +65,12 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
     values, ids = jax.lax.top_k(scores, most)
     is_whole = keep.sum(-1, keepdims=True) <= most
     return {"kept_ids": jnp.where(is_whole & jnp.isfinite(values), ids, -1)}
+
+
+def kept_shapes(vocabulary: int, sampling: Sampling, most: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the arrays of `kept_tokens` for one token."""
+    scores = jax.ShapeDtypeStruct((1, vocabulary), jnp.float32)
+    return jax.eval_shape(functools.partial(kept_tokens, sampling=sampling, most=most), scores)
 
 
 def is_kept(recorded: Mapping[str, Array], vocab: int) -> Bool[Array, "batch vocab"] | None:

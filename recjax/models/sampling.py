@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+KEPT = ("kept_ids", "kept_bits")  # names of recorded sets, see `recjax.models.logprobs.kept_tokens`
+
 
 class Sampling(NamedTuple):
     """The distribution softmax(logits / temperature), cut to the most likely tokens by three rules at once.

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
-from recjax.models.logprobs import Sampling, kept_tokens, last_hidden, logprobs_and_entropy, sampling_logits
+from recjax.models.logprobs import (
+    Sampling,
+    kept_shapes,
+    kept_tokens,
+    last_hidden,
+    logprobs_and_entropy,
+    sampling_logits,
+)
 from recjax.models.placement import ROWS, constrain
 from recjax.rollout.keys_values import (
     Memory,
@@ -199,8 +206,7 @@ def decode(
             jax.tree.map(lambda whole, one: whole.at[:, time].set(one), state.recorded, recorded),
         )
 
-    scores = jax.ShapeDtypeStruct((slots, decoder.config.vocab_size), jnp.float32)
-    recorded = jax.eval_shape(functools.partial(kept_tokens, sampling=sampling, most=kept_ids), scores)
+    recorded = kept_shapes(decoder.config.vocab_size, sampling, kept_ids)
     start = Decoded(
         jnp.zeros((), jnp.int32),
         rows.live,
