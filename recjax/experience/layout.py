@@ -170,7 +170,7 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
 
 
 def score(
-    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
+    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int, layout: Layout | None = None
 ) -> Float[np.ndarray, "batch time"]:
     """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
 
@@ -178,8 +178,10 @@ def score(
         params: all parameters of the policy.
         sampling: the distribution that sampled the tokens.
         chunk: token positions whose logits exist at the same time.
+        layout: None: packed if rows have prompts of their own.
     """
-    layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
+    if layout is None:
+        layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
     return on_host(score_batch(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
 
 
