@@ -79,7 +79,9 @@ def test_gates_notice_a_shift_and_a_cut_needs_its_sets(file, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_on_a_mesh(file, tmp_path):
-    command = ["-m", "recjax.numerics", "--config", file, "mesh={data: 2, tensor: 2}", "rollout.top_k=5"]
+    letters = "model.decoder.characters=0123456789+=" + "".join(map(chr, range(0x100, 0x180)))  # enough to record ids
+    settings = "mesh={data: 2, tensor: 2}", "rollout={top_k: 4, top_p: 0.9, kept_ids: 4}", letters
+    command = ["-m", "recjax.numerics", "--config", file, *settings]
     variables = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",

@@ -228,9 +228,10 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
                 at = scores[len(prompt) - 1 + time]
                 value = at[completion[time]] - jax.nn.logsumexp(at[possible])
                 logprobs = logprobs.at[row, time].set(value)
-        algorithm, chosen = build_algorithm("grpo", {}), batch.completion_mask.any(-1)
-        rows = losses.row_terms(algorithm, batch.rewards, batch.group_ids, chosen, jax.random.key(0))
-        value, count = losses.loss(algorithm, logprobs, batch.behavior_logprobs, rows, batch.completion_mask)
+        algorithm, given = build_algorithm("grpo", {}), jax.tree.map(jnp.asarray, batch)
+        compared = given.rewards, given.group_ids, given.completion_mask.any(-1)
+        rows = losses.row_terms(algorithm, *compared, jax.random.key(0))
+        value, count = losses.loss(algorithm, logprobs, given.behavior_logprobs, rows, given.completion_mask)
         return value / count, logprobs
 
     gradient, expected = jax.grad(total, has_aux=True)(initial())
