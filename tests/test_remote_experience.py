@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.experience.group import sets_to_lists
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
@@ -133,6 +134,28 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
     for row in known:
         assert row.tokenizer == tokenizer_name(tokenizer) and row.completion_tokens[-1] == end
         np.testing.assert_array_equal(row.behavior_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
+
+
+def test_log_probs_under_cuts_are_taken_with_the_sets_of_vllm(config):
+    cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9, "kept_ids": 2})})
+    policy = policy_of(cut)
+    ids = [*policy.tokenizer.encode("7"), policy.stop_ids[0]]
+    masks = [[ids[0], 3], [4, 5, ids[1]]], [[ids[0], 3], [4]], None
+
+    def answer(path, body):
+        choice = {"text": "7", "finish_reason": "stop", "token_ids": ids, "prompt_token_ids": [3]}
+        choice |= {"logprobs": {"token_logprobs": [-0.5] * 2}}
+        return 200, {"choices": [choice | ({"sampling_mask": one} if one else {}) for one in masks]}
+
+    cut = cut.model_copy(update={"rollout": cut.rollout.model_copy(update={"group_size": 3})})
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy, cut) as engine:
+        (group,) = engine.sample_groups([Problem("3", "")], 7, name="b", source="server")
+    rows = [one.rows[0] for one in group.completions]
+    assert (
+        sets_to_lists(rows[0].recorded) == [sorted(masks[0][0]), []]
+        and rows[0].behavior_logprobs.tolist() == [-0.5] * 2
+    )
+    assert all(row.behavior_logprobs is None and not row.recorded for row in rows[1:])  # no set with the token, or none
 
 
 def answers(engine, prompts, templates=({}, {})):

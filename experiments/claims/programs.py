@@ -147,7 +147,7 @@ class Programs:
         decoder, sampling, stop_ids = self._sampler, self._recipe.sampling, self._policy.stop_ids
         weights, zeros = params_for(decoder, params), jnp.zeros(count, jnp.int32)
         cache, scores = prefill(weights, prompts, jnp.ones(prompts.shape, bool), decoder=decoder)
-        first, first_logprobs = first_tokens(scores, jnp.arange(count) // group_size, keys, sampling=sampling)
+        first, first_logprobs, _ = first_tokens(scores, jnp.arange(count) // group_size, keys, sampling=sampling)
         live = ~jnp.isin(first, jnp.array(stop_ids, jnp.int32)) & (longest > 1)
         rows = SlotState(live, zeros + prompts.shape[1], zeros, first, zeros + 1, zeros + longest, keys)
         # One round samples all other tokens, so that the memory needs no room for them.

@@ -51,6 +51,12 @@ class RolloutConfig(ConfigBlock):
     min_p: Float = key(
         0.0, "Sample only from tokens at least this share as likely as the likeliest; 0: all", ge=0, le=1
     )
+    kept_ids: Int = key(
+        128,
+        "Largest set left by these cuts to record for each token, at 4 bytes an id or a bit for each token of the"
+        " vocabulary; 0: none",
+        ge=0,
+    )
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     def sampling(self) -> Sampling:

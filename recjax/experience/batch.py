@@ -7,7 +7,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
-from recjax.experience.group import Completion, Grade, Group, completion_turns, turn_rewards
+from recjax.experience.group import (
+    Completion,
+    Grade,
+    Group,
+    completion_turns,
+    join_recorded,
+    missing_value,
+    turn_rewards,
+)
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -30,6 +38,8 @@ class Batch(NamedTuple):
     trajectories: number shared by all rows of one completion; None: every row is a completion.
     turn_rewards: rewards of the trajectory's turns, in order; NaN after the last turn; None if not read.
     token_turns: the turn that sampled each token, from 0; None if not read.
+    recorded: other arrays that the sampler recorded for each token, by name, [batch, time, …]; `missing_value` where
+        it recorded nothing.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -48,6 +58,7 @@ class Batch(NamedTuple):
     trajectories: Int[np.ndarray, " batch"] | None = None
     turn_rewards: Float[np.ndarray, "batch turns"] | None = None
     token_turns: Int[np.ndarray, "batch time"] | None = None
+    recorded: dict[str, np.ndarray] = {}
 
     @property
     def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
@@ -173,6 +184,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         truncated=np.zeros(shape.rows, bool),
         accurate=np.zeros(shape.rows, bool),
         reward_parts={name: np.full(shape.rows, np.nan, np.float32) for name in parts},
+        recorded={},
     )
     _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
     places = np.array(row_places(groups, shape), int)
@@ -185,6 +197,10 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
             for *_, row in rows
         ]
         batch.behavior_logprobs[real] = np.concatenate([[], *known])
+    for name, values in join_recorded((row.recorded, len(row.tokens)) for *_, row in rows).items():
+        whole = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
+        whole[real] = values
+        batch.recorded[name] = whole
     versions = [completion.policy_version for _, completion, *_ in rows]
     batch.policy_version[places] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[places] = [completion.truncated for _, completion, *_ in rows]

@@ -15,12 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recjax.experience.group import Completion, Grade, Group, Row, Turn
+from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_text, recorded_to_text
 from recjax.experience.store import Record, Store
 from recjax.files import read_sealed, size_and_digest, whole_file
 from recjax.models.sampling import Sampling
 
-_VERSION, _VERSIONS = b"recjax.experience.version", (b"4", b"5", b"6")  # metadata key of Parquet files, and its values
+_VERSION, _VERSIONS = (
+    b"recjax.experience.version",
+    (b"4", b"5", b"6", b"7"),
+)  # metadata key of Parquet files, and its values
 TOGETHER = 1024  # completions to convert or import at a time
 _RUNS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -54,10 +57,12 @@ SCHEMA = pa.schema(
         ("group_prompt_tokens", pa.list_(pa.int32())),
         ("other_rewards", pa.string()),
         ("turn_rewards", pa.list_(pa.float64())),
+        ("recorded", pa.string()),
     ],
     metadata={_VERSION: _VERSIONS[-1]},
 )
-_NEW = {"group_prompt_tokens": b"5", "other_rewards": b"5", "turn_rewards": b"6"}  # columns and their first versions
+# Columns and their first versions.
+_NEW = {"group_prompt_tokens": b"5", "other_rewards": b"5", "turn_rewards": b"6", "recorded": b"7"}
 
 
 def export_store(store: Store, path: Path) -> int:
@@ -106,7 +111,7 @@ def read_exported(path: Path) -> Iterator[Record] | None:
                 first = json.loads(file.readline())
             except ValueError:
                 return None
-        is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
+        is_ours = isinstance(first, dict) and first.keys() | {"recorded"} == set(SCHEMA.names)
         return _records(_exported_rows(path)) if is_ours else None
     return None
 
@@ -134,7 +139,7 @@ def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 place = f"{path}: line {number}"
                 try:
                     row = json.loads(line)
-                    yield place, row | {"time": datetime.fromisoformat(row["time"])}
+                    yield place, dict.fromkeys(_NEW) | row | {"time": datetime.fromisoformat(row["time"])}
                 except (ValueError, TypeError, KeyError) as error:
                     raise ValueError(
                         f"{place}: is not a line of an export ({error!r}); export the store again"
@@ -145,7 +150,7 @@ def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         found = (file.schema_arrow.metadata or {}).get(_VERSION)
         if found not in _VERSIONS:
             version = "no store version" if found is None else f"store version {found.decode()!r}"
-            raise ValueError(f"{path}: has {version}, and this recjax imports 4 to 6; export it with its own recjax")
+            raise ValueError(f"{path}: has {version}, and this recjax imports 4 to 7; export it with its own recjax")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
         for field in SCHEMA:
             if field.name not in types and found >= _NEW.get(field.name, b""):
@@ -197,6 +202,7 @@ def _rows_of(record: Record) -> list[dict[str, Any]]:
         "group_prompt_tokens": group.prompt_tokens if has_own_prompts else None,
         "other_rewards": json.dumps(others) if others else None,
         "turn_rewards": grade.turns or None,
+        "recorded": None,
     }
     return [
         common
@@ -206,6 +212,7 @@ def _rows_of(record: Record) -> list[dict[str, Any]]:
             "completion_tokens": row.tokens,
             "completion_mask": row.mask,
             "behavior_logprobs": row.behavior_logprobs,
+            "recorded": recorded_to_text([row.recorded]),
         }
         for place, row in enumerate(one.rows)
     ] or [common]
@@ -243,6 +250,7 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
             _array(each["completion_tokens"], np.int32),
             each["completion_mask"] and _array(each["completion_mask"], bool),
             None if each["behavior_logprobs"] is None else _array(each["behavior_logprobs"], np.float32),
+            *recorded_from_text(each["recorded"]),
         )
         for each in rows
         if each["completion_tokens"] is not None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from recjax.config import Config
 from recjax.experience.queue import Arrival
+from recjax.experience.sources import is_of
 from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
@@ -235,7 +236,7 @@ class Follower:
             remedy = "set experience.missing_logprobs to 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
             return record, why, f"{place} has no behavior log-probs; {remedy}"
-        if one.sampling != rollout.sampling():
+        if not is_of(one, rollout.sampling()):
             found = one.sampling or ("unknown",) * len(Sampling._fields)
             was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))
             words = f"{place} was sampled with {', '.join(Sampling._fields)} = {was}, and rollout has {takes}"

@@ -1,13 +1,17 @@
 """Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
+import base64
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import KEPT, Sampling
 
 
 class Grade(NamedTuple):
@@ -42,12 +46,15 @@ class Row(NamedTuple):
     tokens: all later tokens: the turns, each with its end-of-sequence token, and the text between them.
     mask: True at tokens that the behavior policy chose.
     behavior_logprobs: log-probs under the distribution that sampled the tokens, 0 where mask is False; None: not known.
+    recorded: other arrays that the sampler recorded for each token, by name, [time, …]; `missing_value` where it
+        recorded nothing.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
     behavior_logprobs: Float[np.ndarray, " time"] | None
+    recorded: Mapping[str, np.ndarray] = {}
 
 
 class Turn(NamedTuple):
@@ -198,3 +205,109 @@ def group_staleness(group: Group, step: int) -> int:
     """
     version = oldest_version(group)
     return 0 if version is None else step - 1 - version
+
+
+# --- Arrays that a sampler recorded for each token.
+
+
+def missing_value(dtype: np.dtype) -> float:
+    """The value of recorded arrays at tokens without a record: -1, or NaN for floats; 0 for unsigned integers."""
+    return {"f": np.nan, "i": -1}.get(np.dtype(dtype).kind, 0)
+
+
+def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict[str, np.ndarray]:
+    """Joins the recorded arrays of token sequences end to end, padded to the largest shape of a token.
+
+    Args:
+        parts: recorded arrays and number of tokens of each sequence.
+    """
+    parts, joined = list(parts), {}
+    for name in dict.fromkeys(name for recorded, _ in parts for name in recorded):
+        known = [recorded[name] for recorded, _ in parts if name in recorded]
+        size = sum(count for _, count in parts), *np.max([one.shape[1:] for one in known], axis=0).astype(int)
+        joined[name], start = np.full(size, missing_value(known[0].dtype), known[0].dtype), 0
+        for recorded, count in parts:
+            if name in recorded:
+                of_token = map(slice, recorded[name].shape[1:])
+                joined[name][(slice(start, start + count), *of_token)] = recorded[name]
+            start += count
+    return joined
+
+
+def has_sets(
+    recorded: Mapping[str, np.ndarray], mask: Bool[np.ndarray, "*rows time"]
+) -> Bool[np.ndarray, "*rows time"]:
+    """True for the tokens in `mask` with a recorded set, see `recjax.models.logprobs.kept_tokens`."""
+    known = [(values > missing_value(values.dtype)).any(-1) for name, values in recorded.items() if name in KEPT]
+    return mask & np.any([np.zeros_like(mask), *known], axis=0)
+
+
+def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
+    """The recorded set of each token as ids in order, empty for a token without a set; None without recorded sets."""
+    lists = None
+    if "kept_ids" in recorded:
+        lists = [sorted(ids[ids >= 0].tolist()) for ids in recorded["kept_ids"]]
+    if "kept_bits" in recorded:
+        of_bits = [np.flatnonzero(bits).tolist() for bits in np.unpackbits(recorded["kept_bits"], axis=-1)]
+        lists = of_bits if lists is None else [ids or more for ids, more in zip(lists, of_bits, strict=True)]
+    return lists
+
+
+def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, np.ndarray]:
+    """The sets of a server's reply as recorded arrays; empty unless each token has a list of ids that contains it.
+
+    Args:
+        lists: decoded JSON of any form.
+        most: largest set to keep; a token with a larger set has none.
+    """
+    are_lists = isinstance(lists, list) and len(lists) == len(tokens) and all(isinstance(ids, list) for ids in lists)
+    if not most or not are_lists or not all(token in ids for token, ids in zip(tokens, lists, strict=True)):
+        return {}
+    if not all(type(one) is int and 0 <= one < 2**31 for ids in lists for one in ids):
+        return {}
+    lists = [ids if len(ids) <= most else [] for ids in lists]
+    kept = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+    for row, ids in zip(kept, lists, strict=True):
+        row[: len(ids)] = ids
+    return {"kept_ids": kept}
+
+
+def recorded_to_bytes(sequences: Sequence[Mapping[str, np.ndarray]]) -> bytes:
+    """Converts the recorded arrays of sequences to bytes, empty without any; `recorded_from_bytes` is the inverse."""
+    if not any(sequences):
+        return b""
+    heads = [{name: (one.dtype.str, one.shape) for name, one in recorded.items()} for recorded in sequences]
+    arrays = [np.ascontiguousarray(one).tobytes() for recorded in sequences for one in recorded.values()]
+    return zlib.compress(b"\n".join([json.dumps(heads).encode(), b"".join(arrays)]), 1)
+
+
+def recorded_from_bytes(content: bytes) -> list[dict[str, np.ndarray]]:
+    """Converts the bytes of `recorded_to_bytes` back; an empty list for no bytes.
+
+    Raises:
+        ValueError: the bytes have another format.
+    """
+    if not content:
+        return []
+    try:
+        heads, _, arrays = zlib.decompress(content).partition(b"\n")
+        sequences, start = [], 0
+        for head in json.loads(heads):
+            sequences.append({})
+            for name, (kind, shape) in head.items():
+                count = math.prod(shape)
+                one = np.frombuffer(arrays, np.dtype(kind), count, start).reshape(shape)
+                sequences[-1][name], start = one, start + one.nbytes
+        return sequences
+    except (zlib.error, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"recorded arrays cannot be read ({error}); restore the file from a backup") from error
+
+
+def recorded_to_text(sequences: Sequence[Mapping[str, np.ndarray]]) -> str | None:
+    """`recorded_to_bytes` in base64; None without any recorded arrays."""
+    return base64.b64encode(recorded_to_bytes(sequences)).decode() or None
+
+
+def recorded_from_text(text: str | None) -> list[dict[str, np.ndarray]]:
+    """The inverse of `recorded_to_text`; an empty list for None."""
+    return recorded_from_bytes(base64.b64decode(text or ""))

@@ -17,7 +17,7 @@ from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.logprobs import completion_logprobs, packed_logprobs
+from recjax.models.logprobs import SAMPLED, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import Sampling
 
@@ -73,11 +73,19 @@ def micro_batch_logprobs(
     """
     if layout.packed is None:
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
-        return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
+        recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
+        return completion_logprobs(decoder, params, *arrays, recorded, sampling=sampling, chunk=chunk)
     *rows, places, _ = layout.packed
     rows = [constrain(x[index], ROWS) for x in rows]
     places = jnp.where(part.completion_mask, places - index * rows[0].size, 0)
-    values = packed_logprobs(decoder, params, *rows, sampling=sampling, chunk=chunk)
+    recorded = {}
+    if part.recorded:
+        # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
+        at = jnp.where(part.completion_mask, places, rows[0].size).reshape(-1)
+        predicted = jnp.full(rows[0].size, -1).at[at].set(jnp.arange(at.size), mode="drop").reshape(rows[0].shape)
+        recorded = {name: x.reshape(at.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
+        recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
+    values = packed_logprobs(decoder, params, *rows, recorded, sampling=sampling, chunk=chunk)
     return tuple(jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in values)
 
 
@@ -162,7 +170,7 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
 
 
 def score(
-    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
+    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int, layout: Layout | None = None
 ) -> Float[np.ndarray, "batch time"]:
     """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
 
@@ -170,8 +178,10 @@ def score(
         params: all parameters of the policy.
         sampling: the distribution that sampled the tokens.
         chunk: token positions whose logits exist at the same time.
+        layout: None: packed if rows have prompts of their own.
     """
-    layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
+    if layout is None:
+        layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
     return on_host(score_batch(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
 
 

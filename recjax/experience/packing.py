@@ -4,7 +4,7 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
@@ -179,8 +179,19 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
     tokens = [np.concatenate([prompts[row // per_prompt], completions[row]]) for row in rows]
     order = sorted(rows, key=lambda row: tokens[row].astype(">i4").tobytes())
     shared = np.zeros(len(rows), int)
+
+    def records(row: int) -> UInt8[np.ndarray, "tokens bytes"]:
+        """The recorded arrays of each token of a sequence as bytes, 0 for tokens that the policy did not sample."""
+        arrays = [np.ascontiguousarray(values[row]) for values in batch.recorded.values()]
+        columns = np.concatenate([values.view(np.uint8).reshape(len(values), -1) for values in arrays], axis=1)
+        columns[~batch.completion_mask[row]] = 0
+        return np.pad(columns[batch.real_tokens[row]], ((len(prompts[row // per_prompt]), 0), (0, 0)))
+
     for rank, (row, other) in enumerate(itertools.pairwise(order), 1) if share else ():
-        common = np.equal(*(tokens[each][: min(len(tokens[row]), len(tokens[other]))] for each in (row, other)))
+        most = min(len(tokens[row]), len(tokens[other]))
+        common = np.equal(*(tokens[each][:most] for each in (row, other)))
+        if batch.recorded:
+            common &= np.equal(*(records(each)[:most] for each in (row, other))).all(-1)
         shared[rank] = max((len(common) if common.all() else common.argmin()) - 1, 0)
     return _Sequences(tokens, sequence_lengths(batch), np.argsort(order), shared)
 

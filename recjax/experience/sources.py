@@ -13,7 +13,7 @@ from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
 from recjax.experience.batch import Shape, pad, row_places
-from recjax.experience.group import Completion, Group
+from recjax.experience.group import Completion, Group, has_sets
 from recjax.experience.layout import score
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.files import writing
@@ -22,6 +22,7 @@ from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
 
 _SMALL = 2**24  # bytes of log-probs that stay in memory
+_TOGETHER = 256  # completions to check at a time
 _LONG = 50  # batches of log-probs above which a progress bar is shown
 
 
@@ -58,8 +59,12 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
             f" {', '.join(_presets_without())}, 'unneeded'"
         )
     others = np.array([known and found != sampling for _, found, known in origins])[kinds]
-    if others.any():
-        name, source, found = first_of(others)
+    for part in np.split(members[others], range(_TOGETHER, others.sum(), _TOGETHER)):
+        records = groups.store.read(index.numbers[part], None)
+        if all(is_of(record.completion, sampling) for record in records):
+            continue
+        one = next(record.completion for record in records if not is_of(record.completion, sampling))
+        name, source, found = one.id, one.source, one.sampling
         found = ("unknown",) * len(Sampling._fields) if found is None else found
         words = ", ".join(f"{field} {value}" for field, value in zip(Sampling._fields, found, strict=True))
         raise ValueError(
@@ -67,6 +72,17 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
             f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
             " rollout, or experience.missing_logprobs to 'unneeded'"
         )
+
+
+def is_of(completion: Completion, sampling: Sampling) -> bool:
+    """True if an update under `sampling` computes log π of the distribution that sampled the completion.
+
+    It has this sampling; or the same temperature, and the set of possible tokens is recorded for each token.
+    """
+    if completion.sampling in (None, sampling):
+        return completion.sampling is not None
+    have_sets = all((has_sets(row.recorded, row.mask) == row.mask).all() for row in completion.rows)
+    return completion.sampling.temperature == sampling.temperature and have_sets
 
 
 @functools.cache

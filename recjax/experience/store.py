@@ -6,6 +6,7 @@ Every row has a checksum, which readers verify. docs/experience.md describes the
 """
 
 import contextlib
+import itertools
 import json
 import os
 import sqlite3
@@ -23,7 +24,7 @@ import sqlalchemy as sql
 import xxhash
 
 from recjax.config.fields import has_password, without_password
-from recjax.experience.group import Completion, Grade, Group, Row, Turn
+from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
 from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
@@ -792,7 +793,9 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "row_lengths": _json([len(prompt), *lengths]) if len(rows) > 1 or len(prompts) > 1 else None,
         "prompt_tokens": joined(prompts, "<i4"),
         "completion_tokens": joined((row.tokens for row in rows), "<i4"),
-        "completion_mask": joined((row.mask for row in rows), "bool"),
+        # Behind the mask are the recorded arrays, which stores of earlier versions do not have.
+        "completion_mask": joined((row.mask for row in rows), "bool")
+        + recorded_to_bytes([row.recorded for row in rows]),
         "behavior_logprobs": joined((row.behavior_logprobs for row in rows), "<f4") if has_logprobs else None,
     }
 
@@ -804,7 +807,8 @@ def signed_hash(content: bytes) -> int:
 
 def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None) -> Record:
     prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row["prompt_tokens"], row["completion_tokens"]))
-    mask, logprobs = np.frombuffer(row["completion_mask"], bool), row["behavior_logprobs"]
+    mask, logprobs = np.frombuffer(row["completion_mask"], bool, len(tokens)), row["behavior_logprobs"]
+    recorded = itertools.chain(recorded_from_bytes(row["completion_mask"][len(tokens) :]), itertools.repeat({}))
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
     size, *lengths = _from_json(row["row_lengths"], plain)
@@ -812,7 +816,8 @@ def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None)
     for own, length in lengths:
         here, end = slice(start, start + length), begin + (own or 0)
         of_row = prompt if own is None else prompts[begin:end]
-        rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here]))
+        of_tokens = tokens[here], mask[here], None if logprobs is None else logprobs[here]
+        rows.append(Row(of_row, *of_tokens, next(recorded)))
         begin, start = end, start + length
     sampling = (row["temperature"], row["top_k"], row["top_p"], row["min_p"])
     metadata = _from_json(row["metadata"], {})

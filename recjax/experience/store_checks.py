@@ -95,6 +95,9 @@ def _rules_of_rows(group: Group, rows: Sequence[Row], turns: Sequence[Turn], tok
             are_logprobs = np.isfinite(sampled).all() and sampled.max() <= _ROUNDING
             rule = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
             yield "behavior_logprobs", logprobs, are_logprobs, rule
+        for name, values in row.recorded.items():
+            fits = isinstance(values, np.ndarray) and values.dtype.kind in "biuf" and len(values) == size
+            yield f"recorded {name}", values, fits, "takes an array of numbers as long as completion_tokens"
     for row, end in turns:
         is_turn = 0 <= row < len(rows) and 0 < end <= len(rows[row].tokens) and rows[row].mask[end - 1]
         yield "turns", (row, end), is_turn, "takes the index of a row, and the end of sampled tokens in it"

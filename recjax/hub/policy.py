@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 class Policy(NamedTuple):
     """The parts of a policy that training does not change; the parameters are kept separately.
 
-    `slots` is the number of completions decoded at a time; None: as many as fit in memory.
+    `slots` is the number of completions decoded at a time; None: as many as fit in memory. The sampler records sets of
+    up to `kept_ids` possible tokens, see `recjax.models.logprobs.kept_tokens`.
     """
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     slots: int | None = None
+    kept_ids: int = 0
 
     @property
     def vocabulary(self) -> int:
@@ -77,7 +79,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
             decoder_config.vocab_size,
             stop_ids,
         )
-    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
+    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots, config.rollout.kept_ids)
 
 
 class Teacher(NamedTuple):

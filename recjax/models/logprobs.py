@@ -1,6 +1,8 @@
 """Log-probabilities of completions under the distribution that samples them."""
 
+import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.decoder import Decoder, Tokens, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import constrain, over_rows
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import KEPT, Sampling
 from recjax.models.unrolling import params_for
+
+SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
 
 
 def sampling_logits(
@@ -42,16 +46,79 @@ def sampling_logits(
     return jnp.where(keep, scores, -jnp.inf)
 
 
+def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: int) -> dict[str, Array]:
+    """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
+
+    `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. Where that takes more memory, `kept_ids`
+    has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
+
+    Args:
+        most: largest set to record as ids; 0: record nothing.
+    """
+    if not most or not sampling.has_cuts:
+        return {}
+    scores = sampling_logits(scores, sampling)
+    keep = jnp.isfinite(scores)
+    most = min(most, 2 * sampling.top_k or most)  # twice, because equal scores can enlarge the set of top_k
+    if 32 * most >= scores.shape[-1]:
+        return {"kept_bits": jnp.packbits(keep, axis=-1)}
+    values, ids = jax.lax.top_k(scores, most)
+    is_whole = keep.sum(-1, keepdims=True) <= most
+    return {"kept_ids": jnp.where(is_whole & jnp.isfinite(values), ids, -1)}
+
+
+def kept_shapes(vocabulary: int, sampling: Sampling, most: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the arrays of `kept_tokens` for one token."""
+    scores = jax.ShapeDtypeStruct((1, vocabulary), jnp.float32)
+    return jax.eval_shape(functools.partial(kept_tokens, sampling=sampling, most=most), scores)
+
+
+def is_kept(recorded: Mapping[str, Array], vocab: int) -> Bool[Array, "batch vocab"] | None:
+    """The recorded sets as masks, all False for a token without a set; None if `recorded` has no sets."""
+    keep = None
+    if "kept_ids" in recorded:
+        ids = recorded["kept_ids"]
+        places = jnp.arange(len(ids))[:, None], jnp.where(ids < 0, vocab, ids)
+        keep = jnp.zeros((len(ids), vocab), bool).at[places].set(True, mode="drop")
+    if "kept_bits" in recorded:
+        bits = jnp.unpackbits(recorded["kept_bits"], axis=-1, count=vocab) > 0
+        keep = bits if keep is None else keep | bits
+    return keep
+
+
 def logprobs_and_entropy(
-    scores: Float[Array, "batch vocab"], tokens: Int[Array, " batch"], sampling: Sampling
+    scores: Float[Array, "batch vocab"],
+    tokens: Int[Array, " batch"],
+    sampling: Sampling,
+    recorded: Mapping[str, Array] = {},
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """log π(token) and the entropy of π in nats, where π is the sampling distribution.
 
     At temperature 0 every token counts as the argmax: log-probability and entropy are zero.
+
+    Args:
+        recorded: sets from which the behavior policy chose the tokens, see `kept_tokens`, and SAMPLED, a mask of the
+            tokens whose results are read. π is limited to the recorded set of each token; for a token without a set, to
+            the tokens that the current policy keeps.
     """
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
-    distribution = jax.nn.log_softmax(sampling_logits(scores, sampling, forced=tokens), axis=-1)
+    keep = is_kept(recorded, scores.shape[-1])
+    if keep is None:
+        kept_scores = sampling_logits(scores, sampling, forced=tokens)
+    else:
+        has_set = keep.any(-1) | ~recorded[SAMPLED]
+        keep |= jnp.arange(scores.shape[-1]) == tokens[:, None]
+
+        def of_sets() -> Array:
+            return jnp.where(keep, scores / sampling.temperature, -jnp.inf)
+
+        def of_both() -> Array:
+            return jnp.where(has_set[:, None], of_sets(), sampling_logits(scores, sampling, forced=tokens))
+
+        # The cuts of the current policy, which sort the vocabulary, are computed only where a set is missing.
+        kept_scores = jax.lax.cond(has_set.all(), of_sets, of_both)
+    distribution = jax.nn.log_softmax(kept_scores, axis=-1)
     possible = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
     entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
     return jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0], entropy
@@ -64,15 +131,21 @@ def chunked_logprobs(
     tokens: Int[Array, "batch time"],
     sampling: Sampling,
     chunk: int,
+    recorded: Mapping[str, Array] = {},
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
     [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
     computes its own rows, with a head that is gathered once and not for every chunk.
+
+    Args:
+        recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `logprobs_and_entropy`.
     """
     name = "head" if "head" in params else "embedding"
+    recorded = {name: values for name, values in recorded.items() if name in (*KEPT, SAMPLED)}
+    recorded = recorded if recorded.keys() - {SAMPLED} else {}
 
-    def of_rows(head, hidden, tokens):
+    def of_rows(head, hidden, recorded, tokens):
         count = tokens.size
         length = min(chunk, count)
         padding = -count % length
@@ -81,14 +154,19 @@ def chunked_logprobs(
 
         @jax.checkpoint
         def one_chunk(inputs):
-            chunk_hidden, chunk_tokens = inputs
+            chunk_hidden, chunk_tokens, chunk_recorded = inputs
             scores = constrain(logits(config, head, chunk_hidden), None, "tensor")
-            return logprobs_and_entropy(scores, chunk_tokens, sampling)
+            return logprobs_and_entropy(scores, chunk_tokens, sampling, chunk_recorded)
 
-        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
+        flat_recorded = {
+            name: jnp.pad(x.reshape(count, *x.shape[2:]), ((0, padding), *[(0, 0)] * (x.ndim - 2)))
+            for name, x in recorded.items()
+        }
+        flat_recorded = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), flat_recorded)
+        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens, flat_recorded))
         return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
 
-    return over_rows(of_rows, {name: params[name]}, hidden, tokens)
+    return over_rows(of_rows, {name: params[name]}, hidden, recorded, tokens)
 
 
 def last_hidden(
@@ -105,6 +183,7 @@ def completion_logprobs(
     prompt_mask: Bool[Array, "prompts prompt_time"],
     completions: Int[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
+    recorded: Mapping[str, Array] = {},
     *,
     sampling: Sampling,
     chunk: int,
@@ -118,6 +197,7 @@ def completion_logprobs(
         prompts: right-padded prompt tokens, each row with at least one.
         completions: right-padded completion tokens, grouped by prompt in the order of `prompts`.
         completion_mask: True at real tokens. Results at padding are finite and undefined.
+        recorded: arrays that the sampler recorded for each token, [batch, time, …]; see `recjax.experience.group.Row`.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
     """
@@ -133,7 +213,7 @@ def completion_logprobs(
         (hidden, _), rest = decoder.apply(weights, *asked), ()
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
     before = jnp.concatenate([first, *rest], axis=1)
-    return chunked_logprobs(decoder.config, params, before, completions, sampling, chunk)
+    return chunked_logprobs(decoder.config, params, before, completions, sampling, chunk, recorded)
 
 
 def packed_logprobs(
@@ -143,6 +223,7 @@ def packed_logprobs(
     positions: Int[Array, "rows row_tokens"],
     targets: Int[Array, "rows row_tokens"],
     ends: Int[Array, "rows row_tokens"],
+    recorded: Mapping[str, Array] = {},
     *,
     sampling: Sampling,
     chunk: int,
@@ -151,9 +232,10 @@ def packed_logprobs(
 
     Args:
         tokens, positions, targets, ends: see `recjax.experience.packing.Packed`. Results at padding are undefined.
+        recorded: arrays that the sampler recorded for each target, [rows, row_tokens, …].
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
     """
     weights = {"params": params_for(decoder, params)}
     hidden, _ = decoder.apply(weights, tokens, positions, ends)
-    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
+    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk, recorded)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+KEPT = ("kept_ids", "kept_bits")  # names of recorded sets, see `recjax.models.logprobs.kept_tokens`
+
 
 class Sampling(NamedTuple):
     """The distribution softmax(logits / temperature), cut to the most likely tokens by three rules at once.
@@ -17,3 +19,8 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @property
+    def has_cuts(self) -> bool:
+        """True if some tokens may have probability 0; False at temperature 0, where π is never computed."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -5,7 +5,7 @@ Dry runs and compile checks read the same shapes. This file reads no weights.
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, t
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.logprobs import kept_shapes
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
@@ -191,13 +192,16 @@ def to_compute_with(decoder: Decoder, params: dict) -> dict:
     return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
 
 
-def batch_arrays(shape: Shape, turns: int | None = None) -> Batch:
+def batch_arrays(shape: Shape, turns: int | None = None, recorded: Mapping[str, jax.ShapeDtypeStruct] = {}) -> Batch:
     """Shapes of a batch's arrays.
 
     Args:
         turns: largest number of turns of a trajectory, if the algorithm reads rewards of turns.
+        recorded: shapes of recorded arrays, [1, …] for one token.
     """
     batch = pad([], shape)
+    size = batch.completions.shape
+    batch.recorded.update({name: np.zeros((*size, *one.shape[1:]), one.dtype) for name, one in recorded.items()})
     if turns is not None:
         rewards = np.zeros((len(batch.rewards), turns), np.float32)
         batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
@@ -316,7 +320,9 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     minibatches, parts = config.training.minibatches, micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
-    arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
+    vocabulary, sampling = plan.model.decoder.config.vocab_size, config.rollout.sampling()
+    recorded = kept_shapes(vocabulary, sampling, config.rollout.kept_ids)
+    arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)

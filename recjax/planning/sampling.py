@@ -122,10 +122,11 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
     longest, shares, prompt_time = config.rollout.max_completion_tokens, plan.shares_prompts, plan.engine.prefix_time
     time, lengths = plan.engine.round_time, plan.engine.lengths
     of, sampling = np.arange(plan.slots) // most_completions(config), config.rollout.sampling()
+    kept_ids = config.rollout.kept_ids
 
     def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
         cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling)
+        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling, kept_ids=kept_ids)
 
     tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
     prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
@@ -151,6 +152,7 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         sampling=sampling,
         stop_ids=(0,),
         round_time=time,
+        kept_ids=kept_ids,
     )
     rounds = -(-(longest - 1) // time) * -(-plan.engine.requests // plan.slots)
     return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]

@@ -123,7 +123,7 @@ class Agents(contextlib.AbstractContextManager):
             ValueError: all agents failed, see `fatal`.
             RuntimeError: the engine failed.
         """
-        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
         engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
         engine.replace_weights(params, version)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]

@@ -53,7 +53,7 @@ def sample_groups(
         newer: returns weights that have arrived between rounds of tokens, see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
@@ -66,7 +66,7 @@ def sample_groups(
             id="",
             source=source,
             text=said(one, policy.tokenizer, prefix),
-            rows=(Row(prefix, one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
+            rows=(Row(prefix, *one.row_columns),),
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,

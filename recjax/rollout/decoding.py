@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
-from recjax.models.logprobs import Sampling, last_hidden, logprobs_and_entropy, sampling_logits
+from recjax.models.logprobs import (
+    Sampling,
+    kept_shapes,
+    kept_tokens,
+    last_hidden,
+    logprobs_and_entropy,
+    sampling_logits,
+)
 from recjax.models.placement import ROWS, constrain
 from recjax.rollout.keys_values import (
     Memory,
@@ -47,7 +54,8 @@ class SlotState(NamedTuple):
 class Decoded(NamedTuple):
     """State of a round after `time` tokens; each slot keeps the first `counts` of these tokens.
 
-    `recent` holds the keys and values of this round's tokens except the last.
+    `recent` holds the keys and values of this round's tokens except the last. `recorded` holds other arrays of each
+    token, [slots, round, …] by name; see `recjax.experience.group.Row`.
     """
 
     time: Int[Array, ""]
@@ -57,6 +65,7 @@ class Decoded(NamedTuple):
     tokens: Int[Array, "slots round"]
     logprobs: Float[Array, "slots round"]
     counts: Int[Array, " slots"]
+    recorded: dict[str, Array]
 
 
 class SlotContents(NamedTuple):
@@ -100,20 +109,24 @@ def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"])
     return constrain(logits(decoder.config, params, hidden), ROWS, "tensor")
 
 
-@functools.partial(jax.jit, static_argnames="sampling")
+@functools.partial(jax.jit, static_argnames=("sampling", "kept_ids"))
 def first_tokens(
     scores: Float[Array, "prompts vocab"],
     of: Int[Array, " batch"],
     keys: UInt32[Array, "batch words"],
     *,
     sampling: Sampling,
-) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """The first token of each completion, and its log-probability.
+    kept_ids: int = 0,
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"], dict[str, Array]]:
+    """The first token of each completion, its log-probability, and its recorded arrays, [batch, …] by name.
 
     Args:
         of: index of each completion's prompt.
+        kept_ids: see `recjax.models.logprobs.kept_tokens`.
     """
-    return sample_tokens(scores[of], sampling, _step_keys(keys, jnp.zeros_like(of)))
+    scores = scores[of]
+    tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(of)))
+    return tokens, logprobs, kept_tokens(scores, sampling, kept_ids)
 
 
 def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -> Key[Array, " rows"]:
@@ -131,7 +144,11 @@ def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, "
     return prompt, Context(*memory.later, places < cached[:, None], lengths[:, None] + places)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time"), donate_argnames="memory")
+@functools.partial(
+    jax.jit,
+    static_argnames=("decoder", "sampling", "stop_ids", "round_time", "kept_ids"),
+    donate_argnames="memory",
+)
 def decode(
     params: dict,
     memory: Memory,
@@ -142,6 +159,7 @@ def decode(
     sampling: Sampling,
     stop_ids: tuple[int, ...],
     round_time: int,
+    kept_ids: int = 0,
 ) -> tuple[Memory, Decoded]:
     """Samples up to `round_time` tokens for each live slot; stops early once at most `enough` slots are live.
 
@@ -149,6 +167,9 @@ def decode(
     position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
     meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
     keeps none of the round's tokens.
+
+    Args:
+        kept_ids: see `recjax.models.logprobs.kept_tokens`.
     """
     contexts = _contexts(memory, rows.lengths, rows.cached)
     slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
@@ -172,6 +193,7 @@ def decode(
         )
         scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))
+        recorded = kept_tokens(scores, sampling, kept_ids)
         ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
             time + 1,
@@ -181,8 +203,10 @@ def decode(
             state.tokens.at[:, time].set(tokens),
             state.logprobs.at[:, time].set(logprobs),
             state.counts + state.live,
+            jax.tree.map(lambda whole, one: whole.at[:, time].set(one), state.recorded, recorded),
         )
 
+    recorded = kept_shapes(decoder.config.vocab_size, sampling, kept_ids)
     start = Decoded(
         jnp.zeros((), jnp.int32),
         rows.live,
@@ -191,6 +215,7 @@ def decode(
         jnp.zeros((slots, round_time), jnp.int32),
         jnp.zeros((slots, round_time)),
         jnp.zeros(slots, jnp.int32),
+        jax.tree.map(lambda one: jnp.zeros((slots, round_time, *one.shape[1:]), one.dtype), recorded),
     )
     state = jax.lax.while_loop(unfinished, step, start)
 

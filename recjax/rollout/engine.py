@@ -43,6 +43,7 @@ class Engine:
         slots: int | None,
         prefix_time: int,
         newer: Callable[[], Weights | None] | None = None,
+        kept_ids: int = 0,
     ):
         """Creates an engine without weights.
 
@@ -52,10 +53,11 @@ class Engine:
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
             newer: called before each round; returns weights that have arrived since its last call, or None. None: no
                 updates.
+            kept_ids: largest set of possible tokens to record as ids; see `recjax.models.logprobs.kept_tokens`.
         """
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._most_slots, self._prefix_time = slots, prefix_time
-        self._mesh, self._newer = sampling_mesh(self._decoder), newer
+        self._mesh, self._newer, self._kept_ids = sampling_mesh(self._decoder), newer, kept_ids
         self._stacked, self._params, self._version = None, None, 0
         self._numbers = itertools.count()
         self._line: deque[Admitted] = deque()
@@ -237,10 +239,11 @@ class Engine:
             size = min(most, self._plan.rows(len(places)))
             for some in np.split(places, range(most, len(places), most)):
                 at = some[np.arange(size) % len(some)]
-                sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], sampling=sampling))
-                columns = *sampled, np.full(size, self._version, np.int32)
+                options = {"sampling": sampling, "kept_ids": self._kept_ids}
+                sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], **options))
+                columns = *sampled[:2], np.full(size, self._version, np.int32), sampled[2]
                 for number, place in enumerate(some):
-                    jobs[place].rounds = [tuple(column[number : number + 1] for column in columns)]
+                    jobs[place].rounds = [jax.tree.map(lambda x, number=number: x[number : number + 1], columns)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if each found a slot."""
@@ -283,6 +286,7 @@ class Engine:
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
             options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
+            options |= {"kept_ids": self._kept_ids}
             arguments = self._params, slots.memory, slots.rows(mine), enough
             slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, **options)
             state = on_host(state)

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 
 from recjax.config import Config
-from recjax.experience.group import Completion, Group, Row
+from recjax.experience.group import Completion, Group, Row, sets_from_lists
 from recjax.experience.store import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -247,11 +247,15 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if not is_known:
             self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
             return ()
-        logprobs = self._logprobs(reply, choice, len(tokens))
+        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.kept_ids)
+        logprobs = self._logprobs(reply, choice, len(tokens), bool(recorded))
         logprobs = logprobs and np.array(logprobs, np.float32)
-        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs),)
+        columns = np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs, recorded
+        return (Row(np.array(prompt, np.int32), *columns),)
 
-    def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
+    def _logprobs(
+        self, reply: dict[str, Any], choice: dict[str, Any], count: int, has_sets: bool
+    ) -> list[float] | None:
         """Log-probs under the distribution that sampled the tokens; None unless they certainly are of this kind."""
         values = choice.get("token_logprobs")
         if values is None:
@@ -260,8 +264,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             values = said.get("token_logprobs") if content is None else [one.get("logprob") for one in content]
         if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
             return None
-        # Servers other than recjax report log-probs of the plain softmax, regardless of the sampling settings.
-        if "policy_version" not in reply and self._rollout.sampling() != Sampling():
+        # Servers other than recjax report log-probs of the plain softmax, regardless of the sampling settings; a server
+        # that sends the sets of possible tokens (vLLM's sampling_mask) normalizes over them.
+        if "policy_version" not in reply and not has_sets and self._rollout.sampling() != Sampling():
             self._warn("sampling", "dropped the log-probs, which may belong to another distribution than rollout's")
             return None
         return [min(float(value), 0.0) for value in values]

@@ -1,9 +1,10 @@
 """Input and output of the engine: requests and completions."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
@@ -72,12 +73,24 @@ class Sampled(NamedTuple):
         logprobs: log-prob of each token, under the distribution that sampled it.
         versions: policy version whose weights sampled each token.
         truncated: True if the completion reached its limit before it ended.
+        recorded: other arrays of each token, see `recjax.experience.group.Row`.
     """
 
     tokens: Int[np.ndarray, " time"]
     logprobs: Float[np.ndarray, " time"]
     versions: Int[np.ndarray, " time"]
     truncated: bool
+    recorded: Mapping[str, np.ndarray] = {}
+
+    def up_to(self, count: int) -> "Sampled":
+        """The completion that ends with the first `count` tokens."""
+        columns = jax.tree.map(lambda column: column[:count], (*self[:3], dict(self.recorded)))
+        return Sampled(*columns[:3], False, columns[3])
+
+    @property
+    def row_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Mapping[str, np.ndarray]]:
+        """The fields of an `experience.group.Row` after its prompt."""
+        return self.tokens, np.ones(len(self.tokens), bool), self.logprobs, self.recorded
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,7 +98,7 @@ class EngineJob:
     """A request in the engine, from its place in line to its completion.
 
     Attributes:
-        rounds: tokens, log-probs and versions of each round so far.
+        rounds: tokens, log-probs, versions and recorded arrays of each round so far.
         row: row of the keys and values of its prefix, after they have been run.
         slot: slot whose contents it continues; -1 for none. After its first token, also its slot if its batch has a
             slot for each completion.
@@ -93,14 +106,16 @@ class EngineJob:
 
     request: Request
     ticket: int
-    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]] = dataclasses.field(
+        default_factory=list
+    )
     row: int = 0
     slot: int = -1
 
     def sampled(self, stop_ids: Container[int]) -> Sampled:
         """The completion so far; truncated if its last token does not end it."""
-        tokens, logprobs, versions = map(np.concatenate, zip(*self.rounds, strict=True))
-        return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids)
+        tokens, logprobs, versions, recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *self.rounds)
+        return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids, recorded)
 
 
 class Admitted(NamedTuple):

@@ -186,8 +186,10 @@ class Slots:
         """Adds a round's tokens to the columns of the slots that sampled them."""
         columns, counts = self.columns, np.where(mine, state.counts, 0)
         for slot in np.flatnonzero(mine):
-            tokens, logprobs = state.tokens[slot, : counts[slot]], state.logprobs[slot, : counts[slot]]
-            columns.jobs[slot].rounds.append((tokens, logprobs, np.full(len(tokens), version, np.int32)))
+            here = slot, slice(counts[slot])
+            recorded = {name: values[here] for name, values in state.recorded.items()}
+            versions = np.full(counts[slot], version, np.int32)
+            columns.jobs[slot].rounds.append((state.tokens[here], state.logprobs[here], versions, recorded))
         columns.counts[:] += counts
         columns.cached[:] = np.minimum(columns.cached + counts, self.time)
         columns.last[mine] = state.last[mine]
@@ -201,7 +203,7 @@ class Slots:
         finished = {}
         for job in self.columns.jobs[ended]:
             finished[job.ticket] = done = job.sampled(stop_ids)
-            job.rounds = [done[:3]]
+            job.rounds = [(*done[:3], {})]
         self.columns.live[ended] = False
         return finished
 

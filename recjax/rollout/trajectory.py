@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Completion, Row, runs_of
+from recjax.experience.group import Completion, Row, join_recorded, runs_of
 from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled
 from recjax.tasks.grading.thinking import opening_tag, unclosed_tag
@@ -78,16 +78,18 @@ class Trajectory:
             text: text of the prompt, if the prompt was given as text.
         """
         self.turns.append(sampled)
-        whole, ones = list(map(_tokens, self.rows)), np.ones(len(sampled.tokens), bool)
+        whole = list(map(_tokens, self.rows))
         begun = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
         place = max(begun, key=lambda place: len(whole[place]), default=len(whole))
-        row = self.rows[place] if begun else Row(prompt, sampled.tokens[:0], ones[:0], sampled.logprobs[:0])
-        between = prompt[len(row.prompt_tokens) + len(row.tokens) :]
+        row = self.rows[place] if begun else Row(prompt, *sampled.up_to(0).row_columns)
+        between, (tokens, mask, logprobs, recorded) = prompt[len(_tokens(row)) :], sampled.row_columns
+        sequences = (row.recorded, len(row.tokens)), ({}, len(between)), (recorded, len(tokens))
         row = Row(
             row.prompt_tokens,
-            np.concatenate([row.tokens, between, sampled.tokens], dtype=np.int32),
-            np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
-            np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
+            np.concatenate([row.tokens, between, tokens], dtype=np.int32),
+            np.concatenate([row.mask, np.zeros(len(between), bool), mask]),
+            np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
+            join_recorded(sequences),
         )
         self.rows = *self.rows[:place], row, *self.rows[place + 1 :]
         self.ends.append((place, len(row.tokens)))
@@ -121,8 +123,7 @@ def up_to_stop(
     for count in range(1, len(sampled.tokens) + 1):
         text = decode_after(tokenizer, prompt, sampled.tokens[:count])
         if found := [text.index(end) for end in stop if end in text]:
-            kept = Sampled(*(column[:count] for column in sampled[:3]), truncated=False)
-            return kept, text[: min(found)], True
+            return sampled.up_to(count), text[: min(found)], True
     return sampled, text, False
 
 

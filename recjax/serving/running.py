@@ -59,7 +59,8 @@ def made(serving: Serving, when_ready: str) -> Server:
     """
     policy, limits = serving.policy, serving.limits
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
-    engine = Engine(policy.decoder, policy.stop_ids, slots=limits.slots, prefix_time=PREFIX_TIME)
+    sizes = {"slots": limits.slots, "prefix_time": PREFIX_TIME, "kept_ids": policy.kept_ids}
+    engine = Engine(policy.decoder, policy.stop_ids, **sizes)
     engine.replace_weights(serving.weights.params, serving.weights.version)
     live = LiveEngine(engine, PASSES)
     versions = Versions(live, serving.weights, serving.newer)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from recjax.experience.group import recorded_from_text, recorded_to_text
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 
@@ -57,6 +58,7 @@ class Served(NamedTuple):
                 "logprobs": one.logprobs.tolist(),
                 "versions": one.versions.tolist(),
                 "truncated": one.truncated,
+                **({"recorded": recorded_to_text([one.recorded])} if one.recorded else {}),
             }
             for text, one in zip(self.texts, self.sampled, strict=True)
         ]
@@ -80,6 +82,7 @@ class Served(NamedTuple):
                     np.array(one["logprobs"], np.float32),
                     np.array(one["versions"], np.int32),
                     one["truncated"],
+                    *recorded_from_text(one.get("recorded")),
                 )
                 for one in completions
             ],

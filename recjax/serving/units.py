@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.feedback import whole_grade
-from recjax.experience.group import Completion, Grade, Group, Row, Turn, runs_of
+from recjax.experience.group import Completion, Grade, Group, Row, Turn, join_recorded, runs_of
 from recjax.experience.store import PROMPT_LEFT_OUT, TURNS, Record
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
@@ -24,7 +24,7 @@ def served_records(served: Served, source: str) -> list[Record]:
             id=name,
             source=source,
             text=text,
-            rows=(Row(served.prompt_tokens, one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
+            rows=(Row(served.prompt_tokens, *one.row_columns),),
             sampling=served.sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,
@@ -111,8 +111,11 @@ class Session:
         rows, version_runs, ends = self.trajectory.rows, self.trajectory.version_runs, self.trajectory.ends
         if not has_prompts:
             version_runs = runs_of(np.concatenate([turn.versions for turn in turns]))
-            tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
-            rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs),)
+            tokens, mask, logprobs = (
+                np.concatenate([turn.row_columns[column] for turn in turns]) for column in range(3)
+            )
+            recorded = join_recorded((turn.recorded, len(turn.tokens)) for turn in turns)
+            rows = (Row(tokens[:0], tokens, mask, logprobs, recorded),)
             ends = [(0, int(end)) for end in np.cumsum([len(turn.tokens) for turn in turns])]
         # For each key, the value of the first request that has the key.
         metadata: dict[str, Any] = {"requests": list(dict.fromkeys(one.reply for one in self.served))}

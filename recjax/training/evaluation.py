@@ -68,6 +68,7 @@ def answered(
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
+    policy = policy._replace(kept_ids=0)  # no update reads the sets
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
     for start in (start for start in range(0, count, size) if start not in done):
         # Repeated prompts fill the last part, so that one compiled program serves every part.

@@ -138,7 +138,7 @@ def train(
             # --- Log and evaluate.
             row = {
                 "step": step,
-                **batch_metrics(step, batch, learned),
+                **batch_metrics(step, batch, learned, config.rollout.sampling().has_cuts),
                 **task_metrics(
                     (one.metadata.get("task"), one.grade.accurate, one.grade.reward)
                     for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))

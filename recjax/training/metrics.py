@@ -21,6 +21,7 @@ from tqdm import tqdm
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
+from recjax.experience.group import has_sets
 from recjax.files import digest, json_text, write_whole, writing
 from recjax.training.tracking import Trackers
 
@@ -219,13 +220,14 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
+def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = False) -> dict[str, Any]:
     """Metrics of the completions in a batch; padding rows, which have no tokens, do not count.
 
     Args:
         step: training step of the batch, from 1.
         batch: the sampled batch, unchanged.
         learned: batch as the update gets it, from which the mean reward is computed.
+        has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
         Means over rows; the mean of a reward part covers the rows that have it. `staleness` covers rows with a policy
         version and is missing without such rows; `staleness_rows` counts rows by staleness.
@@ -236,6 +238,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
+    known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
@@ -243,6 +246,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
+        **({"tokens_without_set": float(1 - known / batch.completion_mask.sum())} if has_cuts else {}),
         "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
     }
 

@@ -3,13 +3,15 @@
 from recjax.experience.group import Grade, Group
 from recjax.experience.queue import Queue
 from recjax.experience.store import groups_of
-from tests.experience.rows import make_row, same
+from tests.experience.rows import experts, make_row, same
 
 
 def make_group(number: int, rewards=(0.0, 1.0), version: int | None = 0) -> Group:
     """A group of as many completions as there are rewards."""
     (group,) = groups_of(
-        make_row(10 * number + i, group=number, reward=reward, policy_version=version)
+        make_row(
+            10 * number + i, group=number, reward=reward, policy_version=version, recorded=experts(3, i) if i else {}
+        )
         for i, reward in enumerate(rewards)
     )
     return group

@@ -42,6 +42,16 @@ def make_row(number: int, group: int = 0, length: int = 3, **changes) -> Record:
     return of_columns(**columns | changes)
 
 
+def experts(length: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Arrays that a sampler could have recorded for each token."""
+    generator = np.random.default_rng(seed)
+    return {
+        "experts": generator.integers(0, 8, (length, 2, 3)).astype(np.int16),
+        "kept_bits": generator.integers(0, 256, (length, 2)).astype(np.uint8),
+        "weight": generator.normal(size=length).astype(np.float32),
+    }
+
+
 def text_row(number: int, group: int = 0, **changes) -> Record:
     """Another model's completion: texts and a reward."""
     columns = {"id": f"text {number}", "group_id": f"group {group}", "source": "other", "completion": f"{number}"}
@@ -78,6 +88,7 @@ class Columns(NamedTuple):
     version_runs: Any = ()
     turns: Any = ()
     turn_rewards: Any = ()
+    recorded: Any = {}
 
     @property
     def sampling(self) -> Sampling:
@@ -94,7 +105,7 @@ def columns_of(record: Record) -> Columns:
     """The columns of a completion; several rows are in the column `rows` alone."""
     group, one = record.group, record.completion
     is_text, grade = isinstance(group.prompt, str), one.grade or Grade(None)
-    names = ("completion_tokens", "completion_mask", "behavior_logprobs")
+    names = ("completion_tokens", "completion_mask", "behavior_logprobs", "recorded")
     tokens = dict(zip(names, one.rows[0][1:], strict=True)) if len(one.rows) == 1 else {}
     return Columns(
         one.id,
@@ -138,7 +149,8 @@ def of_columns(**columns) -> Record:
     prompt_tokens = np.zeros(0, np.int32) if given.prompt_tokens is None else given.prompt_tokens
     rows = given.rows
     if rows is None and given.completion_tokens is not None:
-        rows = (Row(prompt_tokens, given.completion_tokens, given.completion_mask, given.behavior_logprobs),)
+        tokens = given.completion_tokens, given.completion_mask, given.behavior_logprobs
+        rows = (Row(prompt_tokens, *tokens, given.recorded),)
     sampling = (given.temperature, given.top_k, given.top_p, given.min_p)
     has_grade = given.reward is not None or given.reward_parts
     one = Completion(
@@ -165,6 +177,8 @@ def same(ours, theirs) -> bool:
         return ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
     if isinstance(ours, Record) and isinstance(theirs, Record):
         ours, theirs = ours._replace(number=0), theirs._replace(number=0)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return type(ours) is type(theirs) and ours == theirs

@@ -135,15 +135,16 @@ def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
         row(2, 2, behavior_logprobs=None),
         row(3, 3, length=11),
         row(4, 4, tokenizer="another"),
-        row(5, 5),
+        row(5, 5, top_k=7, recorded={"kept_bits": np.uint8([[1], [2], [4]])}),
+        row(6, 6, top_k=7, recorded={"kept_bits": np.uint8([[1], [0], [4]])}),
     ]
     append(tmp_path / "live", rows)
     reader = following()
-    assert reader.poll(1, 0).left_out == Counter(no_tokens=2, other_sampling=1, no_logprobs=1, too_long=1)
-    assert reader.state()["left"] == [[6, 6]] and taken(reader) == [[5]]
+    assert reader.poll(1, 0).left_out == Counter(no_tokens=2, other_sampling=2, no_logprobs=1, too_long=1)
+    assert reader.state()["left"] == [[6, 6]] and taken(reader) == [[5]]  # its sets replace rollout's cuts
     reader = following("experience.missing_logprobs=unneeded", "algorithm.preset=red_weight")
     assert reader.poll(1, 0).left_out == Counter(no_tokens=2, too_long=1)
-    assert reader.poll(1, 0).left_out == Counter() and taken(reader) == [[1], [2], [5]]
+    assert reader.poll(1, 0).left_out == Counter() and taken(reader) == [[1], [2], [5], [6]]
 
 
 def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import PRESETS, build_algorithm
+from recjax.experience import sources
 from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.group import Group
 from recjax.experience.sources import check_logprobs, groups_at, mixed, with_logprobs
@@ -163,6 +164,17 @@ def test_log_probs_of_another_distribution_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"was sampled with .*, min_p 0.0, but rollout has .*, 0.1: its"):
         check_logprobs(stored(tmp_path / "of before", make_row(0)), algorithm, cut, "error")
     check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
+
+
+def test_log_probs_of_other_cuts_need_recorded_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_TOGETHER", 2)
+    rows = [
+        make_row(place, top_p=0.5, recorded={"kept_ids": np.int32([[3, 5], [2, -1], [1, -1]])}) for place in range(5)
+    ]
+    check_logprobs(stored(tmp_path / "known", *rows), build_algorithm("grpo", {}), SAMPLING, "error")
+    rows[4] = make_row(4, top_p=0.5, recorded={"kept_ids": np.int32([[3, 5], [-1, -1], [1, -1]])})
+    with pytest.raises(ValueError, match=r"row 'row 4' .* top_p 0.5, .* but rollout has"):
+        check_logprobs(stored(tmp_path / "unknown", *rows), build_algorithm("grpo", {}), SAMPLING, "error")
 
 
 def without_logprobs(completion):

@@ -24,16 +24,16 @@ from recjax.experience import store_checks
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
 from tests.experience.groups import make_group, same_groups
-from tests.experience.rows import TIME, Columns, append, columns_of, make_row, read, same, text_row
+from tests.experience.rows import TIME, Columns, append, columns_of, experts, make_row, read, same, text_row
 from tests.marks import slow
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
 TWO_ROWS = tuple(
-    Row(np.array([1, place], np.int32), np.array([3, 4], np.int32), np.array([place > 0, True]), None)
-    for place in range(2)
+    Row(np.array([1, place], np.int32), np.array([3, 4], np.int32), np.array([place > 0, True]), None, recorded)
+    for place, recorded in enumerate(({}, experts(2)))
 )
 ROWS = [
-    make_row(0),
+    make_row(0, recorded=experts(3)),
     make_row(1, messages=CHAT, policy_version=None, top_k=5, truncated=True),
     make_row(2, reward=None, reward_parts=None, accurate=None),
     make_row(3, behavior_logprobs=None, length=1),

@@ -8,9 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.logprobs import Sampling, completion_logprobs, logprobs_and_entropy, sampling_logits
+from recjax.models.logprobs import (
+    SAMPLED,
+    Sampling,
+    completion_logprobs,
+    kept_tokens,
+    logprobs_and_entropy,
+    sampling_logits,
+)
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
 PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
@@ -112,3 +120,62 @@ def test_entropy_is_that_of_the_cut_distribution():
     _, entropy = logprobs_and_entropy(scores, jnp.array([0]), Sampling(top_k=2))
     shares = np.array([2 / 3, 1 / 3])
     np.testing.assert_allclose(entropy[0], -(shares * np.log(shares)).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most", "name", "unknown"),
+    [
+        (Sampling(0.7, top_k=3), 4, "kept_ids", False),
+        (Sampling(1.3, top_p=0.8), 4, "kept_ids", True),
+        (Sampling(1.3, 20, 0.9, 0.02), 4, "kept_ids", True),
+        (Sampling(1.3, top_p=0.8), 5, "kept_bits", False),
+    ],
+)
+def test_logprobs_over_recorded_sets_by_a_double_loop(sampling, most, name, unknown):
+    generator, vocab = np.random.default_rng(0), 131
+    behavior, scores = generator.normal(size=(2, 40, vocab)).astype(np.float32) * 3
+    kept = np.isfinite(sampling_logits(jnp.array(behavior), sampling))
+    tokens = np.array([generator.choice(np.flatnonzero(row)) for row in kept])
+    recorded = kept_tokens(jnp.array(behavior), sampling, most)
+    assert list(recorded) == [name]
+    if name == "kept_ids":
+        ids = recorded[name]
+        recorded[name] = jnp.concatenate([ids, jnp.full_like(ids, -1)], axis=1)  # as next to rows with larger sets
+    assert has_sets({name: np.asarray(recorded[name])}, tokens >= 0).all() != unknown
+    recorded[SAMPLED] = jnp.ones(40, bool)
+
+    def total(scores):
+        logprobs, entropy = logprobs_and_entropy(scores, jnp.array(tokens), sampling, recorded)
+        return logprobs.sum(), (logprobs, entropy)
+
+    (_, (logprobs, entropy)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.array(scores))
+    now = np.isfinite(sampling_logits(jnp.array(scores), sampling, jnp.array(tokens)))
+    for row, token in enumerate(tokens):
+        is_known = name == "kept_bits" or kept[row].sum() <= most
+        possible = np.flatnonzero(kept[row] if is_known else now[row])
+        exact = scores[row, possible].astype(np.float64) / sampling.temperature
+        shares = np.exp(exact) / np.exp(exact).sum()
+        np.testing.assert_allclose(logprobs[row], np.log(shares[possible == token][0]), atol=1e-5)
+        np.testing.assert_allclose(entropy[row], -(shares * np.log(shares)).sum(), atol=1e-5)
+        expected = np.zeros(vocab)
+        expected[possible] = -shares / sampling.temperature
+        expected[token] += 1 / sampling.temperature
+        np.testing.assert_allclose(gradient[row], expected, atol=1e-5)
+
+
+def test_nothing_is_recorded_without_cuts():
+    scores = jnp.zeros((1, 9))
+    assert not any(kept_tokens(scores, one, 4) for one in (Sampling(), Sampling(0.7), Sampling(0.0, top_k=2)))
+    assert not kept_tokens(scores, Sampling(top_k=2), 0)
+
+
+def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
+    lists, tokens = [[5, 2], [7], [1, 2, 3, 4]], [2, 7, 4]
+    recorded = sets_from_lists(lists, tokens, 3)
+    assert recorded["kept_ids"].tolist() == [[5, 2], [7, -1], [-1, -1]]
+    assert sets_to_lists(recorded) == [[2, 5], [7], []] and sets_to_lists({}) is None
+    bits = kept_tokens(jnp.log(jnp.array([[0.4, 0.05, 0.5, 0.05]])), Sampling(top_p=0.8), 4)
+    assert sets_to_lists({name: np.asarray(one) for name, one in bits.items()}) == [[0, 2]]
+    for wrong in (None, {}, [[2], [7]], [[2], [7], [1]], [[2], [7], ["4", 4]], [[2], [7], [4, -1]], [[2], 7, [4]]):
+        assert sets_from_lists(wrong, tokens, 3) == {}
+    assert sets_from_lists(lists, tokens, 0) == {}

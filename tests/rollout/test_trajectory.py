@@ -169,7 +169,7 @@ def test_trajectories_as_a_batch_by_a_loop():
     assert batch.completions.shape == (8, 5)  # two rows, doubled until all six are there
     expected = [(0, 0, LONG, 1.0), (0, 0, OTHER, 1.0), (2, 0, SHORT, 0.0)]
     expected += [(3, 1, row, 0.5) for row in (SHORT, LONG, OTHER)]
-    for place, (first, group, (prompt, tokens, mask, logprobs), reward) in enumerate(expected):
+    for place, (first, group, (prompt, tokens, mask, logprobs, _), reward) in enumerate(expected):
         real, asked = batch.token_mask[place], batch.prompt_mask[place]
         assert (np.flatnonzero(real) == np.arange(len(tokens))).all()
         assert (np.flatnonzero(asked) == np.arange(len(prompt))).all()
@@ -245,3 +245,29 @@ def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening)
 
 def test_of_a_trajectory_without_tokens_nothing_is_known():
     assert thoughts_opening(completion("a", []), tokenizer()) == ""
+
+
+def sets(*ids):
+    return {"kept_ids": np.array(ids, np.int32)}
+
+
+def test_recorded_arrays_follow_their_tokens_through_turns_and_batches():
+    made = Trajectory(tokenizer())
+    made.add(np.array([C], np.int32), turn(A, B)._replace(recorded=sets([1], [2])))
+    made.add(np.array([C, A, B, DOT], np.int32), turn(A, B)._replace(recorded=sets([3, 4], [5, 6])))
+    recorded = made.rows[0].recorded["kept_ids"]
+    assert recorded.tolist() == [[1, -1], [2, -1], [-1, -1], [3, 4], [5, 6]]
+    group = Group("g", made.rows[0].prompt_tokens, (completion("a", made.rows), completion("b", [SHORT])), "c")
+    of_batch = pad([group], Shape(2, None, 6, 6)).recorded["kept_ids"]
+    assert of_batch[0, :5].tolist() == recorded.tolist() and (of_batch[0, 5:] == -1).all() and (of_batch[1] == -1).all()
+
+
+@pytest.mark.parametrize("other", [2, 3])
+def test_packed_rows_share_tokens_that_recorded_the_same(other):
+    begin = row(C, then=[A, B, A], mask=[True] * 3)
+    rows = [begin._replace(recorded=sets([1], [last], [4])) for last in (2, other)]
+    group = Group(
+        "g", begin.prompt_tokens, tuple(completion(name, [one]) for name, one in zip("ab", rows, strict=True)), "c"
+    )
+    first, second = pack(pad([group], Shape(2, None, 6, 6)), RowShape(1, 8)).places[:2].tolist()
+    assert first[0] == second[0] and (first[1] == second[1]) == (other == 2)

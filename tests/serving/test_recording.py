@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.following import Follower
-from recjax.experience.group import Grade, turn_rewards
+from recjax.experience.group import Grade, has_sets, sets_to_lists, turn_rewards
 from recjax.experience.store import PROMPT_LEFT_OUT, Store
 from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
@@ -76,7 +76,8 @@ def test_rows_say_what_was_served(db):
         assert row.prompt_tokens.tolist() == choice["prompt_token_ids"]
         assert row.tokens.tolist() == choice["token_ids"] and row.mask.all()
         np.testing.assert_array_equal(row.behavior_logprobs, np.float32(choice["token_logprobs"]))
-        assert one.sampling == (0.5, 0, 0.9, 0.1)
+        assert one.sampling == (0.5, 0, 0.9, 0.1) and sets_to_lists(row.recorded) == choice["sampling_mask"]
+        assert all(token in ids for token, ids in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
         assert (one.policy_version, one.source) == (3, "tiny")
         assert one.text == choice["text"] and one.truncated == (choice["finish_reason"] == "length")
         comment = {"comment": "fine"} if choice["index"] == 1 else {}
@@ -85,6 +86,7 @@ def test_rows_say_what_was_served(db):
         assert one.grade == (Grade(0.5, {"good": 1.0}, True) if comment else None)
     record = rows[f"{chat['id']}/0"]
     assert record.group.prompt == HELLO and record.completion.sampling.temperature == 1.0
+    assert not record.completion.rows[0].recorded and "sampling_mask" not in chat["choices"][0]
     assert len(load_groups(db, POLICY)) == 3
 
 
@@ -124,16 +126,17 @@ def test_turns_of_a_session_are_one_trajectory(db):
 
 def test_a_prompt_that_goes_on_has_the_tokens_that_were_sampled(db):
     with serve(db) as client:
-        first = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, return_token_ids=True)
+        first = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, top_k=20, return_token_ids=True)
         text = "ab" + TOKENIZER.decode(first["choices"][0]["token_ids"])
-        more = post(client, "/sessions/s" + TEXT, prompt=text + "xy", max_tokens=4, return_token_ids=True)
+        more = post(client, "/sessions/s" + TEXT, prompt=text + "xy", max_tokens=4, top_k=20, return_token_ids=True)
         ids = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"], *TOKENIZER.encode("xy")]
         assert more["prompt_token_ids"] == ids
-        error = post(client, "/sessions/s" + TEXT, status=409, prompt="ab", temperature=0.5)["error"]
+        error = post(client, "/sessions/s" + TEXT, status=409, prompt="ab", temperature=0.5, top_k=20)["error"]
         assert error["param"] == "temperature"
     (row,) = read(db)[0].completion.rows
     given = len(first["choices"][0]["token_ids"])
     assert row.mask.tolist() == [True] * given + [False] * 2 + [True] * (len(row.tokens) - given - 2)
+    assert (has_sets(row.recorded, np.ones_like(row.mask)) == row.mask).all()
 
 
 def test_tokens_are_never_made_twice(db):

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from recjax.algorithms import losses
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import OptimizerConfig
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.training.update import Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
@@ -203,3 +204,42 @@ def test_a_second_rate_compiles_no_second_update(tiny):
     rows += [train(tiny(name, KL, "training.steps=2", name)) for name in ARGUMENTS if "steps" not in name]
     assert update._cache_size() == compiled
     assert all(row[2]["loss"] != rows[0][2]["loss"] for row in rows[1:2])
+
+
+@pytest.mark.slow
+def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
+    generator, batch, decoder = np.random.default_rng(3), make_batch(), Decoder(CONFIG)
+    kept = generator.random((*batch.completions.shape, 11)) < 0.4
+    np.put_along_axis(kept, batch.completions[..., None], True, -1)
+    kept[1] = False  # a row of another sampler, without sets
+    ids = np.where(kept, np.arange(11), -1)
+    batch = batch._replace(recorded={"kept_ids": ids.astype(np.int32), "other": generator.random(ids.shape)})
+
+    def total(params):
+        logprobs = jnp.zeros(batch.completions.shape)
+        for row, (completion, mask) in enumerate(zip(batch.completions, batch.completion_mask, strict=True)):
+            prompt = batch.prompts[row // 3][batch.prompt_mask[row // 3]]
+            tokens = jnp.concatenate([prompt, completion[mask]])[None]
+            positions, real = jnp.arange(tokens.size)[None], jnp.ones(tokens.shape, bool)
+            hidden, _ = decoder.apply({"params": params}, tokens, positions, real)
+            scores = logits(CONFIG, params, hidden[0]) / 0.9
+            for time in range(mask.sum()):
+                possible = np.flatnonzero(kept[row, time]) if row != 1 else np.arange(11)
+                at = scores[len(prompt) - 1 + time]
+                value = at[completion[time]] - jax.nn.logsumexp(at[possible])
+                logprobs = logprobs.at[row, time].set(value)
+        algorithm, given = build_algorithm("grpo", {}), jax.tree.map(jnp.asarray, batch)
+        compared = given.rewards, given.group_ids, given.completion_mask.any(-1)
+        rows = losses.row_terms(algorithm, *compared, jax.random.key(0))
+        value, count = losses.loss(algorithm, logprobs, given.behavior_logprobs, rows, given.completion_mask)
+        return value / count, logprobs
+
+    gradient, expected = jax.grad(total, has_aux=True)(initial())
+    for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
+        state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+        recipe = Recipe(decoder, build_algorithm("grpo", {}), SGD, Sampling(0.9), 7)
+        state, _, learned = update(state, {}, None, batch, jax.random.key(0), layout, recipe=recipe)
+        mask = batch.completion_mask
+        np.testing.assert_allclose(learned.logprobs[mask], np.asarray(expected)[mask], atol=1e-5)
+        moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)
+        chex.assert_trees_all_close(moved, gradient, atol=1e-5)
