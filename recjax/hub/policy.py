@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, DecoderShape
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
-from recjax.hub.weights import load_pretrained, pretrained_config, read_config
+from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config, read_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.trainable import in_compute_dtype
+from recjax.models.placement import put_params
+from recjax.models.trainable import adapted, combine, in_compute_dtype, merged
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,17 @@ class Policy(NamedTuple):
 
 
 def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
-    """The float32 parameters of the policy that `model` describes, without adapters.
+    """The float32 parameters of the policy that `model` describes, without adapters; `merge_adapter` merges them.
 
     Args:
         decoder_config: decoder config that `policy_alone` made.
     """
     if config.model.path:
-        return load_pretrained(config.model.path)[1]
+        params = load_pretrained(config.model.path)[1]
+        if config.model.merge_adapter:
+            lora, adapters = load_adapter(config.model.adapter, decoder_config)
+            params = merged(adapted(decoder_config, lora), combine(params, put_params(adapters)))
+        return params
     return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed_of_base), 0))
 
 
