@@ -75,10 +75,13 @@ def policy_alone(config: Config, characters: str) -> Policy:
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
     decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
-    if min(stop_ids) >= decoder_config.vocab_size:
+    if unknown := [token for token in stop_ids if token >= decoder_config.vocab_size]:
         logger.warning(
-            "%s: no completion ends before its limit, because the embedding has %d tokens and the stop ids are %s",
+            "%s: %s, because the embedding has %d tokens and the stop ids are %s",
             config.model.path,
+            f"the token {unknown[0]} ends no completion"
+            if len(unknown) < len(stop_ids)
+            else "no completion ends before its limit",
             decoder_config.vocab_size,
             stop_ids,
         )

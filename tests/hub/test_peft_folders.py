@@ -241,7 +241,7 @@ def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
     start = logits("first", 2)
     np.testing.assert_array_equal(logits("second", 0), start)
     assert np.abs(logits("second", 1) - start).max() > 1e-3
-    export(str(second), None, str(tmp_path / "again"), None, "float32", step=0, adapters=True)
+    export(str(second), None, str(tmp_path / "again"), 0, "float32", adapters=True)
     (was, _), (now, _) = (load_adapter(tmp_path / name, read_config(base)) for name in ("adapter", "again"))
     assert was == now
     # The run resumes without model.lora and model.path, which its config.yaml has.
