@@ -113,6 +113,15 @@ CASES = [
     # Model.
     ("model.path=some/folder", "model.path", "model.decoder", "exactly one"),
     ("model.decoder=null", "model.path", "found none"),
+    ("model.adapter=some/folder", "model.adapter = 'some/folder': does not work with model.decoder"),
+    (
+        ["model={decoder: ~, path: base, adapter: a, run: b}", "warm_start=null"],
+        "model.adapter",
+        "not work with model.run",
+    ),
+    (["model={decoder: ~, adapter: a, freeze: [norm]}"], "model.adapter", "trains the adapter only", "model.freeze"),
+    (["model={decoder: ~, adapter: a}", "warm_start={}"], "model.adapter", "model.merge_adapter=true", "warm_start"),
+    ("model.merge_adapter=true", "model.merge_adapter = True: applies only with model.adapter"),
     ("model.decoder.num_heads=3", "model.decoder.hidden_size = 16", "num_heads = 3"),
     ("model.decoder.num_kv_heads=4", "model.decoder.num_kv_heads = 4: must divide", "num_heads = 2"),
     ("model.chat_template_kwargs={enable_thinking: false}", "model.chat_template_kwargs", "model.decoder", "remove"),

@@ -75,6 +75,7 @@ _ELSEWHERE = {
     "model.path": "model_name_or_path model_name pretrain",
     "model.dtype": "bf16 fp16 torch_dtype model_dtype",
     "model.remat": "gradient_checkpointing enable_gradient_checkpointing",
+    "model.adapter": "lora_adapter_path adapter_name_or_path peft_path",
     "model.lora.rank": "lora_r lora_rank",
     "model.lora.alpha": "lora_alpha",
     "model.lora.targets": "lora_target_modules target_modules",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from recjax.config.fields import ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
+from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -34,10 +34,11 @@ class _Described(ConfigBlock):
 
     @pydantic.model_serializer(mode="wrap")
     def _without_later_keys(self, dump: Callable) -> dict[str, Any]:
-        return {name: value for name, value in dump(self).items() if value is not None or name not in _LATER}
+        values = dump(self).items()
+        return {name: value for name, value in values if value not in (None, False) or name not in _LATER}
 
 
-_LATER = ("characters", "run", "reference")  # absent from the files of earlier versions
+_LATER = ("characters", "run", "reference", "adapter", "merge_adapter")  # absent from the files of earlier versions
 
 
 class DecoderShape(_Described):
@@ -108,10 +109,29 @@ class ModelConfig(_Described):
         "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits"
     )
     lora: LoraConfig | None = key(None)
+    adapter: str | None = key(
+        None,
+        "Folder or hub name of a PEFT adapter to start from; it sets model.lora, and model.path if that is null. The KL"
+        " to the initial policy includes it",
+        excludes="model.decoder or model.run",
+    )
+    merge_adapter: Bool = key(
+        False,
+        "Add the adapter to the base's weights before training; model.lora then means new adapters",
+        needs="model.adapter",
+    )
     freeze: list[checked(str, _no_pattern)] = key(
         list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
     )
     logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
+
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A continued adapter with settings that train the base."""
+        continued, answers = self.adapter is not None and not self.merge_adapter, config.warm_start is not None
+        answers = answers and not config.demonstrations
+        problem = "trains the adapter only; set model.merge_adapter=true to train the base too, or remove "
+        yield continued and bool(self.freeze), "model.adapter", f"{problem}model.freeze"
+        yield continued and answers, "model.adapter", f"{problem}warm_start"
 
 
 class WarmStartConfig(ConfigBlock):

@@ -369,8 +369,8 @@ class Config(ConfigBlock):
         """Refuses settings that contradict each other or that nothing would read."""
         for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
             given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
-            # The config.yaml of a run keeps the model of the run that it continues.
-            if len(given) != 1 and (given or name != "model" or self.model.run is None):
+            # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
+            if len(given) != 1 and (given or name != "model" or not (self.model.run or self.model.adapter)):
                 found = f"found {' and '.join(given) or 'none'}"
                 raise ValueError(
                     f"{name}: give exactly one of {', '.join(f'{name}.{one}' for one in choices)}; {found}"

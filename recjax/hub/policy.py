@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, DecoderShape
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
-from recjax.hub.weights import load_pretrained, pretrained_config, read_config
+from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config, read_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.trainable import in_compute_dtype
+from recjax.models.placement import put_params
+from recjax.models.trainable import adapted, combine, in_compute_dtype, merged
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,17 @@ class Policy(NamedTuple):
 
 
 def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
-    """The float32 parameters of the policy that `model` describes, without adapters.
+    """The float32 parameters of the policy that `model` describes, without adapters; `merge_adapter` merges them.
 
     Args:
         decoder_config: decoder config that `policy_alone` made.
     """
     if config.model.path:
-        return load_pretrained(config.model.path)[1]
+        params = load_pretrained(config.model.path)[1]
+        if config.model.merge_adapter:
+            lora, adapters = load_adapter(config.model.adapter, decoder_config)
+            params = merged(adapted(decoder_config, lora), combine(params, put_params(adapters)))
+        return params
     return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed_of_base), 0))
 
 
@@ -72,10 +77,13 @@ def policy_alone(config: Config, characters: str) -> Policy:
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
     decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
-    if min(stop_ids) >= decoder_config.vocab_size:
+    if unknown := [token for token in stop_ids if token >= decoder_config.vocab_size]:
         logger.warning(
-            "%s: no completion ends before its limit, because the embedding has %d tokens and the stop ids are %s",
+            "%s: %s, because the embedding has %d tokens and the stop ids are %s",
             config.model.path,
+            f"the token {unknown[0]} ends no completion"
+            if len(unknown) < len(stop_ids)
+            else "no completion ends before its limit",
             decoder_config.vocab_size,
             stop_ids,
         )

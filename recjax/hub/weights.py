@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,31 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 
+from recjax.config import LoraConfig
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
-from recjax.models.trainable import flatten, unflatten
+from recjax.models.trainable import adapted, flatten, is_adapter, unflatten
 
 logger = logging.getLogger(__name__)
 
 _warn_once = functools.cache(logger.warning)
 MOST_LAYERS = 1000
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
+_ADAPTER_CONFIG = "adapter_config.json"
+# Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
+# Every other field must be off, as all of them change the adapter's computation.
+_ADAPTER_FIELDS = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping", "inference_mode", "lora_dropout", "peft_version", "megatron_core"),
+    *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+}
+_ADAPTER_FIXED = {"peft_type": ("LORA",), "bias": ("none",)}
+_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base
 
 # Decoder module → Hugging Face module. Each decoder has only some. Hugging Face stores kernels transposed: [out, in].
 MODULES = {
@@ -82,8 +94,6 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
             raise ValueError(
                 f"{error}; write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
             ) from error
-    if adapters := sorted(file.name for file in folder.glob("adapter_model.*")):
-        logger.warning("%s: recjax ignores %s; merge the adapter into the weights to use it", folder, adapters[0])
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -141,6 +151,12 @@ def read_config(folder: Path) -> DecoderConfig:
         ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
     file, written = folder / "config.json", _written_config(folder)
+    if (folder / _ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds {_ADAPTER_CONFIG} next to a model, and transformers would add that adapter to the model's"
+            " weights; move the adapter's files to another folder and name it in model.adapter, or delete them if the"
+            " weights contain the adapter already"
+        )
     check_no_code(folder)
     try:
         text = text_fields(written)
@@ -330,6 +346,108 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
+
+
+def adapter_fields(path: str | Path) -> dict[str, Any]:
+    """The adapter_config.json of a PEFT adapter: of a folder or hub name.
+
+    Raises:
+        ValueError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
+            field.
+    """
+    file = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*")) / _ADAPTER_CONFIG
+    if not file.is_file():
+        raise ValueError(f"{file.parent} holds no {_ADAPTER_CONFIG}; give a folder that PEFT's save_pretrained wrote")
+    try:
+        fields = dict(json.loads(file.read_text(encoding="utf-8-sig")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no adapter config ({error}); fetch the file again") from error
+    fixed = {name: (None, False) for name in fields.keys() - _ADAPTER_FIELDS} | _ADAPTER_FIXED
+    for name, values in fixed.items():
+        if (value := fields.get(name, values[0])) not in values and value not in ([], {}):
+            remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
+            raise ValueError(f"{file}: {name} = {value!r:.80}: recjax does not compute such adapters; {remedy}")
+    for name in ("r", "lora_alpha"):
+        if type(value := fields.get(name)) not in (int, float) or not 0 < value < 2**31:
+            raise ValueError(f"{file}: {name} = {value!r:.80}: takes a number above 0; fetch the file again")
+    return fields
+
+
+def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, dict]:
+    """A PEFT adapter as the settings of `model.lora`, and as parameters in float32 on the host.
+
+    A fused tensor's adapter becomes one adapter for each decoder module in the tensor, with the columns of B that the
+    module's rows use. Adapters of a smaller rank than the largest, and layers without an adapter, get zeros, which
+    training never changes. An adapter with another scale than the usual alpha / r has the ratio in its B.
+
+    Args:
+        path: folder or hub name with adapter_config.json and adapter_model.safetensors.
+        config: decoder config of the base.
+    Raises:
+        ValueError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
+    """
+    fields, folder = adapter_fields(path), model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))
+    if not (file := folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{folder} holds no {file.name}; save the adapter with PEFT's save_pretrained")
+    plain = dataclasses.replace(config, lora=None)
+    leaves, fused, parts = flatten(abstract_params(plain)), fused_rows(plain), {}
+
+    def divisor(rank: float) -> float:
+        return rank**0.5 if fields.get("use_rslora") else rank
+
+    def of_module(pattern: str, name: str, usual: float) -> float:
+        """A value of the module from rank_pattern or alpha_pattern, whose keys are regular expressions."""
+        values = fields.get(pattern) or {}
+        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+
+    usual_scale = fields["lora_alpha"] / divisor(fields["r"])
+    with _opened(file) as opened:
+        unread = {text_name(name.removeprefix("base_model.model.")): name for name in opened.keys()}
+        stored = dict(unread)
+        for kernel, names in tensor_names(plain).items():
+            target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
+            for layer, name in enumerate(names) if target in PROJECTIONS else ():
+                module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
+                both = [f"{module}.lora_{side}.weight" for side in "AB"]
+                if not stored.keys() & {*both}:
+                    continue
+                start, end, rows = fused.get(kernel, (0, units, units))
+                rank = of_module("rank_pattern", module, fields["r"])
+                for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
+                    found = tuple(opened.get_slice(stored[tensor]).get_shape()) if tensor in stored else "none"
+                    if found != shape:
+                        raise ValueError(
+                            f"{file}: tensor {tensor!r} has shape {found}, but {_ADAPTER_CONFIG} and the model ask for"
+                            f" {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
+                        )
+                    unread.pop(tensor, None)
+                a, b = (
+                    _read(file, opened, stored[tensor], shape, None).astype(np.float32)
+                    for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True)
+                )
+                used = b[start:end].any(0) | ~b.any(0)
+                scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
+                parts[kernel, layer] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
+    if unread or not parts:
+        name = min(map(str, unread.values()), default="none")
+        raise ValueError(
+            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(PROJECTIONS)}); merge the adapter"
+            " into its base with PEFT's merge_and_unload and set model.path to the result"
+        )
+    rank = max(len(b) for _, b in parts.values())
+    targets = {kernel.split("/")[-2] for (kernel, _), (_, b) in parts.items() if len(b)}
+    lora = LoraConfig(
+        rank=rank,
+        alpha=fields["lora_alpha"] * (rank / divisor(fields["r"])),
+        targets=[target for target in PROJECTIONS if target in targets],
+    )
+    shapes = flatten(abstract_params(adapted(plain, lora)))
+    params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
+    for (kernel, layer), (a, b) in parts.items():
+        if kernel.split("/")[-2] in targets:
+            params[kernel.replace("/kernel", "_lora_a/kernel")][layer, :, : len(b)] = a
+            params[kernel.replace("/kernel", "_lora_b/kernel")][layer, : len(b)] = b
+    return lora, unflatten(params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

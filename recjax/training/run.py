@@ -22,9 +22,10 @@ from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch
 from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
+from recjax.hub.weights import load_adapter
 from recjax.models.decoder import abstract_params
-from recjax.models.placement import row_shards
-from recjax.models.trainable import in_compute_dtype, split_params, with_adapters
+from recjax.models.placement import put_params, row_shards
+from recjax.models.trainable import combine, in_compute_dtype, split_params, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
@@ -181,6 +182,8 @@ def initial_policy(
         key = jax.random.fold_in(jax.random.key(config.seed), 4)
         decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
         policy = policy._replace(decoder=decoder)
+    if config.model.adapter and not config.model.merge_adapter:
+        params = combine(params, put_params(load_adapter(config.model.adapter, policy.decoder.config)[1]))
     return policy, params
 
 

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pandas as pd
 
 from recjax import __version__, hosts
-from recjax.config import PASSED, Config, make_config, unknown_keys
+from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import progress_bar
 from recjax.files import check_manifest
@@ -25,6 +25,7 @@ from recjax.hub.export import COMPANION_FILES, check_output, export_model, write
 from recjax.hub.model_card import model_card
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import model_folder, stop_token_ids
+from recjax.hub.weights import adapter_fields, load_adapter, read_config
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
@@ -82,7 +83,9 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
     folder = Path(source or "base")
     run, step = split_step(folder)
     config = with_start(config) if source in (None, "base") else config
-    bare = config.model.model_copy(update={"lora": None, "freeze": []})  # adapters change nothing before training
+    # New adapters change nothing before training.
+    changes = {"lora": None, "freeze": [], "merge_adapter": config.model.adapter is not None}
+    bare = config.model.model_copy(update=changes)
     if source in (None, "base"):
         if config.demonstrations:
             stage, step = Path(config.output) / FOLDER, config.warm_start.steps
@@ -103,7 +106,8 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, opened.run.model.path)
         opened = opened._replace(policy=policy._replace(stop_ids=stop_ids), params=put_params(opened.params))
     else:
-        model = config.model_copy(update={"model": bare.model_copy(update={"path": str(source), "decoder": None})})
+        named = {"path": str(source), "decoder": None, "adapter": None, "merge_adapter": False}
+        model = config.model_copy(update={"model": bare.model_copy(update=named)})
         try:
             policy = policy_alone(model, "")
             opened = OpenedPolicy(folder.name, policy, load_params(model, policy.decoder.config))
@@ -147,14 +151,18 @@ def for_sampling(policy: Policy, params: dict) -> dict:
 def with_start(config: Config, overwrite: bool = True) -> Config:
     """The config with the model of the run that `model.run` names, and with the step of the checkpoint.
 
-    The config.yaml of a run keeps both, so a run that resumes has the same start.
+    With `model.adapter`, the config has the adapter's base and, unless it is merged, the adapter's `model.lora`. The
+    config.yaml of a run keeps all of them, so a run that resumes has the same start.
 
     Args:
         overwrite: read no config.yaml in the folder `output`.
     Raises:
-        ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters.
+        ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
+            adapter that recjax cannot read, or that differs from `model.lora`.
     """
     model, stored = config.model, {}
+    if model.adapter:
+        return config.model_copy(update={"model": _with_adapter(model)})
     if model.run is None:
         return config
     if not overwrite and (Path(config.output) / "config.yaml").is_file():
@@ -178,6 +186,31 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})
+
+
+def _with_adapter(model: ModelConfig) -> ModelConfig:
+    """The model with the base of its adapter and, unless the adapter is merged, with the adapter's rank and targets."""
+    fields = adapter_fields(model.adapter)
+    base, revision = fields.get("base_model_name_or_path"), fields.get("revision") or "main"
+    if model.path is None and (not base or revision != "main"):
+        raise ValueError(
+            f"model.adapter = {model.adapter!r}: its base is {base!r}, revision {revision!r}; set model.path to a"
+            " folder with that model"
+        )
+    if base and model.path and base != model.path and Path(base).absolute() != Path(model.path).absolute():
+        logger.warning(
+            "model.adapter = %r was trained on the base %r, not on model.path = %r", model.adapter, base, model.path
+        )
+    model = model.model_copy(update={"path": model.path or base})
+    lora = load_adapter(model.adapter, read_config(model_folder(model.path, ("config.json",))))[0]
+    if model.merge_adapter:
+        return model
+    if model.lora not in (None, lora):
+        raise ValueError(
+            f"model.lora = {model.lora.model_dump()}: model.adapter = {model.adapter!r} has {lora.model_dump()}; remove"
+            " model.lora to train the adapter further, or set model.merge_adapter=true to train new adapters"
+        )
+    return model.model_copy(update={"lora": lora})
 
 
 def starting_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
@@ -399,13 +432,14 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
             " (model.path); remove --adapters to export the whole model"
         )
     earlier = config
-    while earlier.model.run:
+    while earlier.model.run and earlier.model.lora == config.model.lora:
         earlier = run_config(split_step(earlier.model.run)[0])
-        if earlier.model.lora != config.model.lora:
-            raise ValueError(
-                f"--adapters: {str(run)!r} trained adapters of the weights of another run (model.run), not of"
-                f" {config.model.path!r}; remove --adapters to export the whole model"
-            )
+    if earlier.model.lora != config.model.lora or earlier.model.merge_adapter:
+        key = "model.merge_adapter" if earlier.model.merge_adapter else "model.run"
+        raise ValueError(
+            f"--adapters: {str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r};"
+            " remove --adapters to export the whole model"
+        )
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)

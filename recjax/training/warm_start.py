@@ -151,13 +151,13 @@ def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -
     encoded = [encode_after(policy.tokenizer, (), answer, "answer") for answer in answers]
     end = policy.stop_ids[0]
     end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
-    for answer, ids in zip(answers, encoded, strict=True):
-        check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80}")
-    lengths = np.array([len(ids) + 1 for ids in encoded])
+    rows = [[*ids, end_of_turn if is_chat else end] for ids, is_chat in zip(encoded, are_chats, strict=True)]
+    for answer, ids in zip(answers, rows, strict=True):
+        check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80} with its end")
+    lengths = np.array([len(ids) for ids in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
-    ends = [end_of_turn if is_chat else end for is_chat in are_chats]
-    tokens[mask] = np.concatenate([[*ids, last] for ids, last in zip(encoded, ends, strict=True)])
+    tokens[mask] = np.concatenate(rows)
     return tokens, mask
 
 

@@ -313,3 +313,51 @@ def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_
     other, other_params = load_pretrained(tmp_path / "other")
     assert other == config
     jax.tree.map(np.testing.assert_array_equal, other_params, params)
+
+
+KEY = "model.layers.0.self_attn.k_proj.weight"
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+ODD = {  # tensors of a folder → contents of its safetensors files and the index
+    "a tensor in two shards": lambda tensors: {
+        FIRST: tensors,
+        SECOND: {KEY: tensors[KEY] + 1},
+        "weight_map": dict.fromkeys(tensors, FIRST) | {KEY: SECOND},
+    },
+    "a tensor in two shards, of which the index names the first": lambda tensors: {
+        FIRST: tensors,
+        SECOND: {KEY: tensors[KEY] + 1, "model.norm.weight": tensors["model.norm.weight"]},
+        "weight_map": dict.fromkeys(tensors, FIRST) | {"model.norm.weight": SECOND},
+    },
+    "a tensor that the index does not name": lambda tensors: {
+        FIRST: tensors,
+        "weight_map": dict.fromkeys(tensors.keys() - {KEY}, FIRST),
+    },
+    "one file next to shards": lambda tensors: {
+        "model.safetensors": tensors,
+        FIRST: {name: tensor + 1 for name, tensor in tensors.items()},
+        "weight_map": dict.fromkeys(tensors, FIRST),
+    },
+    "several dtypes": lambda tensors: {
+        "model.safetensors": {
+            name: tensor.astype(jnp.bfloat16 if "q_proj" in name else np.float16 if "up_proj" in name else np.float32)
+            for name, tensor in tensors.items()
+        }
+    },
+    "a head of its own, tied": lambda tensors: {
+        "model.safetensors": tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1].copy()}
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
+def test_odd_folders_are_read_as_transformers_reads_them(name, tmp_path):
+    random_model("qwen2", tmp_path)
+    files = ODD[name](load_file(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
+    if "weight_map" in files:
+        index = {"metadata": {}, "weight_map": files.pop("weight_map")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file, metadata={"format": "pt"})
+    np.testing.assert_allclose(our_logits(*load_pretrained(tmp_path)), torch_logits(tmp_path)[1], atol=1e-4)

@@ -398,6 +398,17 @@ def test_shard_errors(tmp_path):
         load_pretrained(tmp_path)
 
 
+def test_an_adapter_next_to_a_model_is_refused_before_the_weights_are_read(tmp_path):
+    write_folder(tmp_path, random_tensors())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for read in (load_pretrained, weights.pretrained_config):
+        with pytest.raises(
+            ValueError, match="holds adapter_config.json next to a model, .* name it in model.adapter, or"
+        ):
+            read(tmp_path)
+
+
 def test_hub(tmp_path, monkeypatch):
     def served(name, allow_patterns):
         assert name == "someone/model" and "model*.safetensors" in allow_patterns and "*.json" in allow_patterns

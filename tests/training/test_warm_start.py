@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.hub.policy import load_params, policy_alone
+from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 from recjax.tasks.loading import load_task
 from recjax.training import run, warm_start
 from recjax.training.evaluation import evaluate_policy
 from recjax.training.run import characters
-from recjax.training.warm_start import _with_slips
+from recjax.training.warm_start import _demonstrations, _with_slips
 from tests.training.tiny_run import TINY
 
 LENGTHS = np.arange(6000) % 3 + 2
@@ -39,6 +42,27 @@ def test_the_chosen_share_of_answers_has_one_wrong_token(wrong_fraction):
 def test_answers_with_nothing_to_turn_stay():
     for tokens, mask in [(np.array([[1]]), np.array([[True]])), (np.array([[5, 1]]), np.ones((1, 2), bool))]:
         np.testing.assert_array_equal(_with_slips(tokens, mask, 1.0, np.random.default_rng(0)), tokens)
+
+
+def test_an_end_without_an_embedding_is_refused(monkeypatch):
+    """As of a chat template whose turns end with a token that was added without a vector."""
+    policy = Policy(Decoder(DecoderConfig(3, 8, 8, 1, 1, 1, 8)), character_tokenizer("12"), (0,))
+    tokens, _ = _demonstrations(policy, ["1"], [False])
+    assert tokens.tolist() == [[1, 0]]
+    monkeypatch.setattr(warm_start, "turn_end", lambda _: 3)
+    with pytest.raises(ValueError, match="warm_start: answer '1' with its end: token None has id 3, but the model"):
+        _demonstrations(policy, ["1"], [True])
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "message"),
+    [((0, 500), "the token 500 ends no completion, because"), ((500,), "no completion ends before its limit, because")],
+)
+def test_stop_tokens_without_an_embedding_are_named(tmp_path, monkeypatch, caplog, stop_ids, message):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setattr("recjax.hub.policy.stop_token_ids", lambda *_: stop_ids)
+    policy_alone(load_config(tmp_path / "tiny.yaml"), "123+=")
+    assert message in caplog.text
 
 
 @pytest.fixture

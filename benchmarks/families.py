@@ -1,0 +1,109 @@
+"""Compares every model family with transformers and PEFT, and writes the largest differences as a table.
+
+    python -m benchmarks.families [--only NAME …]
+
+Each row is a random checkpoint of tests/hub/test_families.py, made by transformers, in float32 on the CPU. The command
+writes benchmarks/FAMILIES.md, and the table of families in docs/models.md. With --only, it prints the rows.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from recjax.hub.families import CONTAINERS, DESCRIPTIONS, FAMILIES
+from tests.hub.test_families import (
+    MODELS,
+    Loaded,
+    adapter_error,
+    export_error,
+    greedy_error,
+    layout_errors,
+    load_random,
+    shared_error,
+)
+
+ROOT = Path(__file__).parent.parent
+PAGE, DOCS = ROOT / "benchmarks" / "FAMILIES.md", ROOT / "docs" / "models.md"
+START, END = "<!-- families -->\n", "<!-- end of families -->\n"
+LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
+CHECKS: dict[str, Callable[[Loaded, Path], float]] = {
+    "logits": lambda loaded, _: layout_errors(loaded, "right")[0],
+    "log-probs, padded": lambda loaded, _: max(layout_errors(loaded, layout)[1] for layout in ("left", "right")),
+    "log-probs, shared prompt": lambda loaded, _: shared_error(loaded),
+    "log-probs, packed": lambda loaded, _: layout_errors(loaded, "packed")[1],
+    "gradient, relative": lambda loaded, _: layout_errors(loaded, "packed")[2],
+    "engine, greedy": greedy_error,
+    "export → transformers": export_error,
+    "adapter → PEFT": adapter_error,
+}
+
+
+def differences(name: str) -> dict[str, float]:
+    """The largest difference of each check, for an entry of MODELS."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "model").mkdir()
+        loaded = load_random(name, Path(folder) / "model")
+        return {check: float(error(loaded, Path(folder))) for check, error in CHECKS.items()}
+
+
+def too_large(errors: dict[str, float]) -> list[str]:
+    """Checks whose difference is above its limit."""
+    return [check for check, error in errors.items() if not error < (GRADIENT_LIMIT if "grad" in check else LIMIT)]
+
+
+def row_of(name: str, errors: dict[str, float]) -> str:
+    """A row of the table of differences."""
+    return f"| {name} | " + " | ".join(f"{error:.1e}" if error else "0" for error in errors.values()) + " |\n"
+
+
+def page_of(rows: list[str]) -> str:
+    """The page of differences."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "peft", "jax"))
+    return (
+        "# Differences from transformers and PEFT\n\n"
+        "Random checkpoints of each family, made by transformers, in float32 on the CPU."
+        f" `python -m benchmarks.families` writes this page ({versions}). Each number is a largest absolute difference;"
+        " for gradients, it is relative to a tensor's largest gradient. For the engine, it is by how much the logit of a"
+        " greedy token misses transformers' largest logit, where 0 means equal tokens. Limits:"
+        f" {LIMIT:.0e}, for gradients {GRADIENT_LIMIT:.0e}.\n\n"
+        f"| checkpoint | {' | '.join(CHECKS)} |\n|{'---|' * (len(CHECKS) + 1)}\n" + "".join(rows)
+    )
+
+
+def families_table() -> str:
+    """The table of families for docs/models.md."""
+    rows = "".join(f"| `{name}` | {' | '.join(DESCRIPTIONS[name])} |\n" for name in FAMILIES)
+    head = "| `model_type` | models | beyond Llama's RMSNorm, rotary positions, grouped-query attention and SwiGLU |\n"
+    halves = ", ".join(f"`{name}` as `{family}`" for name, family in CONTAINERS.items())
+    return f"{head}|---|---|---|\n{rows}\nOf multimodal models, recjax reads the text half: {halves}.\n"
+
+
+def with_table(page: str) -> str:
+    """docs/models.md with the current table of families."""
+    before, _, rest = page.partition(START)
+    return before + START + families_table() + END + rest.partition(END)[2]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the checks; returns 1 if a difference is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, metavar="NAME", help="checkpoints to compare")
+    names = parser.parse_args(arguments).only
+    rows, failed = [], []
+    for name in names or MODELS:
+        errors = differences(name)
+        rows.append(row_of(name, errors))
+        failed += [f"{name}: {check} differs by {errors[check]:.1e}" for check in too_large(errors)]
+        print(rows[-1], end="", flush=True)
+    if not names:
+        PAGE.write_text(page_of(rows), encoding="utf-8")
+        DOCS.write_text(with_table(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+    print(*failed, sep="\n", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

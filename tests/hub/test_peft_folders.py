@@ -1,0 +1,262 @@
+"""Starts from PEFT adapters: tensors land in their places, PEFT computes the same, runs continue or merge them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from recjax.config import LoraConfig, load_config
+from recjax.export import export
+from recjax.hub.export import write_adapters
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.hub.weights import adapter_fields, load_adapter, load_pretrained, read_config
+from recjax.models.decoder import abstract_params
+from recjax.models.decoder_config import DecoderConfig
+from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
+from recjax.planning.programs import resolve_shapes
+from recjax.training.trained import open_checkpoint, open_policy, with_start
+from tests.hub.test_export import our_logits
+from tests.hub.test_families import random_model
+from tests.training.tiny_run import TINY, one_device, train
+
+CONFIG = DecoderConfig(11, 8, 12, 2, 4, 2, 6)
+FUSED = dataclasses.replace(CONFIG, fused_projections=True)
+FIELDS = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "base_model_name_or_path": "base", "target_modules": ["q_proj"]}
+# Hugging Face module → input and output sizes, and → decoder modules.
+SIZES = {
+    "self_attn.q_proj": (8, 24),
+    "self_attn.v_proj": (8, 12),
+    "mlp.down_proj": (12, 8),
+    "self_attn.qkv_proj": (8, 48),
+}
+QUERY, QKV = {"self_attn.q_proj": ["query"]}, {"self_attn.qkv_proj": ["query", "key", "value"]}
+VALUE, DOWN = {"self_attn.v_proj": ["value"]}, {"mlp.down_proj": ["down"]}
+random = np.random.default_rng(0)
+
+
+def written(folder, modules=tuple(QUERY), layers=(0, 1), ranks=(), fields=()):
+    """A PEFT adapter with random values, written without this package; the product B A of each module and layer."""
+    tensors, products = {}, {}
+    for module in modules:
+        (inputs, units), rank = SIZES[module], dict(ranks).get(module, 3)
+        for layer in layers:
+            a, b = (random.normal(size=shape).astype(np.float32) for shape in ((rank, inputs), (units, rank)))
+            name = f"base_model.model.model.layers.{layer}.{module}.lora"
+            tensors |= {f"{name}_A.weight": a, f"{name}_B.weight": b}
+            products[module, layer] = b @ a
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(FIELDS | dict(fields)))
+    return products
+
+
+PATTERNS = {
+    "rank_pattern": {"v_proj": 4, r"layers\.\d+\.self_attn.q_proj": 2},
+    "alpha_pattern": {"self_attn.q_proj": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "layers", "ranks", "fields", "scales"),
+    [
+        (CONFIG, QUERY | DOWN, (0, 1), {}, {}, {}),
+        (CONFIG, QUERY, (1,), {}, {"use_rslora": True, "layers_to_transform": [1]}, {"self_attn.q_proj": 5 / 3**0.5}),
+        (
+            CONFIG,
+            QUERY | VALUE,
+            (0, 1),
+            {"self_attn.v_proj": 4, "self_attn.q_proj": 2},
+            PATTERNS,
+            {"self_attn.v_proj": 5 / 4, "self_attn.q_proj": 7 / 2},
+        ),
+        (FUSED, QKV, (0, 1), {}, {}, {}),
+    ],
+)
+def test_merged_adapters_change_each_kernel_by_the_scaled_product(
+    tmp_path, config, modules, layers, ranks, fields, scales
+):
+    products = written(tmp_path, modules, layers, ranks, fields)
+    lora, adapters = load_adapter(tmp_path, config)
+    assert lora.rank == max(ranks.values(), default=3)
+    assert {*lora.targets} == {one for names in modules.values() for one in names}
+    zeros = {path: np.zeros(leaf.shape, np.float32) for path, leaf in flatten(abstract_params(config)).items()}
+    kernels = flatten(merged(adapted(config, lora), combine(unflatten(zeros), adapters)))
+    for module, targets in modules.items():
+        for layer in range(2):
+            parts = np.concatenate([kernels[f"layers/{one}/kernel"][layer].T for one in targets])
+            expected = products[module, layer] * scales.get(module, 5 / 3) if layer in layers else 0 * parts
+            np.testing.assert_allclose(parts, expected, atol=1e-5)
+    changed = {path.split("/")[1] for path, leaf in kernels.items() if np.any(leaf)}
+    assert changed == {*lora.targets}
+
+
+@pytest.mark.parametrize("config", [CONFIG, FUSED])
+@pytest.mark.parametrize("targets", [["query", "value", "up"], ["gate"]])
+def test_exported_adapters_come_back_bit_equal(tmp_path, config, targets):
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
+    leaves = flatten(abstract_params(adapted(config, lora)))
+    adapters = {path: random.normal(size=x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
+    write_adapters(tmp_path, adapted(config, lora), unflatten(adapters), "base")
+    again, params = load_adapter(tmp_path, config)
+    assert again == lora and flatten(params).keys() == adapters.keys()
+    for path, leaf in flatten(params).items():
+        np.testing.assert_array_equal(leaf, adapters[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, r"peft_type = 'IA3': recjax does not compute such adapters; merge the adapter into its"),
+        ({"use_dora": True}, "use_dora = True: recjax does not compute"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"lora_bias": True}, "lora_bias = True"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices = \[3\]"),
+        ({"target_parameters": ["experts.gate"]}, "target_parameters = "),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication = "),
+        ({"of_next_year": {"x": 1}}, "of_next_year = "),
+        ({"r": 0}, "r = 0: takes a number above 0"),
+        ({"lora_alpha": "5"}, "lora_alpha = '5': takes a number above 0"),
+        ({"r": 4}, r"q_proj.lora_A.weight' has shape \(3, 8\), but adapter_config.json and the model ask for \(4, 8\)"),
+    ],
+)
+def test_refused_adapter_configs(tmp_path, fields, message):
+    written(tmp_path, fields=fields)
+    with pytest.raises(ValueError, match=f"adapter_(config.json|model.safetensors): .*{message}"):
+        load_adapter(tmp_path, CONFIG)
+
+
+def test_refused_adapter_folders(tmp_path):
+    with pytest.raises(ValueError, match="holds no adapter_config.json; give a folder that PEFT's"):
+        adapter_fields(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(ValueError, match="adapter_config.json is no adapter config"):
+        adapter_fields(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(FIELDS))
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match="holds no adapter_model.safetensors; save the adapter with PEFT's"):
+        load_adapter(tmp_path, CONFIG)
+    for name in ("lm_head.lora_A.weight", "model.layers.2.self_attn.q_proj.lora_A.weight"):
+        save_file({f"base_model.model.{name}": np.ones((3, 8), np.float32)}, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"tensor 'base_model.model.{name}' adapts no projection of the decoder"):
+            load_adapter(tmp_path, CONFIG)
+    half = {"base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight": np.ones((3, 8), np.float32)}
+    save_file(half, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="q_proj.lora_B.weight' has shape none, but"):
+        load_adapter(tmp_path, CONFIG)
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+
+
+def configured(folder, *overrides):
+    (folder / "tiny.yaml").write_text(TINY)
+    return load_config(folder / "tiny.yaml", ["model.decoder=null", f"output={folder / 'run'}", *overrides])
+
+
+def test_the_adapter_sets_the_adapters_settings_and_the_base(tmp_path, caplog):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA))
+    written(tmp_path / "adapter", fields={"base_model_name_or_path": str(tmp_path / "base")})
+    adapter = f"model.adapter={tmp_path / 'adapter'}"
+    model = with_start(configured(tmp_path, adapter)).model
+    assert (model.path, model.lora) == (str(tmp_path / "base"), LoraConfig(rank=3, alpha=5.0, targets=["query"]))
+    assert with_start(configured(tmp_path, adapter).model_copy(update={"model": model})).model == model
+    assert with_start(configured(tmp_path, adapter, "model.merge_adapter=true")).model.lora is None
+    assert not caplog.text
+    (tmp_path / "base").rename(tmp_path / "other")
+    assert with_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}")).model.lora == model.lora
+    assert "was trained on the base" in caplog.text
+    with pytest.raises(ValueError, match=r"model.lora = \{'rank': 2.* has \{'rank': 3.*remove model.lora"):
+        with_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}", "model.lora={rank: 2}"))
+    written(tmp_path / "adapter", fields={"base_model_name_or_path": None})
+    with pytest.raises(ValueError, match="model.adapter = .*: its base is None, revision 'main'; set model.path"):
+        with_start(configured(tmp_path, adapter))
+
+
+PEFT = {  # options of peft.LoraConfig, by family
+    "qwen2": {
+        "few": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]},
+        "all": {"r": 4, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True},
+        "patterns": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 5}}
+        | {"alpha_pattern": {"layers.1.self_attn.q_proj": 7}},
+        "layers": {"r": 2, "lora_alpha": 4, "target_modules": r".*layers\.1\.(self_attn\.o_proj|mlp\.up_proj)"},
+    },
+    "phi3": {"all": {"r": 4, "lora_alpha": 3, "target_modules": "all-linear"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PEFT)
+def test_logits_are_those_of_peft(family, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    tokens = random.integers(0, 40, (2, 9))
+    random_model(family, tmp_path / "base")
+    config, params = load_pretrained(tmp_path / "base")
+    for name, options in PEFT[family].items():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "lora_B" in path:
+                    parameter.normal_(0, 0.3)
+            theirs = model(input_ids=torch.tensor(tokens)).logits.numpy()
+        model.save_pretrained(tmp_path / name)
+        lora, adapters = load_adapter(tmp_path / name, config)
+        ours = our_logits(adapted(config, lora), combine(params, adapters), tokens)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, err_msg=name)
+        assert np.abs(ours - our_logits(config, params, tokens)).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
+    """Export, start: equal. The sampler, a resumed run, a run in a new folder and an export all have the adapter."""
+    base = tmp_path / "base"
+    random_model(family, base)
+    character_tokenizer("0123456789+=").save_pretrained(base)
+    tokens, lora = random.integers(0, 13, (2, 9)), "model.lora={rank: 3, alpha: 5, targets: [query, value, up]}"
+
+    def run(name, *overrides):
+        config = configured(tmp_path, f"output={tmp_path / name}", "training.checkpoint_every=1", *overrides)
+        train(config)
+        return tmp_path / name
+
+    def logits(name, step):
+        _, policy, params, _, _ = open_checkpoint(tmp_path / name, step)
+        return our_logits(policy.decoder.config, params, tokens)
+
+    first = run("first", f"model.path={base}", lora, "training.steps=2")
+    export(str(first), None, str(tmp_path / "adapter"), None, "float32", adapters=True)
+    adapter = f"model.adapter={tmp_path / 'adapter'}"
+    second = run("second", adapter, "training.steps=1", "algorithm.reference_kl.coefficient=0.1")
+    assert open_checkpoint(second).run.model.lora == open_checkpoint(first).run.model.lora
+    start = logits("first", 2)
+    np.testing.assert_array_equal(logits("second", 0), start)
+    assert np.abs(logits("second", 1) - start).max() > 1e-3
+    export(str(second), None, str(tmp_path / "again"), 0, "float32", adapters=True)
+    (was, _), (now, _) = (load_adapter(tmp_path / name, read_config(base)) for name in ("adapter", "again"))
+    assert was == now
+    # The run resumes without model.lora and model.path, which its config.yaml has.
+    run("second", adapter, "training.steps=2", "algorithm.reference_kl.coefficient=0.1")
+    third = run("third", f"model.run={second}", lora, "training.steps=1", "optimizer.learning_rate=0")
+    np.testing.assert_array_equal(logits("third", 1), logits("second", 2))
+    export(str(third), None, str(tmp_path / "of third"), None, "float32", adapters=True)
+    merging = run("merging", adapter, "model.merge_adapter=true", lora, "training.steps=1")
+    np.testing.assert_allclose(logits("merging", 0), start, atol=1e-5)
+    with pytest.raises(ValueError, match=r"trained adapters of changed weights \(model.merge_adapter\)"):
+        export(str(merging), None, str(tmp_path / "none"), None, "float32", adapters=True)
+    for overrides in ([adapter], [adapter, "model.merge_adapter=true"]):
+        config = configured(tmp_path, *overrides)
+        model, *_ = resolve_shapes(config)
+        assert is_adapter(next(iter(flatten(model.trained)))) == (len(overrides) == 1)
+        with one_device():
+            opened = open_policy(None, config)
+        np.testing.assert_allclose(our_logits(opened.policy.decoder.config, opened.params, tokens), start, atol=1e-5)
