@@ -43,9 +43,10 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     leaves = flatten(params)
     scale = config.lora.alpha / config.lora.rank
     whole = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
-    for target in config.lora.targets:
-        a, b = (leaves[f"layers/{target}_lora_{side}/kernel"] for side in "ab")
-        whole[f"layers/{target}/kernel"] = whole[f"layers/{target}/kernel"] + scale * (a @ b)
+    for path in leaves:
+        if path.endswith("_lora_a/kernel"):
+            a, b, kernel = leaves[path], leaves[path.replace("_lora_a/", "_lora_b/")], path.replace("_lora_a/", "/")
+            whole[kernel] = whole[kernel] + scale * (a @ b)
     return unflatten(whole)
 
 
@@ -74,7 +75,7 @@ def combine(first: dict, second: dict) -> dict:
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the decoder's compute dtype, except norm scales, which the decoder does not cast.
+    """Parameters in the decoder's compute dtype, except norm scales and decays, which the decoder does not cast.
 
     The policy stays the same, as a forward pass casts these parameters anyway.
 
@@ -83,7 +84,8 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
     """
 
     def cast(path: str, leaf: ArrayLike) -> jax.Array:
-        return jnp.array(leaf, leaf.dtype if path.endswith("/scale") else decoder.dtype, copy=copy)
+        exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias"))
+        return jnp.array(leaf, leaf.dtype if exact else decoder.dtype, copy=copy)
 
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})
 

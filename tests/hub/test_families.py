@@ -75,6 +75,21 @@ MODELS |= {
     "phi3": {"model_type": "phi3", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "granite": GRANITE | {"model_type": "granite", "rope_parameters": ROPE, "tie_word_embeddings": True},
 }
+DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 16}
+DELTA |= {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-2, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
+MODELS |= {
+    "qwen3_5": DELTA
+    | {"num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3_5 with layers in no order": DELTA
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
+        "num_key_value_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": False,
+    },
+}
 PROMPTS, GROUP = (3, 6), 2  # lengths; completions a prompt
 COMPLETIONS = (5, 8, 1, 4)
 PLACES = {  # where each sequence starts: (row, column)
