@@ -285,8 +285,8 @@ def _delta(fields: dict) -> DeltaNet | None:
     sizes = {size: fields[name] for size, name in DELTA_SIZES.items()}
     if len(layers) != fields["num_hidden_layers"] or all(layers):
         raise ValueError(
-            f"layer_types has {len(layers)} entries, {sum(layers)} of them linear_attention, for "
-            f"{fields['num_hidden_layers']} layers: recjax needs an entry for each layer and one layer of full attention"
+            f"layer_types has {len(layers)} entries, {sum(layers)} of them linear_attention: it takes one for each of"
+            f" num_hidden_layers = {fields['num_hidden_layers']} layers, and at least one full_attention"
         )
     if sizes["value_heads"] % sizes["key_heads"]:
         raise ValueError(

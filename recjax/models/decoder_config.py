@@ -46,6 +46,7 @@ class DeltaNet(NamedTuple):
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+DELTA_PROJECTIONS = ("delta_inputs", "delta_gate", "delta_output")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
@@ -71,7 +72,8 @@ class DecoderConfig:
         attention_scale: factor on the attention scores; None: head_dim ** -0.5.
         lora: adapters; None: no adapters.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
-        gated_attention: multiply the output of attention by sigmoid(gate); `query` projects to each head's query and gate.
+        gated_attention: multiply the output of attention by sigmoid(gate), where `query` projects to each head's query
+            and its gate.
         delta: layers with a gated delta net instead of attention; None: every layer has attention.
         fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
     """

@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention or a gated delta net, and a gated MLP, each on a normalized input and added to the stream.
+    """One layer: attention or a gated delta net, and a gated MLP, each on a normalized input and added to the stream.
 
     The stream is [all tokens, hidden] for any number of parts: matmuls with more rows are faster, and on a CPU the
     gradients of 2-D matmuls take half the time of gradients of [batch, time, hidden] matmuls.

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.models.decoder_config import DecoderConfig, Lora
+from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, Lora
 from recjax.models.placement import constrain_params
 
 
@@ -22,7 +22,13 @@ def is_adapter(path: str) -> bool:
 
 
 def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
-    """The decoder's config with adapters on its projections."""
+    """The decoder's config with adapters on its projections.
+
+    Raises:
+        ValueError: a target that the decoder lacks.
+    """
+    if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
+        raise ValueError(f"model.lora.targets = {lora.targets}: the model has no {min(absent)}; remove it")
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 

@@ -1,4 +1,4 @@
-"""The gated delta net: the rule against a loop over tokens, and sequences in one row that know nothing of each other."""
+"""The gated delta net: the rule equals a loop over tokens, and sequences in one row know nothing of each other."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,8 @@ CONFIG = DecoderConfig(
     gated_attention=True,
     delta=DeltaNet((True, False, True, False), key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4),
 )
-KEYS = row_keys(jax.random.key(3), 64)
+PLAIN, KEYS = Sampling(), row_keys(jax.random.key(3), 64)
+forward = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 pytestmark = pytest.mark.slow
 
 
@@ -46,7 +47,7 @@ def engine(request, monkeypatch):
     return made
 
 
-def asked(length, key, limit=14, sampling=Sampling()):
+def asked(length, key, limit=14, sampling=PLAIN):
     return Request(np.random.default_rng(key).integers(0, 23, length).astype(np.int32), KEYS[key], limit, sampling)
 
 
@@ -55,16 +56,8 @@ def check(engine, requests, finished):
     for request, sampled in zip(requests, finished, strict=True):
         arrays = [np.pad(x, (0, 40 - len(x)))[None] for x in (request.prefix, sampled.tokens)]
         masks = [np.arange(40)[None] < len(x) for x in (request.prefix, sampled.tokens)]
-        expected, _ = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))(
-            Decoder(CONFIG),
-            engine._stacked,
-            arrays[0],
-            masks[0],
-            arrays[1],
-            masks[1],
-            sampling=request.sampling,
-            chunk=64,
-        )
+        inputs, options = (arrays[0], masks[0], arrays[1], masks[1]), {"sampling": request.sampling, "chunk": 64}
+        expected, _ = forward(Decoder(CONFIG), engine._stacked, *inputs, **options)
         np.testing.assert_allclose(sampled.logprobs, expected[0, : len(sampled.tokens)], atol=5e-5)
 
 
