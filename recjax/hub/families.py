@@ -61,7 +61,13 @@ FAMILIES = {
         options={"fused_projections": True},
     ),
     "qwen3_5_text": Family(
-        read=("layer_types", "full_attention_interval", "partial_rotary_factor", *DELTA_SIZES.values()),
+        read=(
+            "layer_types",
+            "full_attention_interval",
+            "partial_rotary_factor",
+            "mrope_section",
+            *DELTA_SIZES.values(),
+        ),
         fixed=SILU | {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"},
         options={"qk_norm": True, "norm_offset": 1.0, "gated_attention": True},
     ),
@@ -71,8 +77,13 @@ FAMILIES = {
 }
 
 # Multimodal model_type → family of its text half, which recjax reads without the rest.
-CONTAINERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-CONTAINERS["qwen3_5"] = "qwen3_5_text"
+CONTAINERS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+}
 # Fields of multimodal models about images, video and sound, which the text half does not use.
 _OTHER_HALF = {
     *("text_config", "vision_config", "audio_config", "image_token_id", "image_token_index", "video_token_id"),
@@ -131,16 +142,7 @@ SCALINGS = {
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings"),
 }
 _ROPE_NUMBERS = ("rope_theta", *SCALINGS["llama3"], *SCALINGS["yarn"], "attention_factor", "mscale", "mscale_all_dim")
-# Sections of M-RoPE have no effect on text, whose positions are equal on all axes.
-ROPE_FIELDS = {
-    "rope_type",
-    "type",
-    "mrope_section",
-    "mrope_interleaved",
-    "partial_rotary_factor",
-    "truncate",
-    *_ROPE_NUMBERS,
-}
+ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_NUMBERS}
 
 
 def text_fields(written: dict) -> dict:
@@ -206,6 +208,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     _check_numbers(fields)
     usual = rope = fields["rope_parameters"]
     options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
+    if "mrope_section" in FAMILIES[fields["model_type"]].read:
+        usual = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # no effect on text
     if "full_attention" in rope:
         usual, local = rope["full_attention"], rope["sliding_attention"]
         if usual.get("truncate", True) is not True:  # transformers does not read it here

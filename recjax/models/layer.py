@@ -169,7 +169,9 @@ class Block(nn.Module):
                     state = DeltaState(recurrent, jnp.zeros((batch, 1, net.kernel - 1, net.channels), self.dtype))
                 recurrent, window = (jnp.repeat(x, batch // len(x), axis=0) for x in state)
                 its_inputs, *steps = each
-                convolved, window = causal_convolution(its_inputs, window, kernel, part.positions, real)
+                convolved, window = causal_convolution(
+                    its_inputs, window, kernel.astype(self.dtype), part.positions, real
+                )
                 pieces = jnp.split(convolved, (of_keys, 2 * of_keys), axis=-1)
                 heads = [
                     constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")

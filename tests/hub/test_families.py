@@ -103,7 +103,15 @@ jit = functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backen
 
 # Options of the maths; sizes and tied embeddings change the parameter tree.
 OPTIONS = {field.name for field in dataclasses.fields(DecoderConfig) if field.default is not dataclasses.MISSING}
-OPTIONS -= {"norm_epsilon", "tie_embeddings", "fused_projections", "pre_norms", "joint_qk_norm"}
+OPTIONS -= {
+    "norm_epsilon",
+    "tie_embeddings",
+    "gated_attention",
+    "delta",
+    "fused_projections",
+    "pre_norms",
+    "joint_qk_norm",
+}
 
 
 class Loaded(NamedTuple):
@@ -260,6 +268,19 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
     for row, sequence in enumerate(sequences):
         expected = logprobs_of(scores[row, : len(sequence)], sequence)[PROMPTS[row // GROUP] - 1 :]
         np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_greedy_completions_are_those_of_transformers(loaded, tmp_path):
+    torch = pytest.importorskip("torch")
+    model = random_model(loaded.name, tmp_path).eval()
+    options = {"group_size": 1, "max_tokens": 12, "sampling": Sampling(0.0), "stop_ids": (39,)}
+    draws = engine_completions(
+        Decoder(loaded.config), loaded.params, *padded(loaded.prompts), jax.random.key(0), **options
+    )
+    for prompt, tokens, mask in zip(loaded.prompts, draws.tokens, draws.mask, strict=True):
+        expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=12, do_sample=False, eos_token_id=39)
+        np.testing.assert_array_equal(tokens[mask], expected[0, len(prompt) :].numpy())
 
 
 @pytest.mark.slow
