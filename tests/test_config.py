@@ -37,7 +37,7 @@ from recjax.config.fields import block_of, choices_of
 from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
-from recjax.models.decoder_config import PROJECTIONS
+from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS
 from tests.marks import slow_except
 from tests.test_tutorials import blocks
 
@@ -81,7 +81,7 @@ def test_an_empty_mapping_takes_back_what_the_file_says(tmp_path):
 def test_choices_are_those_that_are_implemented():
     assert typing.get_args(Attention) == ("auto", *KERNELS)
     assert typing.get_args(Remat) == tuple(REMAT)
-    assert typing.get_args(Projection) == PROJECTIONS
+    assert typing.get_args(Projection) == (*PROJECTIONS, *DELTA_PROJECTIONS)
     assert typing.get_args(Priority) == tuple(PRIORITIES)
 
 

@@ -9,7 +9,9 @@ import pydantic
 
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
-Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Projection = Literal[
+    "query", "key", "value", "output", "gate", "up", "down", "delta_inputs", "delta_gate", "delta_output"
+]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
 

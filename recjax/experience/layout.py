@@ -166,7 +166,12 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
     shape, shards = batch.shape, row_shards()
     tokens = max(tokens or LEAST_TOKENS * shards, shape.longest * shards)
     rows = row_shape(tokens, shape.longest, 1, shards, shape.rows)
-    return Layout(1, pack(batch, rows, share=decoder.attention != "splash"))
+    return Layout(1, pack(batch, rows, share=_shares_beginnings(decoder)))
+
+
+def _shares_beginnings(decoder: Decoder) -> bool:
+    """True if sequences in a row may share a beginning: neither the splash kernel nor delta nets support it."""
+    return decoder.attention != "splash" and decoder.config.delta is None
 
 
 def score(
@@ -217,7 +222,7 @@ def choose_layout(
     if optional and (compares or too_small or not _saves(decoder.config, padded, least, least, least)):
         return in_parts
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
-    share = decoder.attention != "splash"  # the splash kernel supports no common beginnings
+    share = _shares_beginnings(decoder)
     most = padded.prompts if compares and padded.group is not None else None
     shapes = [shape_for(config, padded, shards)]
     # Longer rows have room for several sequences with a common beginning, at the price of more attention.
@@ -257,7 +262,7 @@ def _saves(config: DecoderConfig, shape: Shape, positions: int, pairs: int, scor
 
 def _flops(config: DecoderConfig, positions: int, pairs: int, scores: int) -> int:
     """FLOPs of an update: per weight and position, two in the forward pass and four in the backward pass."""
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * pairs
+    attention = 2 * config.attention_layers * config.num_heads * config.head_dim * pairs
     head = config.hidden_size * config.vocab_size
     return 6 * (config.num_layers * config.layer_weights * positions + attention + head * scores)
 

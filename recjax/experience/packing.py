@@ -142,7 +142,7 @@ def pack(
         shape: shape of the micro-batches, whose rows have room for any of the sequences.
         together: a number for each row of the batch; rows with equal numbers go into one micro-batch. None: any.
         share: whether sequences in a row share their common beginning; if not, each sequence has its own copy, as the
-            splash kernel requires.
+            splash kernel and delta nets require.
         most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
         grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:

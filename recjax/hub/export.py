@@ -139,19 +139,19 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
     """
     plain = dataclasses.replace(config, lora=None)
     leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
-    parts: dict[tuple[str, int], list[str]] = {}  # targets by the module and the layer of their kernel
-    for target in config.lora.targets:
-        for layer, name in enumerate(names[f"layers/{target}/kernel"]):
-            parts.setdefault((name.removesuffix(".weight"), layer), []).append(target)
+    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module and their place in the stack of layers
+    for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
+        for place, name in enumerate(names[path]):
+            parts.setdefault((name.removesuffix(".weight"), place), []).append(path.removesuffix("/kernel"))
     tensors, ranks, rank = {}, {}, config.lora.rank
-    for (module, layer), targets in parts.items():
+    for (module, layer), kernels in parts.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
-        ranks[module.split(".")[-1]] = rank * len(targets)
-        a, b = ([leaves[f"layers/{target}_lora_{side}/kernel"][layer].T for target in targets] for side in ("a", "b"))
-        if whole := rows.get(f"layers/{targets[0]}/kernel"):
-            joint = np.zeros((whole[2], rank * len(targets)), b[0].dtype)
-            for place, target in enumerate(targets):
-                first, end, _ = rows[f"layers/{target}/kernel"]
+        ranks[module.split(".")[-1]] = rank * len(kernels)
+        a, b = ([leaves[f"{kernel}_lora_{side}/kernel"][layer].T for kernel in kernels] for side in ("a", "b"))
+        if whole := rows.get(f"{kernels[0]}/kernel"):
+            joint = np.zeros((whole[2], rank * len(kernels)), b[0].dtype)
+            for place, kernel in enumerate(kernels):
+                first, end, _ = rows[f"{kernel}/kernel"]
                 joint[first:end, place * rank : (place + 1) * rank] = b[place]
             b = [joint]
         # safetensors writes the memory of an array, in whatever order it lies there.

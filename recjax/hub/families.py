@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, DeltaNet
 from recjax.models.rotary import RopeScaling
 
 
@@ -32,6 +32,14 @@ GEMMA_FIXED = {
 
 OLMO = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
 PHI_FIXED = {"hidden_act": "silu", "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+# Size of a delta net → field of config.json.
+DELTA_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
 
 FAMILIES = {
     "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
@@ -51,6 +59,17 @@ FAMILIES = {
         read=("sliding_window", "partial_rotary_factor", "original_max_position_embeddings"),
         fixed=PHI_FIXED,
         options={"fused_projections": True},
+    ),
+    "qwen3_5_text": Family(
+        read=(
+            "layer_types",
+            "full_attention_interval",
+            "partial_rotary_factor",
+            "mrope_section",
+            *DELTA_SIZES.values(),
+        ),
+        fixed=SILU | {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"},
+        options={"qk_norm": True, "norm_offset": 1.0, "gated_attention": True},
     ),
     "granite": Family(
         read=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), fixed=SILU
@@ -83,7 +102,13 @@ DESCRIPTIONS = {
 }
 
 # Multimodal model_type → family of its text half, which recjax reads without the rest.
-CONTAINERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+CONTAINERS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+}
 # Fields of multimodal models about images, video and sound, which the text half does not use.
 _OTHER_HALF = {
     *("text_config", "vision_config", "audio_config", "image_token_id", "image_token_index", "video_token_id"),
@@ -127,6 +152,8 @@ IGNORED_FIELDS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
     "min_p",
     *("repetition_penalty", "max_length", "cache_implementation"),
+    # A module that predicts further tokens; recjax does not read it.
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     # Fields for other tasks, and for the form of a call's result.
     *("id2label", "label2id", "problem_type", "is_encoder_decoder"),
     *("return_dict", "output_attentions", "output_hidden_states"),
@@ -206,6 +233,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     _check_numbers(fields)
     usual = rope = fields["rope_parameters"]
     options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
+    if "mrope_section" in FAMILIES[fields["model_type"]].read:
+        usual = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # no effect on text
     if "full_attention" in rope:
         usual, local = rope["full_attention"], rope["sliding_attention"]
         if usual.get("truncate", True) is not True:  # transformers does not read it here
@@ -229,6 +258,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
         scales = ("embedding_scale", "attention_scale", "residual_scale")
         options |= {scale: float(fields[name]) for scale, name in zip(scales, names, strict=True)}
         options["logit_scale"] = 1 / fields["logits_scaling"]
+    if "linear_num_key_heads" in fields:
+        options["delta"] = _delta(fields)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     for part in rope.values() if "full_attention" in rope else [rope]:
         rotated = part.get("partial_rotary_factor") or 1.0
@@ -249,6 +280,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
 # `_COUNTS` must be whole numbers of at least 1; `_AMOUNTS` must be finite numbers above 0.
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
+_COUNTS += (*DELTA_SIZES.values(),)
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 _AMOUNTS += FAMILIES["granite"].read
 _LARGEST = 2**31
@@ -276,14 +308,32 @@ def _check_numbers(fields: dict) -> None:
         raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
 
 
+def _delta(fields: dict) -> DeltaNet | None:
+    """Layers and sizes of delta nets; None if every layer has attention."""
+    layers = tuple(kind == "linear_attention" for kind in fields["layer_types"])
+    sizes = {size: fields[name] for size, name in DELTA_SIZES.items()}
+    if len(layers) != fields["num_hidden_layers"] or all(layers):
+        raise ValueError(
+            f"layer_types has {len(layers)} entries, {sum(layers)} of them linear_attention: it takes one for each of"
+            f" num_hidden_layers = {fields['num_hidden_layers']} layers, and at least one full_attention"
+        )
+    if sizes["value_heads"] % sizes["key_heads"]:
+        raise ValueError(
+            f"linear_num_value_heads = {sizes['value_heads']}: takes a multiple of linear_num_key_heads ="
+            f" {sizes['key_heads']}; correct config.json"
+        )
+    return DeltaNet(layers, **sizes) if any(layers) else None
+
+
 def _windows(fields: dict) -> tuple[int | None, ...]:
     """The attention window of each layer; empty if no layer has a window."""
     size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     usual = "sliding_attention" if size else "full_attention"
     kinds = fields.get("layer_types") or [usual] * fields["num_hidden_layers"]
     for layer, kind in enumerate(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer_types[{layer}] = {kind!r} is not supported; only full and sliding attention are")
+        other = "linear" if "linear_num_key_heads" in fields else "sliding"
+        if kind not in ("full_attention", f"{other}_attention"):
+            raise ValueError(f"layer_types[{layer}] = {kind!r} is not supported; only full and {other} attention are")
         if kind == "sliding_attention" and not size:
             raise ValueError(
                 f"layer_types[{layer}] = {kind!r}, but sliding_window = {fields.get('sliding_window')!r} and "

@@ -43,7 +43,7 @@ _ADAPTER_FIELDS = {
 _ADAPTER_FIXED = {"peft_type": ("LORA",), "bias": ("none",)}
 _ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base
 
-# Decoder module → Hugging Face module. Each decoder has only some. Hugging Face stores kernels transposed: [out, in].
+# Decoder module or parameter → Hugging Face's. Each decoder has only some. Hugging Face stores kernels as [out, in].
 MODULES = {
     "embedding": "model.embed_tokens",
     "layers/attention_norm": "model.layers.{layer}.input_layernorm",
@@ -53,6 +53,15 @@ MODULES = {
     "layers/key_norm": "model.layers.{layer}.self_attn.k_norm",
     "layers/value": "model.layers.{layer}.self_attn.v_proj",
     "layers/output": "model.layers.{layer}.self_attn.o_proj",
+    "layers/delta_inputs": "model.layers.{layer}.linear_attn.in_proj_qkv",
+    "layers/delta_gate": "model.layers.{layer}.linear_attn.in_proj_z",
+    "layers/delta_rate": "model.layers.{layer}.linear_attn.in_proj_b",
+    "layers/delta_decay": "model.layers.{layer}.linear_attn.in_proj_a",
+    "layers/delta_kernel": "model.layers.{layer}.linear_attn.conv1d.weight",
+    "layers/delta_log_speed": "model.layers.{layer}.linear_attn.A_log",
+    "layers/delta_bias": "model.layers.{layer}.linear_attn.dt_bias",
+    "layers/delta_norm": "model.layers.{layer}.linear_attn.norm",
+    "layers/delta_output": "model.layers.{layer}.linear_attn.out_proj",
     "layers/mlp_norm": "model.layers.{layer}.post_attention_layernorm",
     "layers/gate": "model.layers.{layer}.mlp.gate_proj",
     "layers/up": "model.layers.{layer}.mlp.up_proj",
@@ -281,16 +290,21 @@ def _opened(file: Path):
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
-    """Maps parameter paths to Hugging Face names: one per layer, in order, for stacked parameters, otherwise one."""
+    """Maps parameter paths to Hugging Face names: one per layer, in order, for stacked parameters, otherwise one.
+
+    With layers of several kinds, the path `layers/2/…` has the parameters of each period's layer 2.
+    """
     modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
     for module, parts in FUSED_MODULES.items() if config.fused_projections else ():
         modules |= dict.fromkeys(parts, module)
     names = {}
     for path in flatten(abstract_params(config)):
-        module, _, kind = path.rpartition("/")
-        name = f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
-        layers = range(config.num_layers if path.startswith("layers/") else 1)
-        names[path] = [name.format(layer=layer) for layer in layers]
+        place = re.match(r"layers/(\d+)/", path)
+        own = path.replace(place[0], "layers/") if place else path
+        module, _, kind = own.rpartition("/")
+        name = modules.get(own) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
+        layers = range(int(place[1]) if place else 0, config.num_layers, config.period)
+        names[path] = [name.format(layer=layer) for layer in (layers if path.startswith("layers/") else [0])]
     return names
 
 

@@ -1,4 +1,4 @@
-"""One decoder for Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+"""One decoder for Llama and its relatives: RMSNorm, rotary positions, attention or delta nets, gated MLP."""
 
 import functools
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
-from recjax.models.layer import PRODUCT, Block, Part, PerLayer, RMSNorm, cut, joined
+from recjax.models.layer import PRODUCT, Block, Part, Period, PerLayer, RMSNorm, cut, joined, run_layers
 from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
 from recjax.models.rotary import turns_of
@@ -26,17 +26,20 @@ REMAT = {
 
 
 class Context(NamedTuple):
-    """Keys and values of earlier tokens, for all layers.
+    """Keys and values of earlier tokens, for all layers with attention.
 
     A context may have fewer rows than the batch: each context row then serves batch/rows consecutive rows, so that a
     prompt is run once for all completions of its group. `mask` is True at real tokens.
-    An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer.
+    An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer. If
+    layers are of several kinds, a scanned decoder takes tuples over the layers of a period, of arrays of all periods.
+    `states` are those of the layers with delta nets, in the same form; only those of the last context are read.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
     values: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
     mask: Bool[Array, "rows length"]
     positions: Int[Array, "rows length"]
+    states: tuple = ()
 
 
 class Tokens(NamedTuple):
@@ -88,8 +91,8 @@ class Decoder(nn.Module):
             turns: `turns(positions)`, if the caller has it; None: compute it here.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim], or a tuple over layers if `unrolled`; with `place`, the keys and
-            values of the last context.
+            [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `place`, the keys and values
+            of the last context. If layers have delta nets, (keys, values, states): the states after these tokens.
         """
         (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, turns)
         return hidden, keys_values
@@ -168,26 +171,26 @@ class Decoder(nn.Module):
         block = Block
         if self.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
-        keys_values = tuple((context.keys, context.values) for context in contexts)
+        earlier = tuple((context.keys, context.values) for context in contexts)
+        states, shared = contexts[-1].states if contexts else (), (config, self.dtype, self.attention)
         if self.unrolled:
-            hidden, new = embedded, []
-            for layer in range(config.num_layers):
-                own = [(keys[layer], values[layer]) for keys, values in keys_values]
-                options = jax.tree.map(lambda option, layer=layer: option[layer], per_layer)
-                one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
-                hidden, pair = one(hidden, own, options, looking, place)
-                new.append(pair)
-            keys_values = tuple(zip(*new, strict=True))
+            numbers = range(config.num_layers)
+            kinds = config.delta.layers if config.delta else [False] * config.num_layers
+            layers = [block(*shared, kind, name=f"layer_{number}") for number, kind in enumerate(kinds)]
+            options = [jax.tree.map(lambda option, number=number: option[number], per_layer) for number in numbers]
+            hidden, keys_values = run_layers(layers, embedded, (earlier, states), options, looking, place)
         else:
+            alike = config.period == 1
             layers = nn.scan(
-                block,
+                block if alike else Period,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0, *(nn.broadcast,) * 2),
-                length=config.num_layers,
+                length=config.num_layers // config.period,
             )
-            scanned = layers(config, self.dtype, self.attention, name="layers")
-            hidden, keys_values = scanned(embedded, keys_values, per_layer, looking, place)
+            scanned = layers(*shared, *([] if alike else [block]), name="layers")
+            earlier = earlier if alike else (earlier, states)
+            hidden, keys_values = scanned(embedded, earlier, per_layer, looking, place)
         return cut(RMSNorm(config, self.dtype, name="norm")(hidden), shapes), keys_values
 
 

@@ -21,7 +21,32 @@ class Lora(NamedTuple):
     targets: tuple[str, ...]
 
 
+class DeltaNet(NamedTuple):
+    """Layers with a gated delta net instead of attention, and the sizes of these layers.
+
+    layers: for each layer, True for a delta net, False for attention; at least one layer has attention.
+    key_heads, value_heads: numbers of heads; a key head serves value_heads / key_heads consecutive value heads.
+    key_dim, value_dim: dimensions of a key head and of a value head.
+    kernel: number of tokens that the causal convolution reads, the current token included.
+
+    Reference: arXiv 2412.06464.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Units of queries, keys and values together, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+DELTA_PROJECTIONS = ("delta_inputs", "delta_gate", "delta_output")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
@@ -47,6 +72,9 @@ class DecoderConfig:
         attention_scale: factor on the attention scores; None: head_dim ** -0.5.
         lora: adapters; None: no adapters.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
+        gated_attention: multiply the output of attention by sigmoid(gate), where `query` projects to each head's query
+            and its gate.
+        delta: layers with a gated delta net instead of attention; None: every layer has attention.
         fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
     """
 
@@ -78,13 +106,32 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    gated_attention: bool = False
+    delta: DeltaNet | None = None
     fused_projections: bool = False
     lora: Lora | None = None
 
     @property
+    def period(self) -> int:
+        """Number of layers after which their kinds repeat, a divisor of the number of layers; 1 if they are alike."""
+        kinds, count = self.delta.layers if self.delta else (), self.num_layers
+        return next(
+            size for size in range(1, count + 1) if count % size == 0 and kinds == kinds[:size] * (count // size)
+        )
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - (sum(self.delta.layers) if self.delta else 0)
+
+    @property
     def layer_weights(self) -> int:
-        """Number of weights in a layer's matmuls, without adapters."""
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        """Number of weights in a layer's matmuls, without adapters; the mean if layers differ."""
+        heads = ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.delta:
+            net, share = self.delta, self.attention_layers / self.num_layers
+            of_delta = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
+            heads = round(share * heads + (1 - share) * of_delta)
         return self.hidden_size * (heads + 3 * self.intermediate_size)
 
 

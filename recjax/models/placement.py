@@ -18,19 +18,22 @@ from jaxtyping import Array
 
 ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
 
+# Projections from the stream, and back into it.
+INTO, OUT_OF = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay", "output|down|delta_output"
+
 # End of a parameter's path → mesh axes of its dimensions. Layers are stacked on a first axis, which is never split.
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
     (r"score/kernel", ("fsdp", None)),
-    (r"layers/(query|key|value|gate|up)/kernel", (None, "fsdp", "tensor")),
-    (r"layers/(output|down)/kernel", (None, "tensor", "fsdp")),
+    (rf"layers/({INTO})/kernel", (None, "fsdp", "tensor")),
+    (rf"layers/({OUT_OF})/kernel", (None, "tensor", "fsdp")),
     (r"layers/(query|key|value)/bias", (None, "tensor")),
-    (r"layers/(query|key|value|gate|up)_lora_a/kernel", (None, "fsdp", None)),
-    (r"layers/(query|key|value|gate|up)_lora_b/kernel", (None, None, "tensor")),
-    (r"layers/(output|down)_lora_a/kernel", (None, "tensor", None)),
-    (r"layers/(output|down)_lora_b/kernel", (None, None, "fsdp")),
-    (r"(layers/\w+_norm|norm)/scale", ()),
+    (rf"layers/({INTO})_lora_a/kernel", (None, "fsdp", None)),
+    (rf"layers/({INTO})_lora_b/kernel", (None, None, "tensor")),
+    (rf"layers/({OUT_OF})_lora_a/kernel", (None, "tensor", None)),
+    (rf"layers/({OUT_OF})_lora_b/kernel", (None, None, "fsdp")),
+    (r"(layers/\w+_norm|norm)/scale|layers/delta_(kernel|log_speed|bias)", ()),
 )
 
 AnyMesh = Mesh | AbstractMesh  # abstract: of devices that are absent
@@ -49,6 +52,7 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     """
     if not shape:
         return ()
+    path = re.sub(r"\blayers/\d+/", "layers/", path)  # the number of a layer within a period
     for rule, axes in RULES:
         if re.search(f"(^|/)({rule})$", path):
             return axes

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.models.decoder_config import DecoderConfig, Lora
+from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, Lora
 from recjax.models.placement import constrain_params
 
 
@@ -22,7 +22,13 @@ def is_adapter(path: str) -> bool:
 
 
 def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
-    """The decoder's config with adapters on its projections."""
+    """The decoder's config with adapters on its projections.
+
+    Raises:
+        ValueError: a target that the decoder lacks.
+    """
+    if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
+        raise ValueError(f"model.lora.targets = {lora.targets}: the model has no {min(absent)}; remove it")
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
@@ -43,9 +49,10 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     leaves = flatten(params)
     scale = config.lora.alpha / config.lora.rank
     whole = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
-    for target in config.lora.targets:
-        a, b = (leaves[f"layers/{target}_lora_{side}/kernel"] for side in "ab")
-        whole[f"layers/{target}/kernel"] = whole[f"layers/{target}/kernel"] + scale * (a @ b)
+    for path in leaves:
+        if path.endswith("_lora_a/kernel"):
+            a, b, kernel = leaves[path], leaves[path.replace("_lora_a/", "_lora_b/")], path.replace("_lora_a/", "/")
+            whole[kernel] = whole[kernel] + scale * (a @ b)
     return unflatten(whole)
 
 
@@ -74,7 +81,7 @@ def combine(first: dict, second: dict) -> dict:
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the decoder's compute dtype, except norm scales, which the decoder does not cast.
+    """Parameters in the decoder's compute dtype, except norm scales and decays, which the decoder does not cast.
 
     The policy stays the same, as a forward pass casts these parameters anyway.
 
@@ -83,7 +90,8 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
     """
 
     def cast(path: str, leaf: ArrayLike) -> jax.Array:
-        return jnp.array(leaf, leaf.dtype if path.endswith("/scale") else decoder.dtype, copy=copy)
+        exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias"))
+        return jnp.array(leaf, leaf.dtype if exact else decoder.dtype, copy=copy)
 
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})
 

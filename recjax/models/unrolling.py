@@ -47,7 +47,10 @@ def params_for(decoder: Decoder, params: dict) -> dict:
 
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     """Parameters of an unrolled decoder: each layer's arrays under `layer_0`, `layer_1`, …"""
-    layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
+    layers, size = {}, config.period
+    for number in range(config.num_layers):
+        stacked = params["layers"] if size == 1 else params["layers"][str(number % size)]
+        layers[f"layer_{number}"] = jax.tree.map(operator.itemgetter(number // size), stacked)
     return {name: value for name, value in params.items() if name != "layers"} | layers
 
 

@@ -30,7 +30,7 @@ from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions, sampling_of
 from recjax.planning.targets import ACCELERATORS, GIB, Devices, device_memory, named_devices
-from recjax.rollout.plan import key_value_bytes, score_bytes
+from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.run import Run
@@ -141,10 +141,11 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMe
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
     plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free - cast)
+    states = (plan.prompts + plan.slots) if plan else prompts + rows
     if plan:
         prompts, rows = plan.prompts + (0 if plan.shares_prompts else plan.slots), plan.slots
     formula = (
-        f"2 × {shape.num_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
+        f"2 × {shape.attention_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
     )
     sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
@@ -154,6 +155,7 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMe
             Item("sample", name, f"{size} B × trained", cast),
             Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
             Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
+            Item("sample", "states of delta nets", f"{states} states", state_bytes(decoder, states)),
             Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
         ]
     return [item for item in items if item.bytes]
@@ -326,7 +328,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     # One prompt with its group.
     pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
     forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
-    forward += 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    forward += 4 * shape.attention_layers * shape.num_heads * shape.head_dim * pairs
     flops, bandwidth = devices.count * devices.kind.teraflops * 1e12, devices.kind.bandwidth * 1e9
     seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
     sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
@@ -334,7 +336,8 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
         plan = sampling_of(config, decoder, result.mesh, prompt, free)
         read = -(-sampled * group // plan.slots) * longest * (layers + head) * size / plan.mesh.shape["tensor"]
-        cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
+        cache = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
+        cache += 2 * state_bytes(decoder, group)  # each token reads and writes them
         read += longest * sampled * cache / devices.count
         seconds = {"sampling a batch": max(sampled * forward / flops, read / bandwidth)} | seconds
     return seconds

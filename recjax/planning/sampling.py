@@ -1,5 +1,6 @@
 """The programs that an engine compiles for a batch, from shapes: transfer of weights, prompts, a round of tokens."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.rollout import decoding, keys_values
-from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
+from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for, state_bytes
 
 
 class Executable(NamedTuple):
@@ -83,11 +84,12 @@ def sampling_of(config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: 
 
 
 def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
-    """Bytes of the key-value cache on one device, for completions of the largest length."""
+    """Bytes of keys, values and states on one device, for completions of the largest length."""
     copies = plan.prompts + (0 if plan.shares_prompts else plan.slots)
     sizes = {"prompts": copies, "prompt_tokens": plan.engine.prefix_time, "rows": plan.slots}
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh):
-        return key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
+        tokens = key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
+        return tokens + state_bytes(decoder, plan.prompts + plan.slots)
 
 
 def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
@@ -116,8 +118,11 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
     """Prompts and first tokens, the cache's last growth, its transfer to half the slots, and a round in all slots."""
 
     def cache(rows: int, time: int) -> tuple:
-        shape = (decoder.config.num_layers, rows, decoder.config.num_kv_heads, time, decoder.config.head_dim)
-        return (laid_out(plan.mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2
+        return jax.tree.map(lambda x: like(x, rows, time), cached[:2])
+
+    def like(x: jax.ShapeDtypeStruct, rows: int, time: int) -> jax.ShapeDtypeStruct:
+        shape = *x.shape[:-4], rows, x.shape[-3], time, x.shape[-1]
+        return laid_out(plan.mesh, shape, x.dtype, None, ROWS, "tensor")
 
     longest, shares, prompt_time = config.rollout.max_completion_tokens, plan.shares_prompts, plan.engine.prefix_time
     time, lengths = plan.engine.round_time, plan.engine.lengths
@@ -129,6 +134,8 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling, kept_ids=kept_ids)
 
     tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
+    cached, _ = jax.eval_shape(functools.partial(decoding.prefill, decoder=decoder), weights, tokens, mask)
+    states = jax.tree.map(lambda x: like(x, plan.slots, x.shape[-2]), cached[2:])
     prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
 
     prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
@@ -139,13 +146,14 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))
     if len(plan.engine.slots) > 1:
         kept = jax.ShapeDtypeStruct((plan.engine.slots[-2],), jnp.int32)
-        fewer = keys_values.gather_slots.trace(keys_values.Memory(prompts, later[-1]), kept, time=lengths[-1])
+        memory = keys_values.Memory(prompts, later[-1], *states)
+        fewer = keys_values.gather_slots.trace(memory, kept, time=lengths[-1])
         found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
     counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
     rows = decoding.SlotState(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
     decoded = decoding.decode.trace(
         weights,
-        keys_values.Memory(prompts, later[-1]),
+        keys_values.Memory(prompts, later[-1], *states),
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,

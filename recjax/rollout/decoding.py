@@ -54,8 +54,8 @@ class SlotState(NamedTuple):
 class Decoded(NamedTuple):
     """State of a round after `time` tokens; each slot keeps the first `counts` of these tokens.
 
-    `recent` holds the keys and values of this round's tokens except the last. `recorded` holds other arrays of each
-    token, [slots, round, …] by name; see `recjax.experience.group.Row`.
+    `recent` holds the keys and values of this round's tokens except the last, and the states after these tokens.
+    `recorded` holds other arrays of each token, [slots, round, …] by name; see `recjax.experience.group.Row`.
     """
 
     time: Int[Array, ""]
@@ -91,7 +91,7 @@ def prefill(
     *,
     decoder: Decoder,
 ) -> tuple[tuple, Float[Array, "rows vocab"]]:
-    """Keys and values of right-padded tokens, and the scores of the token after each row.
+    """Keys and values of right-padded tokens, states after them, and the scores of the token after each row.
 
     Args:
         held: contents of the slots that the rows continue; None: the rows are whole prefixes.
@@ -99,7 +99,9 @@ def prefill(
     positions, contexts = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), ()
     if held is not None:
         positions += (held.lengths + held.cached)[:, None]
-        contexts = _contexts(read_slots(held.memory, held.slots), held.lengths, held.cached)
+        memory = read_slots(held.memory, held.slots)
+        *contexts, last = _contexts(memory, held.lengths, held.cached)
+        contexts = (*contexts, last._replace(states=memory.states))
     hidden, cache = decoder.apply({"params": params}, tokens, positions, mask, contexts)
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
 
@@ -166,7 +168,7 @@ def decode(
     The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
     position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
     meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
-    keeps none of the round's tokens.
+    keeps none of the round's tokens. States change only with tokens of live slots.
 
     Args:
         kept_ids: see `recjax.models.logprobs.kept_tokens`.
@@ -186,8 +188,8 @@ def decode(
             {"params": params},
             state.last[:, None],
             (starts + time)[:, None],
-            jnp.ones((slots, 1), bool),
-            (*contexts, Context(*state.recent, seen, starts[:, None] + places)),
+            state.live[:, None] if memory.states else jnp.ones((slots, 1), bool),
+            (*contexts, Context(*state.recent[:2], seen, starts[:, None] + places, *state.recent[2:])),
             place=time,
             turns=turns_now,
         )
@@ -211,7 +213,10 @@ def decode(
         jnp.zeros((), jnp.int32),
         rows.live,
         rows.last,
-        empty(memory.prompts, rows=slots, time=round_time, dtype=decoder.cache_dtype),
+        (
+            *empty(memory.prompts, rows=slots, time=round_time, dtype=decoder.cache_dtype),
+            *([memory.states] if memory.states else []),
+        ),
         jnp.zeros((slots, round_time), jnp.int32),
         jnp.zeros((slots, round_time)),
         jnp.zeros(slots, jnp.int32),
@@ -221,8 +226,8 @@ def decode(
 
     later = memory.later
     if cache_time(later):
-        later = put_round(later, state.recent, rows.cached)
-    return memory._replace(later=later), state._replace(recent=())
+        later = put_round(later, state.recent[:2], rows.cached)
+    return Memory(memory.prompts, later, *state.recent[2:]), state._replace(recent=())
 
 
 def sample_tokens(

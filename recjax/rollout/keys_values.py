@@ -1,4 +1,4 @@
-"""Keys and values of the engine's slots: allocates, resizes and fills them; each device has its own slots."""
+"""Keys, values and states of the engine's slots: allocates, resizes and fills them; each device has its own slots."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from jaxtyping import Array, Int
 
 from recjax.models.placement import ROWS, constrain, over_rows
 
-# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
+# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis. States of
+# delta nets have their rows on the same axis, and no time.
 _ROW_AXIS, _TIME_AXIS = -4, -2
 
 
@@ -19,10 +20,12 @@ class Memory(NamedTuple):
     """Keys and values of the slots: those for their prompts, and those for all later tokens except the last.
 
     `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read that row.
+    `states` are those of delta nets after all these tokens, a row for each slot; empty for models without delta nets.
     """
 
     prompts: tuple
     later: tuple
+    states: tuple = ()
 
 
 def cache_rows(cache: tuple) -> int:
@@ -36,14 +39,22 @@ def cache_time(cache: tuple) -> int:
 
 
 def over_mesh(cache: tuple) -> tuple:
-    """Constrains the cache to the mesh: rows split like rows of a batch, heads along "tensor"."""
+    """Constrains keys, values and states to the mesh: rows split like rows of a batch, heads along "tensor"."""
     return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "time", "dtype"))
-def empty(like: tuple, *, rows: int, time: int, dtype: DTypeLike | None = None) -> tuple:
-    """Room for keys and values of `time` tokens in each of `rows` rows; in the dtype of `like` if `dtype` is None."""
-    shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
+def empty(like: tuple, *, rows: int, time: int | None = None, dtype: DTypeLike | None = None) -> tuple:
+    """Room for keys and values of `time` tokens in each of `rows` rows; in the dtype of `like` if `dtype` is None.
+
+    Args:
+        time: None for states, which have no tokens.
+    """
+
+    def shape(x: Array) -> tuple[int, ...]:
+        return *x.shape[:_ROW_AXIS], rows, x.shape[-3], x.shape[_TIME_AXIS] if time is None else time, x.shape[-1]
+
+    shapes = jax.tree.map(shape, like)
     return over_mesh(jax.tree.map(lambda x, shape: jnp.zeros(shape, dtype or x.dtype), like, shapes))
 
 
@@ -75,11 +86,11 @@ def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
     """Memory of some slots, each with a copy of its prompt; indices count from the first slot on this device."""
     count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
     slots = slots % count
-    prompts, later = (
+    parts = (
         jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
-        for cache, rows in zip(memory, (slots // sharing, slots), strict=True)
+        for cache, rows in zip(memory, (slots // sharing, slots, slots), strict=True)
     )
-    return Memory(over_mesh(prompts), over_mesh(later))
+    return Memory(*map(over_mesh, parts))
 
 
 def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
@@ -91,7 +102,8 @@ def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: In
     """Copies rows of keys and values into slots, each behind the slot's tokens: row after row, in place.
 
     Args:
-        places: columns (slot, row of `new`, number of the slot's tokens), of which the first `count` are used.
+        places: columns (slot, row of `new`, number of the slot's tokens), of which the first `count` are used. States
+            replace the slot's, with 0 as the number of tokens.
     """
 
     def put(index: Array, cache: tuple) -> tuple:

@@ -103,7 +103,8 @@ def plan_for(
         copies = prompts if slots == count else prompts + slots
         time = int(CHANGING * (longest + 2 * ROUND))
         tokens = {"prompt_tokens": prefix_time, "completion_tokens": time}
-        return key_value_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
+        cache = key_value_bytes(decoder, prompts=copies, rows=slots, **tokens) + state_bytes(decoder, prompts + slots)
+        return cache + score_bytes(decoder, slots)
 
     most = count if slots is None or (group_size and slots >= requests) else slots
     if slots is None and needed(most) > ALWAYS_FREE:
@@ -166,8 +167,8 @@ def cache_lengths(longest: int, round_time: int) -> list[int]:
 def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
     """Bytes of keys and values on each device of the mesh in context while completions are sampled.
 
-    2 × layers × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens), divided by the
-    number of devices that share the rows and, if the heads are a multiple, by the size of the "tensor" axis.
+    2 × layers with attention × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens),
+    divided by the number of devices that share the rows and, if the heads are a multiple, by the "tensor" axis's size.
 
     Args:
         prompts: copies of prompts: one per group if all its completions have slots, otherwise one per slot plus one
@@ -176,8 +177,18 @@ def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows:
     shape, tensor = decoder.config, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
     number = jnp.dtype(decoder.cache_dtype or decoder.dtype).itemsize
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * number
+    per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * number
     return per_token * (prompts * prompt_tokens + rows * completion_tokens) // shards
+
+
+def state_bytes(decoder: Decoder, rows: int) -> int:
+    """Bytes of the states of delta nets on each device: float32 matrices, and the windows of their convolutions."""
+    net = decoder.config.delta
+    if net is None:
+        return 0
+    window = (net.kernel - 1) * net.channels * jnp.dtype(decoder.dtype).itemsize
+    state = 4 * net.value_heads * net.key_dim * net.value_dim
+    return sum(net.layers) * rows * (state + window) // row_shards()
 
 
 def score_bytes(decoder: Decoder, rows: int) -> int:

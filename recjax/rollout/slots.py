@@ -107,8 +107,14 @@ class Slots:
 
     def leave_room(self, tokens: int) -> None:
         """Drops the last tokens of free slots that leave less room than `tokens`, as a round overwrites this room."""
-        free = ~self.live
-        self.columns.cached[free] = np.minimum(self.columns.cached[free], max(self.time - tokens, 0))
+        self._drop(~self.live, max(self.time - tokens, 0))
+
+    def _drop(self, slots: Bool[np.ndarray, " slots"], most: int) -> None:
+        """Keeps at most so many tokens behind the prompts of slots. No state is known for a beginning of the tokens."""
+        columns, longer = self.columns, slots & (self.columns.cached > most)
+        columns.cached[longer] = most
+        if self.memory.states:
+            columns.current[longer] = False
 
     # --- Filling slots.
 
@@ -119,7 +125,8 @@ class Slots:
             count: number of slots to provide.
             time: room behind each prompt, if the engine has no slots yet.
         """
-        jobs, cache, lengths, group_size = begun.jobs, begun.cache, begun.lengths, begun.group_size
+        jobs, cache, lengths, group_size = begun.jobs, begun.cache[:2], begun.lengths, begun.group_size
+        states = begun.cache[2] if len(begun.cache) > 2 else ()
         places = np.array([job.slot for job in jobs], int)
         if begun.continues:
             self._copy("later", cache, places, jobs, self.columns.cached[places])
@@ -128,15 +135,19 @@ class Slots:
             # With a slot for every completion, each group reads a single copy of its prompt.
             self.columns = _columns(count)
             self.columns.lengths[:] = np.repeat(lengths, group_size)
-            self.memory = Memory(cache, self._room(cache, count, time))
+            self.memory = Memory(
+                cache, self._room(cache, count, time), states and keys_values.empty(states, rows=count)
+            )
         else:
-            self._provide(count, cache, time)
+            self._provide(count, cache, states, time)
             # Slots with the fewest useful tokens are reused first.
             free = np.flatnonzero(~self.live)
             places = free[np.argsort(self.held[free], kind="stable")][: len(jobs)]
             jobs = jobs[: len(places)]
             self._copy("prompts", cache, places, jobs, 0)
             self.columns.lengths[places], self.columns.cached[places] = lengths[[job.row for job in jobs]], 0
+        if states:
+            self._copy("states", states, places, jobs, 0)
         columns = self.columns
         columns.live[places], columns.current[places], columns.counts[places] = True, begun.current, 1
         for place, job in zip(places, jobs, strict=True):
@@ -144,12 +155,13 @@ class Slots:
             columns.limits[place], columns.keys[place] = job.request.limit, job.request.key
         return len(jobs)
 
-    def _provide(self, count: int, cache: tuple, time: int) -> None:
+    def _provide(self, count: int, cache: tuple, states: tuple, time: int) -> None:
         """Provides at least `count` slots, each with room for its own prompt, as long as the prompts in `cache`."""
         prompt_time = keys_values.cache_time(cache)
         if self.memory is None:
             self.columns = _columns(count)
-            self.memory = Memory(self._room(cache, count, prompt_time), self._room(cache, count, time))
+            rooms = (self._room(cache, count, tokens) for tokens in (prompt_time, time))
+            self.memory = Memory(*rooms, states and keys_values.empty(states, rows=count))
         count = max(count, self.count)
         if count != keys_values.cache_rows(self.memory.prompts):
             self.change_number(count, self.time)
@@ -191,7 +203,8 @@ class Slots:
             versions = np.full(counts[slot], version, np.int32)
             columns.jobs[slot].rounds.append((state.tokens[here], state.logprobs[here], versions, recorded))
         columns.counts[:] += counts
-        columns.cached[:] = np.minimum(columns.cached + counts, self.time)
+        columns.cached[:] += counts
+        self._drop(mine, self.time)
         columns.last[mine] = state.last[mine]
 
     def free(self, tickets: Container[int]) -> None:

@@ -19,7 +19,7 @@ from tests.training.tiny_run import TINY, train
 TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))
 
 
-@pytest.fixture(scope="module", params=["qwen2", "phi3"])
+@pytest.fixture(scope="module", params=["qwen2", "phi3", "qwen3_5"])
 def run(request, tmp_path_factory):
     """A run of two steps that trained adapters next to a random model whose folder has a tokenizer."""
     folder = tmp_path_factory.mktemp("adapters")
@@ -29,7 +29,9 @@ def run(request, tmp_path_factory):
     tokenizer = character_tokenizer("0123456789+=")
     tokenizer.save_pretrained(base)
     (folder / "tiny.yaml").write_text(TINY)
-    model = ["model.decoder=null", f"model.path={base}", "model.lora={rank: 3, alpha: 5, targets: [query, value, up]}"]
+    targets = "[query, value, up, delta_inputs, delta_output]" if request.param == "qwen3_5" else "[query, value, up]"
+    lora = f"model.lora={{rank: 3, alpha: 5, targets: {targets}}}"
+    model = ["model.decoder=null", f"model.path={base}", lora]
     config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", *model, "training.steps=2"])
     train(config)
     return folder, config

@@ -30,6 +30,8 @@ FAMILIES = {
     "olmo3": ("olmo3", {}),
     "phi3": ("phi3", {}),
     "granite": ("granite", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, untied": ("qwen3_5 with layers in no order", {}),
 }
 
 
@@ -266,6 +268,16 @@ CONTAINERS = {  # configs of multimodal models, and the other beginnings of thei
         {
             "text_config": SIZES | {"head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}},
             "vision_config": QWEN_VISION | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+        },
+        {"model.language_model.": "language_model.model."},
+    ),
+    "qwen3_5": (
+        {
+            "text_config": SIZES
+            | MODELS["qwen3_5"]
+            | {"rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.25}},
+            "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
+            "tie_word_embeddings": True,
         },
         {"model.language_model.": "language_model.model."},
     ),

@@ -79,6 +79,21 @@ MODELS |= {
     "phi3": {"model_type": "phi3", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "granite": GRANITE | {"model_type": "granite", "rope_parameters": ROPE, "tie_word_embeddings": True},
 }
+DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 16}
+DELTA |= {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-2, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
+MODELS |= {
+    "qwen3_5": DELTA
+    | {"num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3_5 with layers in no order": DELTA
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
+        "num_key_value_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": False,
+    },
+}
 PROMPTS, GROUP = (3, 6), 2  # lengths; completions a prompt
 COMPLETIONS = (5, 8, 1, 4)
 PLACES = {  # where each sequence starts: (row, column)
@@ -92,7 +107,15 @@ jit = functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backen
 
 # Options of the maths; sizes and tied embeddings change the parameter tree.
 OPTIONS = {field.name for field in dataclasses.fields(DecoderConfig) if field.default is not dataclasses.MISSING}
-OPTIONS -= {"norm_epsilon", "tie_embeddings", "fused_projections", "pre_norms", "joint_qk_norm"}
+OPTIONS -= {
+    "norm_epsilon",
+    "tie_embeddings",
+    "gated_attention",
+    "delta",
+    "fused_projections",
+    "pre_norms",
+    "joint_qk_norm",
+}
 
 
 class Loaded(NamedTuple):
@@ -322,6 +345,19 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
     for row, sequence in enumerate(sequences):
         expected = logprobs_of(scores[row, : len(sequence)], sequence)[PROMPTS[row // GROUP] - 1 :]
         np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_greedy_completions_are_those_of_transformers(loaded, tmp_path):
+    torch = pytest.importorskip("torch")
+    model = random_model(loaded.name, tmp_path).eval()
+    options = {"group_size": 1, "max_tokens": 12, "sampling": Sampling(0.0), "stop_ids": (39,)}
+    draws = engine_completions(
+        Decoder(loaded.config), loaded.params, *padded(loaded.prompts), jax.random.key(0), **options
+    )
+    for prompt, tokens, mask in zip(loaded.prompts, draws.tokens, draws.mask, strict=True):
+        expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=12, do_sample=False, eos_token_id=39)
+        np.testing.assert_array_equal(tokens[mask], expected[0, len(prompt) :].numpy())
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ LAYER_SHAPES = {
 }
 SHAPES = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "lm_head.weight": (11, 8)}
 SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER_SHAPES.items()}
+DELTA = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
 KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -293,6 +294,22 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ),
         ({"model_type": "qwen2", "use_mrope": True}, "use_mrope = True is not supported, only False"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True is not supported, only False"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
+            r"layer_types\[1\] = 'linear_attention' is not supported; only full and sliding attention are",
+        ),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False is not supported"),
+        ({"model_type": "qwen3_5_text", "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2},
+            "2 of them linear_attention: it takes",
+        ),
+        (DELTA | {"linear_num_value_heads": 24}, "takes a multiple of linear_num_key_heads = 16"),
+        ({"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0: takes a finite"),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "sliding_attention"]},
+            "only full and linear",
+        ),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
             r"layer_types\[1\] = 'chunked_attention' is not supported",

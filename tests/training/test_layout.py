@@ -1,12 +1,14 @@
 """Batches are packed, unasked, where that is much less work, and only there."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from recjax.config import load_config
 from recjax.experience.layout import Layout, choose_layout, padding_waste
 from recjax.models.decoder import Decoder
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, DeltaNet
 from recjax.training.update import recipe_of
 from tests.training.test_packing import gsm8k_like, shares_tokens
 from tests.training.test_update import make_batch
@@ -92,3 +94,9 @@ def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
     uneven = with_lengths([2] * 64)
     assert shares_tokens(uneven, packed(config(), uneven))
     assert not shares_tokens(uneven, packed(config(), uneven, attention="splash"))
+
+
+def test_delta_nets_get_whole_sequences(config):
+    hybrid = dataclasses.replace(SMALL, delta=DeltaNet((True, True, True, False), 2, 4, 64, 64, 4))
+    uneven = with_lengths([2] * 64)
+    assert not shares_tokens(uneven, packed(config(), uneven, hybrid))

@@ -1,6 +1,10 @@
 """Packing: every sequence whole and once, equal gradients, one compiled program, little padding."""
 
+import dataclasses
+import functools
+
 import chex
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,10 +15,13 @@ from recjax.experience import layout, packing
 from recjax.experience.batch import Batch, Shape, pad
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
+from recjax.models.decoder import init_params
+from recjax.models.decoder_config import DeltaNet
 from recjax.training.run import prepare
 from recjax.training.update import update
 from tests.marks import slow
 from tests.rollout.test_trajectory import GROUPS
+from tests.training import test_update
 from tests.training.test_update import CASES, make_batch, step
 from tests.training.tiny_run import TINY, train
 
@@ -53,6 +60,20 @@ def test_packing_changes_nothing(preset):
         params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
         same_step((params, metrics), expected)
         assert metrics["gradient_norm"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [(True, False), (True, False, False, True, True, False)])
+def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
+    delta = DeltaNet(layers, key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4)
+    config = dataclasses.replace(test_update.CONFIG, num_layers=len(layers), delta=delta, norm_epsilon=1e-3)
+    monkeypatch.setattr(test_update, "CONFIG", config)
+    monkeypatch.setattr(test_update, "initial", functools.cache(lambda: init_params(config, jax.random.key(0))))
+    batch = ragged()
+    expected = step(batch)
+    params, metrics = step(batch, packed=pack(batch, RowShape(2, 16), share=False))
+    assert metrics["gradient_norm"] > 1e-3
+    chex.assert_trees_all_close((params, metrics), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])

@@ -1,0 +1,119 @@
+"""The engine with delta nets: completions are those of a full forward pass, whatever a slot held before."""
+
+import jax
+import numpy as np
+import pytest
+
+from recjax.models import unrolling
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig, DeltaNet
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.rollout import decoding, plan
+from recjax.rollout.collecting import row_keys
+from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Request
+
+CONFIG = DecoderConfig(
+    vocab_size=23,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    norm_epsilon=1e-3,
+    tie_embeddings=False,
+    gated_attention=True,
+    delta=DeltaNet((True, False, True, False), key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4),
+)
+PLAIN, KEYS = Sampling(), row_keys(jax.random.key(3), 64)
+forward = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Rounds of 5 tokens, caches from 16: a short completion goes through several of them."""
+    for name, value in {"ROUND": 5, "SHORTEST_CACHE": 16, "FEWEST_SLOTS": 2}.items():
+        monkeypatch.setattr(plan, name, value)
+
+
+@pytest.fixture(params=["scanned", "unrolled"])
+def engine(request, monkeypatch):
+    monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 4 if request.param == "unrolled" else 3)
+    made = Engine(Decoder(CONFIG), (7,), slots=4, prefix_time=6)
+    made.replace_weights(init_params(CONFIG, jax.random.key(0)), 0)
+    return made
+
+
+def asked(length, key, limit=14, sampling=PLAIN):
+    return Request(np.random.default_rng(key).integers(0, 23, length).astype(np.int32), KEYS[key], limit, sampling)
+
+
+def check(engine, requests, finished):
+    """The completions' log-probs are those of a forward pass over their whole sequences."""
+    for request, sampled in zip(requests, finished, strict=True):
+        arrays = [np.pad(x, (0, 40 - len(x)))[None] for x in (request.prefix, sampled.tokens)]
+        masks = [np.arange(40)[None] < len(x) for x in (request.prefix, sampled.tokens)]
+        inputs, options = (arrays[0], masks[0], arrays[1], masks[1]), {"sampling": request.sampling, "chunk": 64}
+        expected, _ = forward(Decoder(CONFIG), engine._stacked, *inputs, **options)
+        np.testing.assert_allclose(sampled.logprobs, expected[0, : len(sampled.tokens)], atol=5e-5)
+
+
+def run(engine, requests, group_size=None):
+    tickets, finished = engine.admit(requests, group_size), engine.drain()
+    finished = [finished[ticket] for ticket in tickets]
+    check(engine, requests, finished)
+    return finished
+
+
+def more(request, sampled, key, tokens=(1, 2, 3), **changes):
+    """A request that continues a completion, as an agent's next turn does."""
+    prefix = np.concatenate([request.prefix, sampled.tokens, np.array(tokens, np.int32)])
+    return request._replace(prefix=prefix, key=KEYS[key], **changes)
+
+
+def test_groups_and_requests_of_several_distributions(engine):
+    run(engine, [asked(length, 9)._replace(key=KEYS[row]) for length in (3, 6, 1, 4) for row in range(3)], 3)
+    run(engine, [asked(1 + row % 6, row, limit=3 + row, sampling=Sampling(0.5 + row % 2)) for row in range(11)])
+
+
+def test_a_turn_continues_from_the_end_of_a_slot_and_never_from_within(engine, monkeypatch):
+    prefilled = []
+    real = decoding.prefill
+    monkeypatch.setattr(decoding, "prefill", lambda *a, **k: prefilled.append(a[1:4]) or real(*a, **k))
+    first = [asked(5, row) for row in range(3)]
+    done = run(engine, first)
+    others = run(engine, [asked(6, 40, sampling=Sampling(0.7))])  # the other slots are idle for some rounds
+    assert len(others[0].tokens) > 1
+    second = [more(request, sampled, 20 + row) for row, (request, sampled) in enumerate(zip(first, done, strict=True))]
+    done_second = run(engine, second)
+    assert prefilled[-1][2] is not None and prefilled[-1][0].shape[1] < len(second[0].prefix)
+    # A turn that follows only a beginning of what the slot holds is run from its own beginning.
+    held = len(prefilled)
+    run(engine, [more(first[0], done[0], 30)])
+    assert all(contents is None for *_, contents in prefilled[held:])
+    third = more(second[1], done_second[1], 31)
+    run(engine, [third, asked(2, 33)])
+
+
+def test_cancelled_completions_and_weights_that_change(engine):
+    requests = [asked(4, row, limit=30) for row in range(6)]
+    tickets = engine.admit(requests)
+    finished = engine.round()
+    so_far = engine.so_far(tickets[:2])
+    engine.cancel(tickets[:2])
+    finished |= engine.drain()
+    check(engine, requests[2:], [finished[ticket] for ticket in tickets[2:]])
+    cut = [so_far[ticket]._replace(tokens=so_far[ticket].tokens) for ticket in tickets[:2] if ticket in so_far]
+    run(engine, [more(request, sampled, 50) for request, sampled in zip(requests, cut, strict=False)])
+    engine.replace_weights(jax.tree.map(lambda x: 1.1 * x, engine._stacked), 1)
+    run(engine, [more(request, sampled, 55) for request, sampled in zip(requests, cut, strict=False)])
+
+
+def test_a_batch_of_one_round_leaves_no_state_that_a_later_request_continues_from(engine):
+    """Such a batch keeps no keys and values of its completions, so the prompt is held, but its state has moved on."""
+    request = asked(4, 1, limit=4)
+    run(engine, [request, request._replace(key=KEYS[2])], 2)
+    run(engine, [request._replace(prefix=np.append(request.prefix, np.int32(3)), key=KEYS[3])])
