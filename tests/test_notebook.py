@@ -69,6 +69,8 @@ def test_a_fresh_environment_installs_recjax_and_shows_the_figure(tmp_path):
     (work / "short.ipynb").write_text(shortened(NOTEBOOK.read_text(encoding="utf-8")), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "JAX_"))}
     environment |= {"RECJAX_CHECKOUT": str(ROOT), "RECJAX_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([python, "-c", EXECUTE], cwd=work, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [python, "-c", EXECUTE], cwd=work, env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert pictures(work / "executed.ipynb")

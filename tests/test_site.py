@@ -86,7 +86,7 @@ def test_nothing_is_clipped(site, browser, width):
 
 
 def test_screenshots_in_light_and_dark(site, browser, tmp_path):
-    """Screenshots of each kind of page, for a look at them with --basetemp; dark mode is a dark page with light text."""
+    """Screenshots of each kind of page, which --basetemp keeps; in dark mode the page is dark and its text light."""
     assert all((site / path).is_file() for path in KINDS)
     for scheme in ("light", "dark"):
         for width in (LAPTOP, PHONE):
