@@ -69,7 +69,7 @@ setup(
         "trackio": ["trackio>=0.5"],
         "wandb": ["wandb>=0.20"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "playwright>=1.50"],
         "postgresql": ["psycopg[binary]>=3.2"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "sentencepiece": ["sentencepiece>=0.2"],  # reads a tokenizer.model that has no tokenizer.json next to it

@@ -164,7 +164,7 @@ def test_a_logprob_passes_few_functions():
     assert len({module for module, _ in way}) <= FIGURES["files of these functions"]
 
 
-GENERATED = {"configuration.md", "objectives.md", "claims.md", "accelerator.md"}  # written by commands
+GENERATED = {"configuration.md", "objectives.md", "papers.md", "claims.md", "accelerator.md"}  # written by commands
 WORDS = {  # at most; a page without a row here has PAGE_WORDS
     "README.md": 650,
     "agents.md": 1_060,
@@ -175,6 +175,7 @@ WORDS = {  # at most; a page without a row here has PAGE_WORDS
     "experience.md": 1_550,
     "how_to.md": 1_810,
     "objectives.md": 4_200,
+    "papers.md": 2_500,
     "rewards.md": 2_260,
     "serving.md": 1_000,
     "sweeps.md": 1_060,

@@ -1,7 +1,9 @@
-"""The notebook's cells run, one after the other, as a program of fewer steps; its pictures are those of its own run."""
+"""The notebook's cells run, one after the other, with fewer steps; its pictures are those of its own run."""
 
 import json
 import os
+import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -10,27 +12,65 @@ from tests import commands
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "tutorials" / "quickstart.ipynb"
+# Runs the notebook in the current folder as Jupyter and Colab do, and writes it with its outputs.
+EXECUTE = """
+import nbclient, nbformat
+
+notebook = nbformat.read("short.ipynb", as_version=4)
+nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+nbformat.write(notebook, "executed.ipynb")
+"""
 
 
-def cells() -> list[dict]:
-    return [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+def cells(path: Path = NOTEBOOK) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def shortened(program: str) -> str:
+    """The notebook or its program with fewer steps."""
+    program = program.replace("training.steps=240", "training.steps=8").replace("every=40", "every=4")
+    quote = '\\"' if '\\"evaluation.problems=256' in program else '"'
+    short = ["evaluation.problems=16", "warm_start.steps=5", "samples={every: 2}"]
+    program = program.replace("evaluation.problems=256", f"{quote}, {quote}".join(short))
+    assert short[-1] in program and "training.steps=8" in program
+    return program
+
+
+def pictures(path: Path) -> list[str]:
+    outputs = [output for cell in cells(path) for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    return [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
 def test_every_cell_was_run_in_order_and_none_failed():
     assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
-    outputs = [output for cell in cells() for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error"]
-    assert [output for output in outputs if "image/png" in output.get("data", {})]
+    assert pictures(NOTEBOOK)
 
 
 @pytest.mark.slow
 def test_the_cells_are_a_program(tmp_path):
     lines = [line for cell in cells() for line in "".join(cell["source"]).splitlines() if not line.startswith("%")]
-    program = "\n".join(lines).replace("training.steps=240", "training.steps=8").replace("every=40", "every=4")
-    short = ["evaluation.problems=16", "warm_start.steps=5", "samples={every: 2}"]
-    program = program.replace("evaluation.problems=256", '", "'.join(short))
-    assert short[-1] in program and "training.steps=8" in program
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    done = commands.run(["-c", program], cwd=tmp_path, env=environment)
+    done = commands.run(["-c", shortened("\n".join(lines))], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_installs_recjax_and_shows_the_figure(tmp_path):
+    """As in Colab: Python with Jupyter's kernel, without recjax; the first cell installs it from $RECJAX_CHECKOUT."""
+    python = str(tmp_path / "environment" / "bin" / "python")
+    venv.create(tmp_path / "environment", with_pip=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "ipykernel", "nbclient"]
+    if subprocess.run(pip, capture_output=True, timeout=600).returncode:
+        pytest.skip("pip cannot install ipykernel and nbclient here")
+    work = tmp_path / "content"
+    work.mkdir()
+    (work / "short.ipynb").write_text(shortened(NOTEBOOK.read_text(encoding="utf-8")), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "JAX_"))}
+    environment |= {"RECJAX_CHECKOUT": str(ROOT), "RECJAX_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [python, "-c", EXECUTE], cwd=work, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pictures(work / "executed.ipynb")

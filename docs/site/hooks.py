@@ -1,17 +1,41 @@
-"""The site: the README is its first page, the notebook and the commands are pages, links to code lead to copies."""
+"""The site: README, notebook, commands and modules are pages, links to code lead to copies, equations are drawn."""
 
 import ast
 import base64
+import hashlib
+import html
+import io
 import json
 import re
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import MathTextParser
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "tutorials/quickstart.ipynb"
 # [text](../recjax/training/loop.py#L3), or ../../ in a folder of docs/: out of docs/, into the repository.
 _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
+# A line of docs/api.md names a module, which gets a page.
+_MODULE = re.compile(r"^- \[([\w.]+)\]\(\.\./([\w/]+\.py)\)$", re.M)
+# What arithmatex makes of $$…$$ and $…$.
+_EQUATION = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.S)
+
+
+def on_config(config):
+    """Adds the pages of modules to the navigation, below the API's own page."""
+    for section in config["nav"]:
+        for entry in next(iter(section.values())):
+            if entry.get("API") == "api.md":
+                entry["API"] = ["api.md", *({name.partition(".")[2]: f"api/{name}.md"} for name, _ in modules())]
+    return config
+
+
+def modules() -> list[tuple[str, str]]:
+    """Name and path of every module in docs/api.md."""
+    return _MODULE.findall((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
 
 
 def on_files(files, config):
@@ -26,6 +50,8 @@ def on_files(files, config):
     for name, title in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
         files.append(File.generated(config, title, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=commands_page()))
+    for name, _ in modules():
+        files.append(File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n"))
     page, pictures = notebook_page((ROOT / "docs" / NOTEBOOK).read_text(encoding="utf-8"))
     files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=page))
     for name, picture in pictures.items():
@@ -81,6 +107,8 @@ def notebook_page(text: str) -> tuple[str, dict[str, bytes]]:
 
 def on_page_markdown(markdown, page, config, files):
     """Points links out of docs/ at the pages or copies that stand for them."""
+    if page.file.src_uri == "api.md":
+        markdown = _MODULE.sub(described, markdown)
     up = "../" * page.file.src_uri.count("/")
 
     def copied(link: re.Match) -> str:
@@ -91,3 +119,37 @@ def on_page_markdown(markdown, page, config, files):
         return f"]({up}{name}" if files.get_file_from_path(name) else link[0]
 
     return _OUT.sub(copied, markdown)
+
+
+def described(line: re.Match) -> str:
+    """A link to a module's page, with the first line of its docstring."""
+    tree = ast.parse((ROOT / line[2]).read_text(encoding="utf-8"))
+    return f"- [{line[1]}](api/{line[1]}.md): {ast.get_docstring(tree).splitlines()[0]}"
+
+
+def on_page_content(content, page, config, files):
+    """Draws equations, and marks output with drawn tables, whose lines must not wrap."""
+    content = _EQUATION.sub(equation, content)
+    return re.sub(
+        r'<div class="([^"]*\bhighlight)">(?=(?:(?!</div>).)*[│┃])', r'<div class="\1 drawn">', content, flags=re.S
+    )
+
+
+def equation(found: re.Match) -> str:
+    """An equation as SVG in the color of the text, which needs no script and no font of the reader's."""
+    tex, is_block = " ".join(html.unescape(found[2]).split()), found[1] == "div"
+    font, file = FontProperties(size=10, math_fontfamily="cm"), io.StringIO()
+    width, height, depth, *_ = MathTextParser("path").parse(f"${tex}$", dpi=72, prop=font)
+    figure = Figure(figsize=(width / 72, height / 72))
+    figure.text(0, depth / height, f"${tex}$", fontproperties=font)
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawing = re.sub(r"^.*?<svg ", "<svg ", file.getvalue(), flags=re.S)
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.S)
+    # Names of glyphs are unique in a page.
+    prefix = f"e{hashlib.sha256(tex.encode()).hexdigest()[:8]}"
+    drawing = re.sub(r'(id="|xlink:href="#)', rf"\g<1>{prefix}", drawing)
+    size = f'width="{width / 10:.3f}em" height="{height / 10:.3f}em" style="vertical-align: {-depth / 10:.3f}em"'
+    drawing = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', size, drawing, count=1)
+    kind, label = "equation-block" if is_block else "equation-inline", html.escape(tex, quote=True)
+    drawing = drawing.replace("<svg ", f'<svg role="img" aria-label="{label}" fill="currentColor" ', 1)
+    return f'<{found[1]} class="{kind}">{drawing}</{found[1]}>'

@@ -1,4 +1,4 @@
-"""docs/objectives.md, every axis and preset from the code that runs; README.md here, every preset on the toy task.
+"""docs/objectives.md and docs/papers.md, every axis and preset from the code; README.md here, presets on the toy task.
 
 python -m experiments.objectives.page              # from the code and, if it is there, metrics.parquet
 python -m experiments.objectives.page --collect    # first reads the runs of grid.yaml into metrics.parquet
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 from absl import app, flags
 from matplotlib.figure import Figure
 
@@ -29,6 +30,29 @@ METRICS = HERE / "metrics.parquet"
 DOCS = HERE.parent.parent / "docs"
 OFF = {"objective": "The reduction of the loss of each token, `token_loss`."}  # descriptions of axes without a function
 REGIMES = {"interval_20": "sync_interval 20", "offline": "offline"}
+# Keys of other blocks that belong to a paper's method; the notes of recjax/algorithms/catalog.py name them.
+COMPANIONS: dict[str, dict[str, dict]] = {
+    **{name: {"regime": {"sync_interval": 20}} for name, preset in PAPER.items() if preset.paper == "2509.24203"},
+    **{name: {"regime": {"offline": True}} for name in ("opmd", "opmd_token", "red_weight", "pairwise_consistency")},
+    "dr_grpo": {"algorithm": {"reduction": {"name": "fixed_length", "length": 1024}}},
+    "opo": {"regime": {"sync_interval": 1}},
+    "dapo": {"experience": {"refill": {"batches": 10}}, "task": {"overlong_tokens": 64}},
+    "flash_reinforce": {"rollout": {"group_size": 1}},
+    "luffy": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "group"}}},
+    "tis": {"training": {"updates_per_batch": 2}},
+    "decoupled_ppo": {"training": {"updates_per_batch": 2}},
+    "a3po": {"training": {"updates_per_batch": 2}},
+    "on_policy_distillation": {"model": {"teacher": "models/TEACHER"}},
+}
+PAPERS = """\
+# Paper index
+
+<!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
+
+Every preset with its source and a config to paste. Numbers are the paper's. [Algorithms](objectives.md) explains the
+axes, and [off-policy regimes](regimes.md) the regimes. `experiments/` has the settings of 2509.24203 on GSM8K, MATH,
+Guru-Math and ToolACE.
+"""
 INTRODUCTION = """\
 The runs of [grid.yaml](grid.yaml) train every preset of [docs/objectives.md](../../docs/objectives.md) on the toy
 task of [the claims](../claims/README.md#the-laboratory). Their base policy and seeds differ from those of the claims,
@@ -59,6 +83,32 @@ def page() -> str:
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value)
     return text
+
+
+def config_of(name: str, preset: Preset) -> dict[str, dict]:
+    """The config that selects a preset, with options that its paper states, and with other keys of the method."""
+    stated = {
+        axis: {option: value for option, value in change.items() if option != "name"}
+        for axis, change in preset.changes.items()
+        if not isinstance(change, str)
+    }
+    blocks = {"algorithm": {"preset": name, **{axis: options for axis, options in stated.items() if options}}}
+    for block, keys in COMPANIONS.get(name, {}).items():
+        blocks[block] = {**blocks.get(block, {}), **keys}
+    return blocks
+
+
+def papers_page() -> str:
+    """docs/papers.md."""
+    parts = [PAPERS]
+    for heading, presets in (("Algorithms of 2509.24203", PAPER), ("Other algorithms", FIELD)):
+        parts.append(f"## {heading}\n")
+        for name, preset in presets.items():
+            block = yaml.safe_dump(config_of(name, preset), sort_keys=False, default_flow_style=None, width=90)
+            parts.append(f"### {preset.title}\n\n{paper_of(preset)}: {preset.coefficient}\n\n```yaml\n{block}```\n")
+            if preset.note:
+                parts.append(f"{preset.note[0].upper()}{preset.note[1:]}.\n")
+    return "\n".join(parts)
 
 
 def notes(table: pd.DataFrame | None) -> str:
@@ -105,8 +155,9 @@ def _collapses(ends: pd.Series, starts: pd.Series) -> list[str]:
 
 
 def write_page(table: pd.DataFrame | None, docs: Path) -> None:
-    """Writes both pages and their pictures."""
+    """Writes all pages and their pictures."""
     (docs / "objectives.md").write_text(page(), encoding="utf-8")
+    (docs / "papers.md").write_text(papers_page(), encoding="utf-8")
     (HERE / "README.md").write_text(notes(table), encoding="utf-8")
     save_figure(draw_coefficients(), docs / "objectives.png")
     if table is not None:

@@ -225,7 +225,7 @@ FIELD = {
     ),
     "mis": Preset(
         "Masked importance sampling",
-        "",
+        "https://huggingface.co/docs/trl/en/paper_index",
         "ρA·one-side(ρ), 0 in completions whose mean ratio leaves 0.99 to 1.01",
         {**CLIPPED, "mask": "sequence_band"},
         "on the geometric mean, as SkyRL's docs prefer; TRL's default is the product up to 3, which masks long"
@@ -349,7 +349,7 @@ FIELD = {
     # --- Anchors.
     "tis": Preset(
         "TIS",
-        "",
+        "https://fengyao.notion.site/off-policy-rl",
         "min(π_prox/μ, 2)·ρA·one-side(ρ), ρ = π/π_prox",
         {**CLIPPED, "anchor": "proximal", "correction": {"name": "truncated", "cap": 2.0}},
         "ρ = 1 in the first update of a batch; training.updates_per_batch sets the number of passes",

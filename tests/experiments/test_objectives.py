@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from experiments.objectives.page import collected, notes, page
-from recjax.algorithms.presets import PRESETS, build_algorithm
+from experiments.objectives.page import collected, config_of, notes, page, papers_page
+from recjax.algorithms.catalog import FIELD, PAPER
+from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
+from recjax.config import load_config
 from recjax.plots.objectives import RATIOS, coefficients
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +19,7 @@ DOCS, NOTES = ROOT / "docs", ROOT / "experiments" / "objectives"
 def test_the_page_is_what_the_code_says():
     remedy = "write it again: python -m experiments.objectives.page"
     assert (DOCS / "objectives.md").read_text(encoding="utf-8") == page(), remedy
+    assert (DOCS / "papers.md").read_text(encoding="utf-8") == papers_page(), remedy
     assert (NOTES / "README.md").read_text(encoding="utf-8") == notes(collected()), remedy
     assert (DOCS / "objectives.png").is_file() and (NOTES / "final_accuracy.png").is_file()
 
@@ -23,6 +27,23 @@ def test_the_page_is_what_the_code_says():
 def test_every_preset_is_on_the_page():
     text = page()
     assert all(f"| `{name}` |" in text for name in PRESETS)
+
+
+@pytest.mark.slow
+def test_every_config_of_the_paper_index_is_taken(tmp_path):
+    """Each selects its preset's own choices; added to the quickstart, a run takes it."""
+    base = yaml.safe_load((ROOT / "experiments" / "quickstart.yaml").read_text(encoding="utf-8"))
+    for name, preset in (PAPER | FIELD).items():
+        change = config_of(name, preset)
+        merged = base | {"regime": {"sync_interval": 1}, "rollout": base["rollout"] | {"max_completion_tokens": 512}}
+        merged |= {block: {**(merged.get(block) or {}), **keys} for block, keys in change.items()}
+        if "model" in change:
+            merged |= {"model": {"path": "models/POLICY", **change["model"]}, "warm_start": None}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged))
+        load_config(tmp_path / "run.yaml")
+        stated = {axis: options for axis, options in change["algorithm"].items() if axis != "preset"}
+        assert change["algorithm"]["preset"] == name
+        assert resolve(name, stated) == resolve(name, {}) or name == "dr_grpo"
 
 
 @pytest.mark.slow
