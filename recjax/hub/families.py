@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.rotary import RopeScaling
 
 
@@ -33,6 +33,9 @@ GEMMA_FIXED = {
 OLMO = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
 PHI_FIXED = {"hidden_act": "silu", "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
+# Fields of experts; transformers wrote num_experts or num_local_experts, depending on family and version.
+EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+
 FAMILIES = {
     "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
     "mistral": Family(read=("sliding_window",), fixed=SILU),
@@ -52,6 +55,17 @@ FAMILIES = {
         fixed=PHI_FIXED,
         options={"fused_projections": True},
     ),
+    "qwen3_moe": Family(
+        read=(*WINDOWS, *EXPERTS, "moe_intermediate_size", "norm_topk_prob"),
+        fixed=SILU | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        options={"qk_norm": True},
+    ),
+    "olmoe": Family(
+        read=(*EXPERTS, "norm_topk_prob"),
+        fixed=SILU | {"clip_qkv": None},
+        options={"qk_norm": True, "joint_qk_norm": True},
+    ),
+    "mixtral": Family(read=("sliding_window", *EXPERTS), fixed=SILU | {"router_jitter_noise": 0.0}),
     "granite": Family(
         read=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), fixed=SILU
     ),
@@ -101,6 +115,8 @@ IGNORED_FIELDS = {
     # Special tokens and sampling.
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
     "min_p",
+    # Weight of the experts' balance loss in transformers; recjax has training.expert_balance.
+    *("router_aux_loss_coef", "output_router_logits"),
     *("repetition_penalty", "max_length", "cache_implementation"),
     # Fields for other tasks, and for the form of a call's result.
     *("id2label", "label2id", "problem_type", "is_encoder_decoder"),
@@ -204,6 +220,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
         scales = ("embedding_scale", "attention_scale", "residual_scale")
         options |= {scale: float(fields[name]) for scale, name in zip(scales, names, strict=True)}
         options["logit_scale"] = 1 / fields["logits_scaling"]
+    if "num_experts_per_tok" in fields:
+        options |= _experts(fields)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     for part in rope.values() if "full_attention" in rope else [rope]:
         rotated = part.get("partial_rotary_factor") or 1.0
@@ -224,6 +242,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
 # `_COUNTS` must be whole numbers of at least 1; `_AMOUNTS` must be finite numbers above 0.
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
+_COUNTS += (*EXPERTS, "moe_intermediate_size")
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 _AMOUNTS += FAMILIES["granite"].read
 _LARGEST = 2**31
@@ -249,6 +268,19 @@ def _check_numbers(fields: dict) -> None:
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"] or fields["num_attention_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
+
+
+def _experts(fields: dict) -> dict[str, object]:
+    """The decoder options of a mixture of experts."""
+    count = next(fields[name] for name in ("num_local_experts", "num_experts") if fields.get(name))
+    per_token, is_mixtral = fields["num_experts_per_tok"], fields["model_type"] == "mixtral"
+    if not per_token <= count <= 2**15:
+        raise ValueError(
+            f"num_experts_per_tok = {per_token} of {count} experts: takes 1 to all of at most {2**15}; correct config.json"
+        )
+    module = "block_sparse_moe" if is_mixtral else "mlp"
+    experts = ExpertOptions(count, per_token, is_mixtral or fields["norm_topk_prob"], module)
+    return {"experts": experts, "intermediate_size": fields.get("moe_intermediate_size", fields["intermediate_size"])}
 
 
 def _windows(fields: dict) -> tuple[int | None, ...]:

@@ -21,6 +21,20 @@ class Lora(NamedTuple):
     targets: tuple[str, ...]
 
 
+class ExpertOptions(NamedTuple):
+    """Experts in every layer, each an MLP of width `intermediate_size`.
+
+    count, per_token: number of experts of a layer, and of those that run for each token.
+    renormalize: divide the router's probabilities of a token's experts by their sum.
+    module: name of the MLP in checkpoints: "mlp", or "block_sparse_moe" with Mixtral's names of projections.
+    """
+
+    count: int
+    per_token: int
+    renormalize: bool
+    module: str = "mlp"
+
+
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
@@ -48,6 +62,7 @@ class DecoderConfig:
         lora: adapters; None: no adapters.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
         fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
+        experts: experts in all layers instead of one MLP; None: one MLP.
     """
 
     vocab_size: int
@@ -79,13 +94,23 @@ class DecoderConfig:
     attention_cap: float | None = None
     logit_cap: float | None = None
     fused_projections: bool = False
+    experts: ExpertOptions | None = None
     lora: Lora | None = None
 
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's matmuls, without adapters."""
+        return self._layer_weights(self.experts.count if self.experts else 1)
+
+    @property
+    def active_layer_weights(self) -> int:
+        """Number of weights in a layer's matmuls that run for each token: `layer_weights` without idle experts."""
+        return self._layer_weights(self.experts.per_token if self.experts else 1)
+
+    def _layer_weights(self, experts: int) -> int:
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (heads + 3 * self.intermediate_size)
+        router = self.experts.count if self.experts else 0
+        return self.hidden_size * (heads + router + 3 * experts * self.intermediate_size)
 
 
 def rotary_of(config: DecoderConfig) -> Rotary:

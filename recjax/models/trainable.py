@@ -22,7 +22,17 @@ def is_adapter(path: str) -> bool:
 
 
 def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
-    """The decoder's config with adapters on its projections."""
+    """The decoder's config with adapters on its projections.
+
+    Raises:
+        ValueError: adapters on experts, which recjax does not have.
+    """
+    refused = [target for target in lora.targets if config.experts and target in ("gate", "up", "down")]
+    if refused:
+        raise ValueError(
+            f"model.lora.targets = {lora.targets}: {refused[0]} is a projection of experts, which take no adapters;"
+            " keep query, key, value and output, or remove model.lora to train all weights"
+        )
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
@@ -74,7 +84,7 @@ def combine(first: dict, second: dict) -> dict:
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the decoder's compute dtype, except norm scales, which the decoder does not cast.
+    """Parameters in the decoder's compute dtype, except norm scales and routers, which the decoder does not cast.
 
     The policy stays the same, as a forward pass casts these parameters anyway.
 
@@ -83,7 +93,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
     """
 
     def cast(path: str, leaf: ArrayLike) -> jax.Array:
-        return jnp.array(leaf, leaf.dtype if path.endswith("/scale") else decoder.dtype, copy=copy)
+        return jnp.array(leaf, leaf.dtype if path.endswith(("/scale", "/router/kernel")) else decoder.dtype, copy=copy)
 
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})
 
