@@ -17,6 +17,7 @@ from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.experts import Load
 from recjax.models.logprobs import SAMPLED, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import Sampling
@@ -62,8 +63,9 @@ def micro_batch_logprobs(
     index: Int[Array, ""],
     sampling: Sampling,
     chunk: int,
-) -> LogprobsAndEntropy:
-    """Log-probs and entropies of the tokens in a micro-batch.
+    load: bool = False,
+) -> LogprobsAndEntropy | tuple[Array, Array, Load]:
+    """Log-probs and entropies of the tokens in a micro-batch, and with `load` the load of the experts.
 
     Args:
         params: all parameters, trained and frozen.
@@ -74,7 +76,7 @@ def micro_batch_logprobs(
     if layout.packed is None:
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
         recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
-        return completion_logprobs(decoder, params, *arrays, recorded, sampling=sampling, chunk=chunk)
+        return completion_logprobs(decoder, params, *arrays, recorded, sampling=sampling, chunk=chunk, load=load)
     *rows, places, _ = layout.packed
     rows = [constrain(x[index], ROWS) for x in rows]
     places = jnp.where(part.completion_mask, places - index * rows[0].size, 0)
@@ -85,8 +87,9 @@ def micro_batch_logprobs(
         predicted = jnp.full(rows[0].size, -1).at[at].set(jnp.arange(at.size), mode="drop").reshape(rows[0].shape)
         recorded = {name: x.reshape(at.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
         recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
-    values = packed_logprobs(decoder, params, *rows, recorded, sampling=sampling, chunk=chunk)
-    return tuple(jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in values)
+    found = packed_logprobs(decoder, params, *rows, recorded, sampling=sampling, chunk=chunk, load=load)
+    values = (jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in found[:2])
+    return *values, *found[2:]
 
 
 def over_micro_batches(
@@ -264,7 +267,7 @@ def _flops(config: DecoderConfig, positions: int, pairs: int, scores: int) -> in
     """FLOPs of an update: per weight and position, two in the forward pass and four in the backward pass."""
     attention = 2 * config.attention_layers * config.num_heads * config.head_dim * pairs
     head = config.hidden_size * config.vocab_size
-    return 6 * (config.num_layers * config.layer_weights * positions + attention + head * scores)
+    return 6 * (config.num_layers * config.active_layer_weights * positions + attention + head * scores)
 
 
 def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:

@@ -183,6 +183,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
     # Views of the parameters in Hugging Face layout; a fused tensor has several, in the order of its rows.
     for path, names in sorted(table.items(), key=lambda item: rows.get(item[0], (0,))):
         parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        if len(names) > len(parts):  # a tensor for each expert of each layer
+            parts = parts.reshape(len(names), *parts.shape[2:])
         for name, part in zip(names, parts, strict=True):
             tensors.setdefault(name, []).append(part.T if path.endswith("/kernel") else part)
     split = split_state_dict_into_shards_factory(

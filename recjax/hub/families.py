@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recjax.models.decoder_config import DecoderConfig, DeltaNet
+from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.rotary import RopeScaling
 
 
@@ -41,6 +41,9 @@ DELTA_SIZES = {
     "kernel": "linear_conv_kernel_dim",
 }
 
+# Fields of experts; transformers wrote num_experts or num_local_experts, depending on family and version.
+EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+
 FAMILIES = {
     "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
     "mistral": Family(read=("sliding_window",), fixed=SILU),
@@ -71,6 +74,17 @@ FAMILIES = {
         fixed=SILU | {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"},
         options={"qk_norm": True, "norm_offset": 1.0, "gated_attention": True},
     ),
+    "qwen3_moe": Family(
+        read=(*WINDOWS, *EXPERTS, "moe_intermediate_size", "norm_topk_prob"),
+        fixed=SILU | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        options={"qk_norm": True},
+    ),
+    "olmoe": Family(
+        read=(*EXPERTS, "norm_topk_prob"),
+        fixed=SILU | {"clip_qkv": None},
+        options={"qk_norm": True, "joint_qk_norm": True},
+    ),
+    "mixtral": Family(read=("sliding_window", *EXPERTS), fixed=SILU | {"router_jitter_noise": 0.0}),
     "granite": Family(
         read=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), fixed=SILU
     ),
@@ -151,6 +165,8 @@ IGNORED_FIELDS = {
     # Special tokens and sampling.
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
     "min_p",
+    # Weight of the experts' balance loss in transformers; recjax has training.expert_balance.
+    *("router_aux_loss_coef", "output_router_logits"),
     *("repetition_penalty", "max_length", "cache_implementation"),
     # A module that predicts further tokens; recjax does not read it.
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
@@ -260,6 +276,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
         options["logit_scale"] = 1 / fields["logits_scaling"]
     if "linear_num_key_heads" in fields:
         options["delta"] = _delta(fields)
+    if "num_experts_per_tok" in fields:
+        options |= _experts(fields)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     for part in rope.values() if "full_attention" in rope else [rope]:
         rotated = part.get("partial_rotary_factor") or 1.0
@@ -280,7 +298,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
 # `_COUNTS` must be whole numbers of at least 1; `_AMOUNTS` must be finite numbers above 0.
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
-_COUNTS += (*DELTA_SIZES.values(),)
+_COUNTS += (*DELTA_SIZES.values(), *EXPERTS, "moe_intermediate_size")
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 _AMOUNTS += FAMILIES["granite"].read
 _LARGEST = 2**31
@@ -323,6 +341,19 @@ def _delta(fields: dict) -> DeltaNet | None:
             f" {sizes['key_heads']}; correct config.json"
         )
     return DeltaNet(layers, **sizes) if any(layers) else None
+
+
+def _experts(fields: dict) -> dict[str, object]:
+    """The decoder options of a mixture of experts."""
+    count = next(fields[name] for name in ("num_local_experts", "num_experts") if fields.get(name))
+    per_token, is_mixtral = fields["num_experts_per_tok"], fields["model_type"] == "mixtral"
+    if not per_token <= count <= 2**15:
+        raise ValueError(
+            f"num_experts_per_tok = {per_token} of {count} experts: takes 1 to all of at most {2**15}; correct config.json"
+        )
+    module = "block_sparse_moe" if is_mixtral else "mlp"
+    experts = ExpertOptions(count, per_token, is_mixtral or fields["norm_topk_prob"], module)
+    return {"experts": experts, "intermediate_size": fields.get("moe_intermediate_size", fields["intermediate_size"])}
 
 
 def _windows(fields: dict) -> tuple[int | None, ...]:

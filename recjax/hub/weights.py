@@ -70,6 +70,11 @@ MODULES = {
     "head": "lm_head",
 }
 _EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
+# Projections of an expert in checkpoints, by the name of the layer's MLP there.
+EXPERT_MODULES = {
+    "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "block_sparse_moe": {"gate": "w1", "up": "w3", "down": "w2"},
+}
 # Decoder modules that a checkpoint stores one below the other in a single tensor, if it fuses projections.
 FUSED_MODULES = {
     "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
@@ -292,9 +297,15 @@ def _opened(file: Path):
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     """Maps parameter paths to Hugging Face names: one per layer, in order, for stacked parameters, otherwise one.
 
-    With layers of several kinds, the path `layers/2/…` has the parameters of each period's layer 2.
+    With layers of several kinds, the path `layers/2/…` has the parameters of each period's layer 2. Kernels of experts
+    have a name for each expert of the first layer, then for each of the second, and so on.
     """
-    modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
+    modules, experts = MODULES | (POST_NORM_MODULES if config.post_norms else {}), range(1)
+    if config.experts:
+        mlp, experts = f"model.layers.{{layer}}.{config.experts.module}", range(config.experts.count)
+        modules |= {"layers/experts/router": f"{mlp}.gate"}
+        for part, name in EXPERT_MODULES[config.experts.module].items():
+            modules[f"layers/experts/{part}"] = f"{mlp}.experts.{{expert}}.{name}"
     for module, parts in FUSED_MODULES.items() if config.fused_projections else ():
         modules |= dict.fromkeys(parts, module)
     names = {}
@@ -304,7 +315,9 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
         module, _, kind = own.rpartition("/")
         name = modules.get(own) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
         layers = range(int(place[1]) if place else 0, config.num_layers, config.period)
-        names[path] = [name.format(layer=layer) for layer in (layers if path.startswith("layers/") else [0])]
+        layers = layers if path.startswith("layers/") else [0]
+        each = experts if "{expert}" in name else range(1)
+        names[path] = [name.format(layer=layer, expert=expert) for layer in layers for expert in each]
     return names
 
 
@@ -347,6 +360,7 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
             axes = param_axes(path, leaf.shape)
             shape = leaf.shape[1:] if layered else leaf.shape
+            shape, of_experts = shape[-2:], shape[:-2]
 
             def tensor(name):
                 values = _read(*found[name], shape[::-1] if transposed else shape, fused.get(path))
@@ -355,8 +369,11 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             if not layered:
                 return put_array(tensor(names[path][0]), *axes).astype(jnp.float32)
             stacked = _zeros(leaf.shape, axes)
-            for layer, name in enumerate(names[path]):
-                stacked = _with_layer(stacked, layer, put_array(tensor(name), *axes[1:]), axes)
+            each = len(names[path]) // len(leaf)
+            for layer in range(len(leaf)):
+                tensors = [tensor(name) for name in names[path][layer * each : (layer + 1) * each]]
+                whole = np.stack(tensors) if of_experts else tensors[0]
+                stacked = _with_layer(stacked, layer, put_array(whole, *axes[1:]), axes)
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})

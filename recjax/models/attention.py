@@ -8,6 +8,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.models.placement import ROWS
+
 KERNELS = ("plain", "cudnn", "splash")
 LANES = 128  # smallest block of splash attention, in tokens
 
@@ -167,7 +169,7 @@ def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Arra
     def axes(wanted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
         return wanted if count % math.prod(mesh.shape[axis] for axis in wanted) == 0 else None
 
-    rows = axes(("data", "fsdp"), len(ids))
+    rows = axes(tuple(axis for axis in ROWS if axis in mesh.shape), len(ids))
     heads = PartitionSpec(rows, axes(("tensor",), keys.shape[1]))
     local = jax.shard_map(
         lambda *arrays: splash_attention(*arrays, scale, cap),

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
+from recjax.models.experts import NO_RECORD
 from recjax.models.layer import PRODUCT, Block, Part, Period, PerLayer, RMSNorm, cut, joined, run_layers
 from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
@@ -48,6 +49,7 @@ class Tokens(NamedTuple):
     ids: Array
     positions: Array
     mask: Array
+    experts: Array | None = None
 
 
 class Decoder(nn.Module):
@@ -59,6 +61,7 @@ class Decoder(nn.Module):
             `recjax.models.unrolling.unrolled_params`, and keys and values are tuples over layers.
         attention: one of recjax.models.attention.KERNELS.
         cache_dtype: dtype of a sampler's key-value cache; None: `dtype`.
+        replays_routing: sampling records the experts of each token, and scoring uses recorded experts.
     """
 
     config: DecoderConfig
@@ -67,6 +70,7 @@ class Decoder(nn.Module):
     unrolled: bool = False
     attention: str = "plain"
     cache_dtype: DTypeLike | None = None
+    replays_routing: bool = False
 
     def __call__(
         self,
@@ -76,6 +80,7 @@ class Decoder(nn.Module):
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
         turns: tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None = None,
+        experts: Int[Array, "batch time layers per_token"] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
@@ -89,12 +94,13 @@ class Decoder(nn.Module):
                 mask and positions already include them. A sampling loop so updates its cache without a copy. None:
                 write nothing.
             turns: `turns(positions)`, if the caller has it; None: compute it here.
+            experts: experts of each token, `recjax.models.experts.NO_RECORD` where the router chooses; None: everywhere.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
             [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `place`, the keys and values
             of the last context. If layers have delta nets, (keys, values, states): the states after these tokens.
         """
-        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, turns)
+        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask, experts),), contexts, place, turns)
         return hidden, keys_values
 
     def turns(
@@ -166,7 +172,15 @@ class Decoder(nn.Module):
                 distances = [jnp.subtract(*pairs(part.positions, positions)) for _, positions in sources]
             its_turns = self.turns(part.positions) if turns is None else turns
             looking.append(Part(part.positions, its_turns, masks, distances, part.mask))
-        per_layer = PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows)
+        experts = None
+        if any(part.experts is not None for part in parts):
+            each = config.num_layers, config.experts.per_token
+            known = [
+                jnp.full((*part.ids.shape, *each), NO_RECORD) if part.experts is None else part.experts
+                for part in parts
+            ]
+            experts = joined([one.reshape(-1, *each) for one in known], shapes).swapaxes(0, 1)
+        per_layer = PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows, experts)
 
         block = Block
         if self.remat != "none":
@@ -183,7 +197,7 @@ class Decoder(nn.Module):
             alike = config.period == 1
             layers = nn.scan(
                 block if alike else Period,
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, "routing": 0},
                 split_rngs={"params": True},
                 in_axes=(0, 0, *(nn.broadcast,) * 2),
                 length=config.num_layers // config.period,

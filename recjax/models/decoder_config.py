@@ -45,6 +45,20 @@ class DeltaNet(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+class ExpertOptions(NamedTuple):
+    """Experts in every layer, each an MLP of width `intermediate_size`.
+
+    count, per_token: number of experts of a layer, and of those that run for each token.
+    renormalize: divide the router's probabilities of a token's experts by their sum.
+    module: name of the MLP in checkpoints: "mlp", or "block_sparse_moe" with Mixtral's names of projections.
+    """
+
+    count: int
+    per_token: int
+    renormalize: bool
+    module: str = "mlp"
+
+
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 DELTA_PROJECTIONS = ("delta_inputs", "delta_gate", "delta_output")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
@@ -76,6 +90,7 @@ class DecoderConfig:
             and its gate.
         delta: layers with a gated delta net instead of attention; None: every layer has attention.
         fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
+        experts: experts in all layers instead of one MLP; None: one MLP.
     """
 
     vocab_size: int
@@ -109,6 +124,7 @@ class DecoderConfig:
     gated_attention: bool = False
     delta: DeltaNet | None = None
     fused_projections: bool = False
+    experts: ExpertOptions | None = None
     lora: Lora | None = None
 
     @property
@@ -127,12 +143,21 @@ class DecoderConfig:
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's matmuls, without adapters; the mean if layers differ."""
+        return self._layer_weights(self.experts.count if self.experts else 1)
+
+    @property
+    def active_layer_weights(self) -> int:
+        """Number of weights in a layer's matmuls that run for each token: `layer_weights` without idle experts."""
+        return self._layer_weights(self.experts.per_token if self.experts else 1)
+
+    def _layer_weights(self, experts: int) -> int:
         heads = ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if self.delta:
             net, share = self.delta, self.attention_layers / self.num_layers
             of_delta = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
             heads = round(share * heads + (1 - share) * of_delta)
-        return self.hidden_size * (heads + 3 * self.intermediate_size)
+        router = self.experts.count if self.experts else 0
+        return self.hidden_size * (heads + router + 3 * experts * self.intermediate_size)
 
 
 def rotary_of(config: DecoderConfig) -> Rotary:

@@ -16,11 +16,10 @@ from jaxtyping import Array
 from recjax.models.attention import attend
 from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
 from recjax.models.delta import DeltaState, causal_convolution, delta_rule
+from recjax.models.experts import Experts
 from recjax.models.placement import ROWS, constrain, stream_axes
-from recjax.models.products import all_but_kernel, dense_product
+from recjax.models.products import PRODUCT, all_but_kernel, dense_product
 from recjax.models.rotary import Rotary, rotate, turns_of
-
-PRODUCT = "product"  # checkpoint name of the projections' outputs
 
 
 class RMSNorm(nn.Module):
@@ -56,10 +55,14 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
 
 
 class PerLayer(NamedTuple):
-    """Options that differ between layers, for the scan over layers; None: equal in all layers."""
+    """Options that differ between layers, for the scan over layers; None: equal in all layers.
+
+    `experts` are recorded experts of each token of the stream, see `Experts`; None: nothing is recorded.
+    """
 
     rotary: Rotary | None
     windows: np.ndarray | Array | None
+    experts: Array | None = None
 
 
 class Part(NamedTuple):
@@ -191,9 +194,15 @@ class Block(nn.Module):
         hidden = add_to_stream(hidden, mixed, "attention_post_norm")
 
         x = constrain(norm(name="mlp_norm")(hidden) if config.pre_norms else hidden, rows, units)
-        gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
-        gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
-        hidden = add_to_stream(hidden, dense(gated, config.hidden_size, "down"), "mlp_post_norm")
+        if config.experts is None:
+            gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
+            gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
+            mixed = dense(gated, config.hidden_size, "down")
+        else:
+            real = joined([part.ids.reshape(-1) > 0 for part in parts], shapes)
+            run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
+            mixed = run_experts(x, real, layer.experts)
+        hidden = add_to_stream(hidden, mixed, "mlp_post_norm")
         return constrain(hidden, rows, units), kept
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Decoder, Tokens, logits
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.experts import EXPERTS, NO_RECORD, Load, apply_routed, load_of
 from recjax.models.placement import constrain, over_rows
 from recjax.models.sampling import KEPT, Sampling
 from recjax.models.unrolling import params_for
@@ -187,7 +188,8 @@ def completion_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    load: bool = False,
+) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]] | tuple[Array, Array, Load]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
@@ -200,6 +202,7 @@ def completion_logprobs(
         recorded: arrays that the sampler recorded for each token, [batch, time, …]; see `recjax.experience.group.Row`.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
+        load: return the load of the experts as well.
     """
     group = completions.shape[0] // prompts.shape[0]
     weights = {"params": params_for(decoder, params)}
@@ -207,13 +210,21 @@ def completion_logprobs(
     asked = Tokens(prompts, positions, prompt_mask)
     if completions.shape[1] > 1:
         positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
-        written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1])
-        hidden, *rest = decoder.apply(weights, asked, written, method="of_groups")
+        # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
+        experts = _recorded_experts(decoder, recorded)
+        experts = None if experts is None else experts[:, 1:]
+        written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1], experts)
+        (hidden, *rest), sown = apply_routed(decoder, weights, asked, written, method="of_groups")
     else:
-        (hidden, _), rest = decoder.apply(weights, *asked), ()
+        ((hidden, _), sown), rest = apply_routed(decoder, weights, *asked), ()
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
     before = jnp.concatenate([first, *rest], axis=1)
-    return chunked_logprobs(decoder.config, params, before, completions, sampling, chunk, recorded)
+    values = chunked_logprobs(decoder.config, params, before, completions, sampling, chunk, recorded)
+    return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values
+
+
+def _recorded_experts(decoder: Decoder, recorded: Mapping[str, Array]) -> Int[Array, "rows time layers k"] | None:
+    return recorded[EXPERTS].astype(jnp.int32) if decoder.replays_routing and EXPERTS in recorded else None
 
 
 def packed_logprobs(
@@ -227,7 +238,8 @@ def packed_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]]:
+    load: bool = False,
+) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]] | tuple[Array, Array, Load]:
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
@@ -235,7 +247,11 @@ def packed_logprobs(
         recorded: arrays that the sampler recorded for each target, [rows, row_tokens, …].
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
+        load: return the load of the experts as well.
     """
-    weights = {"params": params_for(decoder, params)}
-    hidden, _ = decoder.apply(weights, tokens, positions, ends)
-    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk, recorded)
+    weights, experts = {"params": params_for(decoder, params)}, _recorded_experts(decoder, recorded)
+    if experts is not None:
+        experts = jnp.where(recorded[SAMPLED][..., None, None], experts, NO_RECORD)
+    (hidden, _), sown = apply_routed(decoder, weights, tokens, positions, ends, experts=experts)
+    values = chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk, recorded)
+    return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values

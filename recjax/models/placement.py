@@ -1,6 +1,7 @@
 """Placement of parameters, batches and activations on a mesh of devices.
 
-The mesh is the mesh in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor"; see recjax.training.mesh.
+The mesh is the mesh in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor", and "expert" if experts are
+split over devices; see recjax.training.mesh.
 Without a mesh, everything lies on one device and these functions have no effect.
 """
 
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
+ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batch
 
 # Projections from the stream, and back into it.
 INTO, OUT_OF = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay", "output|down|delta_output"
@@ -33,6 +34,9 @@ RULES = (
     (rf"layers/({INTO})_lora_b/kernel", (None, None, "tensor")),
     (rf"layers/({OUT_OF})_lora_a/kernel", (None, "tensor", None)),
     (rf"layers/({OUT_OF})_lora_b/kernel", (None, None, "fsdp")),
+    (r"layers/experts/router/kernel", (None, "fsdp", None)),
+    (r"layers/experts/(gate|up)/kernel", (None, "expert", "fsdp", "tensor")),
+    (r"layers/experts/down/kernel", (None, "expert", "tensor", "fsdp")),
     (r"(layers/\w+_norm|norm)/scale|layers/delta_(kernel|log_speed|bias)", ()),
 )
 
@@ -66,7 +70,7 @@ def stream_axes(time: int) -> tuple[Axes, Axes]:
     smaller than the weights: then units are split along "fsdp" like the weights, and every device multiplies by its own
     part of the weights.
     """
-    return (ROWS, None) if time > 1 else ("data", "fsdp")
+    return (ROWS, None) if time > 1 else (("data", "expert"), "fsdp")
 
 
 def param_shardings(mesh: AnyMesh, tree: Any) -> Any:
@@ -206,9 +210,10 @@ def over_rows(function: Callable, whole: Any, *rows: Any, axis: Callable[[Array]
     shards = row_shards()
     if shards == 1 or len(rows[-1]) % shards:
         return function(whole, *rows)
-    own = jax.tree.map(lambda x: PartitionSpec(*(None,) * axis(x), ROWS), rows)
+    axes = tuple(name for name in ROWS if name in jax.sharding.get_abstract_mesh().shape)
+    own = jax.tree.map(lambda x: PartitionSpec(*(None,) * axis(x), axes), rows)
     specs = {"in_specs": (PartitionSpec(), *own), "out_specs": own[0]}
-    return jax.shard_map(function, **specs, axis_names={*ROWS}, check_vma=False)(whole, *rows)
+    return jax.shard_map(function, **specs, axis_names={*axes}, check_vma=False)(whole, *rows)
 
 
 def _sizes(mesh: AbstractMesh) -> dict[str, int]:
@@ -218,15 +223,15 @@ def _sizes(mesh: AbstractMesh) -> dict[str, int]:
 
 
 def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The axes of each dimension, or None if they do not divide the dimension."""
+    """The axes of each dimension that the mesh has, or None if they do not divide the dimension."""
 
-    def divides(axis: Axes, length: int) -> bool:
-        names = (axis,) if isinstance(axis, str) else axis or ()
-        return all(name in sizes for name in names) and length % math.prod(sizes[name] for name in names) == 0
+    def fitting(axis: Axes, length: int) -> Axes:
+        names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in sizes)
+        if not names or length % math.prod(sizes[name] for name in names):
+            return None
+        return names if isinstance(axis, tuple) and len(names) > 1 else names[0]
 
-    return PartitionSpec(
-        *(axis if divides(axis, length) else None for axis, length in zip(axes, shape[: len(axes)], strict=True))
-    )
+    return PartitionSpec(*(fitting(axis, length) for axis, length in zip(axes, shape[: len(axes)], strict=True)))
 
 
 def _by_path(function: Any, tree: Any) -> Any:

@@ -2,12 +2,15 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+PRODUCT = "product"  # checkpoint name of the projections' outputs
 
 # Platforms on which XLA's aᵀ b is slow in float32 and missing in bfloat16.
 WRITE_TRANSPOSED = ("cpu",)
@@ -81,3 +84,95 @@ def dense_product(
 def all_but_kernel(x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeLike) -> tuple:
     """The `promote_dtype` of flax.linen.Dense, which leaves the kernel to `product`."""
     return x.astype(dtype), kernel, None if bias is None else bias.astype(dtype)
+
+
+# --- Matmuls of groups of rows, each with a kernel of its own.
+
+
+@jax.custom_vjp
+def grouped_product(
+    x: Float[Array, "rows inputs"], kernels: Float[Array, "groups inputs units"], sizes: Int[Array, " groups"]
+) -> Float[Array, "rows units"]:
+    """Matmuls of consecutive groups of rows with their groups' kernels, accumulated in float32; 0 in further rows.
+
+    XLA on the CPU computes `jax.lax.ragged_dot` as a matmul of all rows with all kernels. There, a loop runs over
+    blocks of rows of one group each.
+
+    Args:
+        kernels: cast to the dtype of `x`.
+        sizes: rows of each group.
+    """
+    return _by_group(x, kernels, sizes)
+
+
+def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
+    def ragged(x, kernels, sizes):
+        whole = jax.lax.ragged_dot(x, kernels.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+        return whole.astype(x.dtype)
+
+    def in_blocks(x, kernels, sizes):
+        size, blocks = _block_size(len(x), len(sizes)), _Blocks.of(sizes, len(x))
+        rows = jnp.pad(x, ((0, size), (0, 0)))
+
+        def one(number, whole):
+            group, start = blocks.groups[number], blocks.starts[number]
+            kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+            inputs = jax.lax.dynamic_slice_in_dim(rows, start, size)
+            outputs = _summed_in_float32("rm,mn->rn", inputs, kernel).astype(x.dtype)
+            # Behind a group's end they mean nothing; the next block overwrites them.
+            return jax.lax.dynamic_update_slice_in_dim(whole, outputs, start, 0)
+
+        whole = jnp.zeros((len(rows), kernels.shape[-1]), x.dtype)
+        return jax.lax.fori_loop(0, blocks.count, one, whole)[: len(x)]
+
+    whole = jax.lax.platform_dependent(x, kernels, sizes, default=ragged, cpu=in_blocks)
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], whole, 0)
+
+
+def _grouped_backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]:
+    x, kernels, sizes = kept
+
+    def ragged(x, gradient, sizes):
+        numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+        return jax.lax.ragged_dot_general(x, gradient, sizes, numbers, preferred_element_type=jnp.float32)
+
+    def in_blocks(x, gradient, sizes):
+        size, blocks = _block_size(len(x), len(sizes)), _Blocks.of(sizes, len(x))
+        x, gradient = (jnp.pad(y, ((0, size), (0, 0))) for y in (x, gradient))
+
+        def one(number, whole):
+            group, start = blocks.groups[number], blocks.starts[number]
+            inputs, outputs = (jax.lax.dynamic_slice_in_dim(y, start, size) for y in (x, gradient))
+            inputs = jnp.where((jnp.arange(size) < blocks.ends[number] - start)[:, None], inputs, 0)
+            return whole.at[group].add(_summed_in_float32("rm,rn->mn", inputs, outputs))
+
+        return jax.lax.fori_loop(0, blocks.count, one, jnp.zeros(kernels.shape, jnp.float32))
+
+    of_kernels = jax.lax.platform_dependent(x, gradient, sizes, default=ragged, cpu=in_blocks)
+    return _by_group(gradient, kernels.swapaxes(1, 2), sizes), of_kernels.astype(kernels.dtype), None
+
+
+grouped_product.defvjp(lambda *operands: (grouped_product(*operands), operands), _grouped_backward)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of rows of one group each: their groups, first rows, ends of their groups, and the number of blocks."""
+
+    groups: Array
+    starts: Array
+    ends: Array
+    count: Array
+
+    @classmethod
+    def of(cls, sizes: Array, rows: int) -> "_Blocks":
+        size = _block_size(rows, len(sizes))
+        counts, ends = -(-sizes // size), jnp.cumsum(sizes)
+        last, numbers = jnp.cumsum(counts), jnp.arange(rows // size + len(sizes))
+        groups = jnp.minimum(jnp.searchsorted(last, numbers, side="right"), len(sizes) - 1)
+        starts = (ends - sizes)[groups] + (numbers - (last - counts)[groups]) * size
+        return cls(groups, starts, ends[groups], last[-1])
+
+
+def _block_size(rows: int, groups: int) -> int:
+    """Rows of a block: about those of a group, if all are alike, from 8 to 256."""
+    return min(max(8, 2 ** (rows // groups).bit_length()), 256)

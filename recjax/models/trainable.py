@@ -25,10 +25,16 @@ def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
     """The decoder's config with adapters on its projections.
 
     Raises:
-        ValueError: a target that the decoder lacks.
+        ValueError: a target that the decoder lacks, or adapters on experts.
     """
     if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
         raise ValueError(f"model.lora.targets = {lora.targets}: the model has no {min(absent)}; remove it")
+    refused = [target for target in lora.targets if config.experts and target in ("gate", "up", "down")]
+    if refused:
+        raise ValueError(
+            f"model.lora.targets = {lora.targets}: {refused[0]} is a projection of experts, which take no adapters;"
+            " keep query, key, value and output, or remove model.lora to train all weights"
+        )
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
@@ -81,7 +87,7 @@ def combine(first: dict, second: dict) -> dict:
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the decoder's compute dtype, except norm scales and decays, which the decoder does not cast.
+    """Parameters in the decoder's compute dtype, except norm scales, decays and routers, which the decoder does not cast.
 
     The policy stays the same, as a forward pass casts these parameters anyway.
 
@@ -90,7 +96,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
     """
 
     def cast(path: str, leaf: ArrayLike) -> jax.Array:
-        exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias"))
+        exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias", "/router/kernel"))
         return jnp.array(leaf, leaf.dtype if exact else decoder.dtype, copy=copy)
 
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})

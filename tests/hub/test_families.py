@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,15 @@ MODELS |= {
         "tie_word_embeddings": False,
     },
 }
+QWEN3_MOE = {"model_type": "qwen3_moe", "rope_parameters": ROPE, "head_dim": 12, "moe_intermediate_size": 24}
+MODELS |= {
+    "qwen3_moe": QWEN3_MOE | {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "qwen3_moe, tied": QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    "olmoe": OLMO | {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "mixtral": {"model_type": "mixtral", "rope_parameters": ROPE, "num_local_experts": 4, "sliding_window": 4},
+}
+# Mixtral's names of tensors, and the others' names.
+MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 PROMPTS, GROUP = (3, 6), 2  # lengths; completions a prompt
 COMPLETIONS = (5, 8, 1, 4)
 PLACES = {  # where each sequence starts: (row, column)
@@ -115,6 +125,7 @@ OPTIONS -= {
     "fused_projections",
     "pre_norms",
     "joint_qk_norm",
+    "experts",
 }
 
 
@@ -172,10 +183,23 @@ def load_random(name, folder) -> Loaded:
         sequences.append(sequence)
         scores.append(output.detach().numpy())
     total.backward()
-    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    gradients = dict(by_tensor({name: parameter.grad.numpy() for name, parameter in model.named_parameters()}))
     config, params = load_pretrained(folder)
     params = jax.tree.map(jnp.asarray, params)
     return Loaded(name, config, params, prompts, sequences, scores, gradients, folder, model)
+
+
+def by_tensor(gradients):
+    """The gradients by the names of tensors in the folder; transformers joins experts' tensors when it loads them."""
+    for name, gradient in gradients.items():
+        place, _, kind = name.rpartition(".experts.")
+        if not place:
+            yield name, gradient
+            continue
+        halves = np.split(gradient, 2, axis=1) if kind == "gate_up_proj" else [gradient]
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for part, half in zip(names, halves, strict=True):
+            yield from ((f"{place}.experts.{number}.{part}.weight", one) for number, one in enumerate(half))
 
 
 def laid_out(sequences, layout, ends=True):
@@ -227,8 +251,11 @@ def gradient_error(loaded, gradients):
     worst, rows = 0.0, fused_rows(loaded.config)
     for path, names in tensor_names(loaded.config).items():
         gradient = functools.reduce(lambda tree, key: tree[key], path.split("/"), gradients)
+        if len(names) > loaded.config.num_layers:
+            gradient = gradient.reshape(len(names), *gradient.shape[2:])
         for layer, name in enumerate(names):
             part = gradient[layer] if path.startswith("layers/") else gradient
+            name = re.sub("|".join(MIXTRAL_NAMES), lambda match: MIXTRAL_NAMES[match[0]], name)
             expected = loaded.gradients[name][slice(*rows.get(path, (None,))[:2])]
             part = part.T if path.endswith("/kernel") else part
             worst = max(worst, np.abs(part - expected).max() / np.abs(expected).max())
