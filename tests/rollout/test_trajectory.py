@@ -256,6 +256,7 @@ def test_recorded_arrays_follow_their_tokens_through_turns_and_batches():
     made.add(np.array([C], np.int32), turn(A, B)._replace(recorded=sets([1], [2])))
     made.add(np.array([C, A, B, DOT], np.int32), turn(A, B)._replace(recorded=sets([3, 4], [5, 6])))
     recorded = made.rows[0].recorded["kept_ids"]
+    assert made.turns[1].up_to(1).recorded["kept_ids"].tolist() == [[3, 4]]
     assert recorded.tolist() == [[1, -1], [2, -1], [-1, -1], [3, 4], [5, 6]]
     group = Group("g", made.rows[0].prompt_tokens, (completion("a", made.rows), completion("b", [SHORT])), "c")
     of_batch = pad([group], Shape(2, None, 6, 6)).recorded["kept_ids"]

@@ -210,14 +210,14 @@ def recorder_of(place, **options):
 def test_what_a_killed_server_leaves_is_taken_up_where_it_was(tmp_path, db):
     with serve(db) as client:
         ids = [post(client, TEXT, prompt="ab", max_tokens=3)["id"] for _ in range(3)]
-        turn = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, return_token_ids=True)
+        turn = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, top_k=20, return_token_ids=True)
         post(client, FEEDBACK, id=ids[0], reward=1)
         left = copied(db, tmp_path / "left")
     kept = by_id(db)
     with serve(left) as client:
         post(client, FEEDBACK, status=409, id=ids[0], reward=0)
         text = "ab" + TOKENIZER.decode(turn["choices"][0]["token_ids"]) + "x"
-        more = post(client, "/sessions/s" + TEXT, prompt=text, max_tokens=4, return_token_ids=True)
+        more = post(client, "/sessions/s" + TEXT, prompt=text, max_tokens=4, top_k=20, return_token_ids=True)
         assert more["prompt_token_ids"][2:-1] == turn["choices"][0]["token_ids"], "the session goes on"
         post(client, "/sessions/s/reward", reward=3)
     rows = by_id(left)
@@ -225,6 +225,9 @@ def test_what_a_killed_server_leaves_is_taken_up_where_it_was(tmp_path, db):
     assert all(same(rows[f"{name}/0"], kept[f"{name}/0"]) for name in ids)
     with Store(left) as store:
         assert not store.turns()
+    row = rows["session/s"].completion.rows[0]
+    sets = [one for reply in (turn, more) for one in reply["choices"][0]["sampling_mask"]]
+    assert [one for one in sets_to_lists(row.recorded) if one] == sets and len(sets) == row.mask.sum()
 
 
 def several_turns(client):
