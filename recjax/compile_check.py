@@ -19,7 +19,7 @@ from rich.table import Table
 from recjax.config import load_config
 from recjax.console import command, plain_console, start
 from recjax.models.decoder import REMAT
-from recjax.models.placement import bytes_on_device
+from recjax.models.placement import bytes_on_device, row_shards
 from recjax.planning.dry_run import count
 from recjax.planning.programs import Plan, Program, beside, compiled, micro_batches_of, plan, programs_of
 from recjax.planning.sampling import cache_bytes, most_completions
@@ -90,7 +90,7 @@ def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
         prompts = config.rollout.prompts_per_step // config.training.minibatches
         budget = config.training.tokens_per_micro_batch
         fewer = range(prompts // micro_batches_of(planned) - 1, 0, -1)
-        shards = mesh["data"] * mesh["fsdp"]
+        shards = row_shards(planned.mesh)
         even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]
         for change in [f"tokens_per_micro_batch={budget // 2}"] if budget else even[:1]:
             changes.append((f"training.{change}", "more micro-batches, and devices exchange weights for each"))

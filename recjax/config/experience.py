@@ -57,6 +57,11 @@ class RolloutConfig(ConfigBlock):
         " vocabulary; 0: none",
         ge=0,
     )
+    record_routing: bool = key(
+        True,
+        "Record the experts of each sampled token, and run them again in the update; no effect on models without"
+        " experts",
+    )
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     def sampling(self) -> Sampling:

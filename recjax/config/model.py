@@ -182,10 +182,11 @@ Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a nu
 
 
 class MeshConfig(ConfigBlock):
-    """Layout of the devices; the three sizes multiply to the number of devices, and at most one -1 takes the rest."""
+    """Layout of the devices; the sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
     data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters")
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
+    expert: Size = key(1, "Devices that split rows, and the experts of a mixture")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:

@@ -349,7 +349,8 @@ def _experts(fields: dict) -> dict[str, object]:
     per_token, is_mixtral = fields["num_experts_per_tok"], fields["model_type"] == "mixtral"
     if not per_token <= count <= 2**15:
         raise ValueError(
-            f"num_experts_per_tok = {per_token} of {count} experts: takes 1 to all of at most {2**15}; correct config.json"
+            f"num_experts_per_tok = {per_token} of {count} experts: takes at most all, and {2**15} experts; correct"
+            " config.json"
         )
     module = "block_sparse_moe" if is_mixtral else "mlp"
     experts = ExpertOptions(count, per_token, is_mixtral or fields["norm_topk_prob"], module)

@@ -75,7 +75,13 @@ def policy_alone(config: Config, characters: str) -> Policy:
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
-    decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
+    if config.training.expert_balance and decoder_config.experts is None:
+        raise ValueError(
+            f"training.expert_balance = {config.training.expert_balance}: {config.model.path or 'model.decoder'} has no"
+            " experts; remove this key"
+        )
+    options = {"attention": kernel, "replays_routing": config.rollout.record_routing}
+    decoder = Decoder(decoder_config, dtype, config.model.remat, **options)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     if unknown := [token for token in stop_ids if token >= decoder_config.vocab_size]:
         logger.warning(

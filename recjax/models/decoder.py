@@ -94,7 +94,7 @@ class Decoder(nn.Module):
                 mask and positions already include them. A sampling loop so updates its cache without a copy. None:
                 write nothing.
             turns: `turns(positions)`, if the caller has it; None: compute it here.
-            experts: experts of each token, `recjax.models.experts.NO_RECORD` where the router chooses; None: everywhere.
+            experts: experts of each token; `NO_RECORD` where the router chooses; None: the router chooses everywhere.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
             [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `place`, the keys and values

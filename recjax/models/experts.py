@@ -125,7 +125,7 @@ def _spread(x: Float[Array, "tokens hidden"], order: Int[Array, " pairs"], place
 
 
 def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, kernels: tuple) -> Array:
-    """`_mixed` on a mesh: a device sorts its own tokens, and runs its own experts on the tokens of its "expert" axis."""
+    """`_mixed` on a mesh: a device sorts its own tokens, and runs its experts on all tokens along the "expert" axis."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return _mixed(gated, x, chosen, weights, kernels)

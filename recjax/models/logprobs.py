@@ -207,6 +207,8 @@ def completion_logprobs(
     group = completions.shape[0] // prompts.shape[0]
     weights = {"params": params_for(decoder, params)}
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
+        prompt_mask &= completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
     asked = Tokens(prompts, positions, prompt_mask)
     if completions.shape[1] > 1:
         positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)

@@ -190,9 +190,9 @@ def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _fitting(axes, shape, mesh.shape)))
 
 
-def row_shards() -> int:
-    """Number of parts into which the mesh splits the rows of a batch."""
-    sizes = _sizes(jax.sharding.get_abstract_mesh())
+def row_shards(mesh: AnyMesh | None = None) -> int:
+    """Number of parts into which a mesh, by default the mesh in context, splits the rows of a batch."""
+    sizes = mesh.shape if mesh else _sizes(jax.sharding.get_abstract_mesh())
     return math.prod(sizes.get(name, 1) for name in ROWS)
 
 

@@ -24,7 +24,7 @@ from recjax.experience.packing import shape_for
 from recjax.experience.stored import stored_per_batch
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
-from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
@@ -165,7 +165,7 @@ def update_items(
     config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, remats: Sequence[str] = ()
 ) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
-    shape, shards = programs.minibatch_shape(config, prompt_tokens), mesh.shape["data"] * mesh.shape["fsdp"]
+    shape, shards = programs.minibatch_shape(config, prompt_tokens), row_shards(mesh)
     if programs.is_packed(config):
         rows, time = shape_for(config, shape, shards)
         rows = -(-rows // shards)
@@ -322,8 +322,9 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
         rollout.group_size,
         decoder.dtype.itemsize,
     )
-    layers, head = shape.num_layers * shape.layer_weights, shape.vocab_size * shape.hidden_size
-    trained = min(count(result.model.trained) / (layers + head), 1.0)
+    layers, head = shape.num_layers * shape.active_layer_weights, shape.vocab_size * shape.hidden_size
+    idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)  # weights of experts without a token
+    trained = min(count(result.model.trained) / (layers + idle + head), 1.0)
     backward = 2 * trained if config.model.freeze else 1 + trained
     # One prompt with its group.
     pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
@@ -335,7 +336,12 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     if sampled:
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
         plan = sampling_of(config, decoder, result.mesh, prompt, free)
-        read = -(-sampled * group // plan.slots) * longest * (layers + head) * size / plan.mesh.shape["tensor"]
+        # A step reads the experts that any of its tokens needs: in expectation, with equal loads.
+        share = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
+        # With s the share of active experts and n tokens, 1 - (1 - s)ⁿ of the experts run; s are in `layers`.
+        more = 0 if share == 1.0 else (1 - (1 - share) ** plan.slots - share) / (1 - share)
+        weights = layers + more * idle + head
+        read = -(-sampled * group // plan.slots) * longest * weights * size / plan.mesh.shape["tensor"]
         cache = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
         cache += 2 * state_bytes(decoder, group)  # each token reads and writes them
         read += longest * sampled * cache / devices.count
@@ -365,6 +371,16 @@ def _show_devices(config: Config, result: DryRun, needed: int, devices: Devices 
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
 
 
+def _active(model: Model) -> str:
+    """The number of parameters that run for each token, if the model has experts."""
+    shape = model.decoder.config
+    if shape.experts is None:
+        return ""
+    idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)
+    each = f"{shape.experts.per_token} of {shape.experts.count} experts"
+    return f"; active for each token {count(combine(model.trained, model.frozen)) - idle:,} ({each})"
+
+
 def show_dry_run(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = plain_console(soft_wrap=True, highlight=False)
@@ -375,7 +391,7 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
         trained, frozen = count(result.model.trained), count(result.model.frozen)
-        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
+        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}{_active(result.model)}")
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:

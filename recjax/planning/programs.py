@@ -23,8 +23,9 @@ from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, t
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import kept_shapes
-from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
+from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, row_shards
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
@@ -127,7 +128,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         else:
             shape = scratch_config(config.model.decoder, len(tokenizer()))
         shape = adapted(shape, config.model.lora) if config.model.lora else shape
-        decoder = Decoder(shape, compute_dtype(config.model.dtype), config.model.remat)
+        options = {"replays_routing": config.rollout.record_routing}
+        decoder = Decoder(shape, compute_dtype(config.model.dtype), config.model.remat, **options)
         return Model(decoder, *split_params(abstract_params(shape), config.model))
 
     task = reached(lambda: load_task(config))
@@ -321,7 +323,7 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     vocabulary, sampling = plan.model.decoder.config.vocab_size, config.rollout.sampling()
-    recorded = kept_shapes(vocabulary, sampling, config.rollout.kept_ids)
+    recorded = kept_shapes(vocabulary, sampling, config.rollout.kept_ids) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
@@ -356,7 +358,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
 
 def padded_prompts(plan: Plan, parts: int = 1) -> int:
     """Number of prompts of a minibatch, padded so that each micro-batch has equally many on every device."""
-    multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
+    multiple = parts * row_shards(plan.mesh)
     return -(-minibatch_shape(plan.config, plan.prompt_tokens).prompts // multiple) * multiple
 
 
@@ -373,12 +375,12 @@ def minibatch_shape(config: Config, prompt_tokens: int) -> Shape:
 def micro_batches_of(plan: Plan) -> int:
     """Number of micro-batches of an update without packing."""
     positions = minibatch_shape(plan.config, plan.prompt_tokens).positions
-    return plan.config.micro_batches(positions, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+    return plan.config.micro_batches(positions, row_shards(plan.mesh))
 
 
 def _packed_shape(plan: Plan) -> RowShape:
     shape = minibatch_shape(plan.config, plan.prompt_tokens)
-    return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+    return shape_for(plan.config, shape, row_shards(plan.mesh))
 
 
 def _turns(plan: Plan) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
+from recjax.models.experts import apply_routed, chosen_experts, routing_shapes
 from recjax.models.logprobs import (
     Sampling,
     kept_shapes,
@@ -184,7 +185,8 @@ def decode(
         time = state.time
         seen = jnp.broadcast_to(places <= time, (slots, round_time))
         turns_now = jax.tree.map(lambda turn: jax.lax.dynamic_slice_in_dim(turn, time, 1, axis=1), turns)
-        hidden, kept = decoder.apply(
+        (hidden, kept), sown = apply_routed(
+            decoder,
             {"params": params},
             state.last[:, None],
             (starts + time)[:, None],
@@ -195,7 +197,7 @@ def decode(
         )
         scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))
-        recorded = kept_tokens(scores, sampling, kept_ids)
+        recorded = kept_tokens(scores, sampling, kept_ids) | chosen_experts(decoder, sown)
         ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
             time + 1,
@@ -208,7 +210,7 @@ def decode(
             jax.tree.map(lambda whole, one: whole.at[:, time].set(one), state.recorded, recorded),
         )
 
-    recorded = kept_shapes(decoder.config.vocab_size, sampling, kept_ids)
+    recorded = kept_shapes(decoder.config.vocab_size, sampling, kept_ids) | routing_shapes(decoder)
     start = Decoded(
         jnp.zeros((), jnp.int32),
         rows.live,

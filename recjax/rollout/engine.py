@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
+from recjax.models.experts import unrecorded
 from recjax.models.placement import moved_params, on_host
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
@@ -241,7 +242,8 @@ class Engine:
                 at = some[np.arange(size) % len(some)]
                 options = {"sampling": sampling, "kept_ids": self._kept_ids}
                 sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], **options))
-                columns = *sampled[:2], np.full(size, self._version, np.int32), sampled[2]
+                recorded = sampled[2] | unrecorded(self._decoder, size)
+                columns = *sampled[:2], np.full(size, self._version, np.int32), recorded
                 for number, place in enumerate(some):
                     jobs[place].rounds = [jax.tree.map(lambda x, number=number: x[number : number + 1], columns)]
 

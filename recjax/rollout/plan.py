@@ -1,6 +1,7 @@
 """Plans sizes: the devices that sample, the slots that fit in memory, and the few shapes of programs."""
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -239,10 +240,12 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
     """
     weights, shape, free = abstract_weights(decoder), decoder.config, free_bytes() if free is None else free
     found, needed = mesh, 0
-    for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
+    most = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
+    for size in range(1, most + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        lengths, axes = (mesh.size // size, 1, size), (mesh.axis_names, mesh.axis_types)
+        lengths = tuple({"data": mesh.size // size, "tensor": size}.get(axis, 1) for axis in mesh.axis_names)
+        axes = mesh.axis_names, mesh.axis_types
         is_abstract = isinstance(mesh, AbstractMesh)
         found = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
         needed = bytes_on_device(laid_out_by_rules(found, weights))

@@ -12,7 +12,7 @@ from recjax.models.placement import AnyMesh
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = None) -> AnyMesh:
-    """A mesh with the axes "data", "fsdp" and "tensor", to be activated with `jax.set_mesh`.
+    """A mesh with the axes "data", "fsdp", "tensor", and "expert" if it is not 1; activate it with `jax.set_mesh`.
 
     Args:
         devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts; a
@@ -23,7 +23,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
     devices = jax.devices() if devices is None else devices
     is_absent = isinstance(devices, int)
     count = devices if is_absent else len(devices)
-    sizes = config.model_dump()
+    sizes = {name: size for name, size in config.model_dump().items() if name != "expert" or size != 1}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     given = math.prod(size for size in sizes.values() if size != -1)
     rest = -1 in sizes.values()
@@ -47,7 +47,10 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     Raises:
         ValueError: an axis does not divide a dimension of the model; the message names both and the axis's size.
     """
+    if mesh.shape.get("expert", 1) > 1 and decoder.experts is None:
+        raise ValueError(f"mesh.expert = {mesh.shape['expert']}: the model has no experts; set 1")
     for axis, whole, what in (
+        ("expert", decoder.experts.count if decoder.experts else 1, "experts"),
         ("tensor", decoder.num_heads, "attention heads"),
         ("tensor", decoder.intermediate_size, "units of the MLP"),
         ("fsdp", decoder.hidden_size, "units of the stream"),

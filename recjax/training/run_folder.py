@@ -58,6 +58,7 @@ _MAY_CHANGE = {
     "samples.megabytes",
     "mesh.data",
     "mesh.fsdp",
+    "mesh.expert",
     "mesh.tensor",
 }
 

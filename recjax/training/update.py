@@ -22,6 +22,7 @@ from recjax.experience.layout import (
     over_micro_batches,
 )
 from recjax.models.decoder import Decoder
+from recjax.models.experts import Load, balance_loss, load_metrics
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
@@ -36,6 +37,7 @@ class Recipe(NamedTuple):
     sampling: distribution that sampled the batches; log π refers to the same distribution.
     chunk: number of token positions whose vocabulary scores a device holds at once.
     teacher: decoder of the teacher, if the algorithm has one.
+    expert_balance: weight of `recjax.models.experts.balance_loss` of each micro-batch.
     """
 
     decoder: Decoder
@@ -44,6 +46,7 @@ class Recipe(NamedTuple):
     sampling: Sampling
     chunk: int
     teacher: Decoder | None = None
+    expert_balance: float = 0.0
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
@@ -55,6 +58,7 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
+        expert_balance=config.training.expert_balance,
     )
 
 
@@ -112,11 +116,12 @@ class Learned(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over micro-batches: the loss as (sum, count), and the gradient of the loss sum."""
+    """Sums over micro-batches: the loss as (sum, count), the gradient of the loss sum, and the load of experts."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]
     gradient: dict
+    load: Load | tuple[()]
 
 
 @functools.partial(
@@ -160,8 +165,8 @@ def update(
     Returns:
         The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
-    decoder, algorithm, optimizer, *distribution, teacher = recipe
-    hyperparameters = hyperparameters or {}
+    decoder, algorithm, optimizer, *distribution, teacher, expert_balance = recipe
+    hyperparameters, experts = hyperparameters or {}, decoder.config.experts
     algorithm = algorithm.with_options(hyperparameters.get("algorithm", {}))
     optimizer, rates = optax.with_extra_args_support(optimizer), hyperparameters.get("optimizer", {})
 
@@ -199,10 +204,11 @@ def update(
 
     def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
         def scored(params):
-            return micro_batch_logprobs(layout, decoder, combine(frozen, params), part, index, *distribution)
+            whole = combine(frozen, params)
+            return micro_batch_logprobs(layout, decoder, whole, part, index, *distribution, experts is not None)
 
         def micro_loss(params):
-            logprobs, entropy = scored(params)
+            logprobs, entropy, *load = scored(params)
             reference = None if reference_params is None else scored(reference_params)[0]
             total, count = losses.loss(
                 algorithm,
@@ -213,13 +219,16 @@ def update(
                 reference_logprobs=reference,
                 entropy=entropy,
             )
-            return total, (count, (logprobs, entropy))
+            if expert_balance:
+                total += expert_balance * count * balance_loss(load[0], experts.per_token)
+            return total, (count, (logprobs, entropy), (load or [()])[0])
 
-        (total, (count, seen)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
-        return _Sums(total, count, constrain_params(gradient)), seen
+        (total, (count, seen, load)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
+        return _Sums(total, count, constrain_params(gradient), load), seen
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros))
+    no_load = Load(*(jnp.zeros((decoder.config.num_layers, experts.count)),) * 2, jnp.zeros(())) if experts else ()
+    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros), no_load)
     sums, (logprobs, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
@@ -239,6 +248,8 @@ def update(
         "update_norm": optax.tree.norm(updates),
         **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
+    if experts:
+        metrics |= load_metrics(sums.load, experts.per_token)
     if algorithm.needs_teacher:
         possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
         metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)

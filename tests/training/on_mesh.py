@@ -4,6 +4,7 @@ python -m tests.training.on_mesh FILE.npz writes the numbers of a mesh of 8 devi
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 
@@ -21,7 +22,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
@@ -32,6 +33,7 @@ from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False, qkv_bias=True)
+EXPERTS = dataclasses.replace(CONFIG, experts=ExpertOptions(4, 2, True))
 PROMPTS, GROUP, TIME = 3, 4, 6  # three prompts: no mesh divides them
 # A reference, an entropy bonus and a random drop: everything that an update can read.
 ALGORITHM = build_algorithm(
@@ -41,23 +43,23 @@ OPTIMIZER = optax.adam(0.1)
 
 
 @contextlib.contextmanager
-def on(sizes: tuple[int, int, int] | None):
-    """A mesh of as many devices as the sizes ask for, in context; None: none."""
+def on(sizes: tuple[int, ...] | None):
+    """A mesh of as many devices as the sizes of "data", "fsdp", "tensor", "expert" ask for, in context; None: none."""
     if sizes is None:
         yield
     else:
         with jax.set_mesh(
             make_mesh(
-                MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))),
+                MeshConfig(**dict(zip(("data", "fsdp", "tensor", "expert"), sizes, strict=False))),
                 jax.devices()[: int(np.prod(sizes))],
             )
         ):
             yield
 
 
-def start() -> TrainState:
+def start(config: DecoderConfig = CONFIG) -> TrainState:
     """Fresh parameters, where the mesh in context has them."""
-    return first_state(OPTIMIZER, init_params(CONFIG, jax.random.key(0)))
+    return first_state(OPTIMIZER, init_params(config, jax.random.key(0)))
 
 
 def batch_of(generator: np.random.Generator) -> Batch:
@@ -90,17 +92,21 @@ def filled_up(batch: Batch, multiple: int) -> Batch:
     return filled._replace(group_ids=np.repeat(np.arange(count + missing, dtype=np.int32), GROUP))
 
 
-def drawn(batch: Batch, temperature: float, slots: int | None = None) -> dict[str, np.ndarray]:
+def drawn(
+    batch: Batch, temperature: float, slots: int | None = None, config: DecoderConfig = CONFIG
+) -> dict[str, np.ndarray]:
     """Completions of the batch's prompts, by what they are of."""
     options = {"group_size": GROUP, "max_tokens": TIME, "sampling": Sampling(temperature), "stop_ids": (1,)}
-    params = init_params(CONFIG, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     asked = batch.prompts, batch.prompt_mask, jax.random.key(5)
-    return engine_completions(Decoder(CONFIG), params, *asked, **options, slots=slots)._asdict()
+    return engine_completions(Decoder(config), params, *asked, **options, slots=slots)._asdict()
 
 
-def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[TrainState, dict, Learned]:
+def updated(
+    batch: Batch, micro_batches: int, packed: bool = False, config: DecoderConfig = CONFIG
+) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, filled up as the loop does it."""
-    state = start()
+    state = start(config)
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
     batch = filled_up(batch, micro_batches * row_shards())
     # Rows for every share of them, which the loop sees to as well.
@@ -112,20 +118,24 @@ def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[Tra
         put_rows(batch),
         jax.random.key(1),
         Layout(1, pack(batch, shape)) if packed else Layout(micro_batches),
-        recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
+        recipe=Recipe(
+            Decoder(config), ALGORITHM, OPTIMIZER, Sampling(0.9), 7, expert_balance=0.1 if config.experts else 0.0
+        ),
     )
 
 
-def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool = False) -> dict[str, np.ndarray]:
+def numbers(
+    sizes: tuple[int, ...] | None, micro_batches: int, packed: bool = False, config: DecoderConfig = CONFIG
+) -> dict[str, np.ndarray]:
     """Everything on a mesh, by name, as host arrays; Adam's first moment after a step is a tenth of the gradient."""
     batch = batch_of(np.random.default_rng(0))
     with on(sizes):
-        state, metrics, _ = updated(batch, micro_batches, packed)
+        state, metrics, _ = updated(batch, micro_batches, packed, config)
         found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
         found |= {f"gradient/{path}": 10 * leaf for path, leaf in flatten(on_host(state.optimizer_state[0].mu)).items()}
         found |= {f"params/{path}": leaf for path, leaf in flatten(on_host(state.params)).items()}
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            found |= {f"{name}/{key}": value for key, value in drawn(batch, temperature).items()}
+            found |= {f"{name}/{key}": value for key, value in drawn(batch, temperature, config=config).items()}
     return found
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from recjax.config import LoraConfig, MeshConfig
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.placement import RULES, param_axes, param_shardings, put_rows
 from recjax.models.trainable import adapted, flatten
 from recjax.training.mesh import check_fits, make_mesh
@@ -19,6 +19,7 @@ from recjax.training.mesh import check_fits, make_mesh
 EVERYTHING = DecoderConfig(
     *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
 )
+EXPERTS = dataclasses.replace(EVERYTHING, experts=ExpertOptions(4, 2, True))
 EVERYTHING = adapted(EVERYTHING, LoraConfig(rank=2, targets=["query", "output", "gate", "down"]))
 
 
@@ -41,6 +42,7 @@ def test_sizes_that_do_not_are_refused_with_their_names(sizes):
 
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
     shapes = abstract_params(EVERYTHING)
+    shapes["layers"]["experts"] = abstract_params(EXPERTS)["layers"]["experts"]
     shapes["score"] = {"kernel": shapes["head"]["kernel"].update(shape=(16, 4))}  # of a reward model
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     shardings = flatten(param_shardings(mesh, shapes))
@@ -50,7 +52,11 @@ def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
         # A matrix is split into four, but for adapters, which are thin; norms are whole.
         parts = leaf.size // np.prod(shardings[path].shard_shape(leaf.shape))
         assert parts == (
-            1 if path.endswith("scale") else 2 if "lora" in path or path.endswith("bias") or "score" in path else 4
+            1
+            if path.endswith("scale")
+            else 2
+            if "lora" in path or path.endswith("bias") or "score" in path or "router" in path
+            else 4
         ), path
 
 

@@ -1,0 +1,186 @@
+"""Experts: grouped products, padding, forms of the decoder, balance, and routing that the update replays."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.config import LoraConfig
+from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout, score_batch
+from recjax.experience.packing import RowShape, pack
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig, ExpertOptions
+from recjax.models.experts import EXPERTS, Experts, Load, apply_routed, balance_loss, load_metrics, load_of
+from recjax.models.products import grouped_product
+from recjax.models.sampling import Sampling
+from recjax.models.trainable import adapted, in_compute_dtype
+from recjax.rollout.collecting import row_keys
+from recjax.rollout.engine import Engine
+from tests.rollout.padded import sample_completions
+
+CONFIG = DecoderConfig(13, 32, 24, 2, 4, 2, 8, tie_embeddings=False, experts=ExpertOptions(6, 2, True))
+PROMPTS, GROUP, TIME = 6, 8, 24
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 17, 4), (0, 0, 0, 0), (24, 0, 0, 0), (0, 1, 8, 9)])
+def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes):
+    random = np.random.default_rng(0)
+    x, kernels, weights = (random.normal(size=shape).astype(np.float32) for shape in ((24, 5), (4, 5, 7), (24, 7)))
+    ends = np.cumsum(sizes)
+    expected, of_x, of_kernels = np.zeros((24, 7)), np.zeros(x.shape), np.zeros(kernels.shape)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        expected[start:end] = x[start:end] @ kernels[group]
+        of_x[start:end] = weights[start:end] @ kernels[group].T
+        of_kernels[group] = x[start:end].T @ weights[start:end]
+
+    @jax.jit
+    def total(x, kernels):
+        found = grouped_product(x, kernels, jnp.array(sizes))
+        return (found * weights).sum(), found
+
+    (_, found), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(x, kernels)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(gradients[0], of_x, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], of_kernels, atol=1e-5)
+
+
+def test_accelerators_get_ragged_products_forward_and_backward():
+    operands = jnp.ones((24, 5), jnp.bfloat16), jnp.ones((4, 5, 7)), jnp.array([3, 0, 17, 4])
+    traced = jax.jit(jax.grad(lambda *each: grouped_product(*each).astype(jnp.float32).sum(), (0, 1))).trace(*operands)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("chlo.ragged_dot") >= 2
+    assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def hidden_of(decoder, params, mask, tokens):
+    positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
+    return apply_routed(decoder, {"params": params}, tokens, jnp.asarray(positions), jnp.asarray(mask))
+
+
+def test_padding_reaches_no_expert_and_gives_no_gradient():
+    params, tokens = init_params(CONFIG, jax.random.key(0)), np.random.default_rng(0).integers(0, 13, (2, 9))
+    mask = np.arange(9) < np.array([[9], [5]])
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def total(params, tokens):
+        (hidden, _), sown = hidden_of(Decoder(CONFIG), params, mask, tokens)
+        return jnp.where(mask[..., None], hidden, 0).sum(), load_of(sown, 2)
+
+    (first, load), gradient = total(params, tokens)
+    (second, _), of_junk = total(params, np.where(mask, tokens, 7))
+    assert first == second and load.tokens == mask.sum()
+    np.testing.assert_array_equal(load.counts.sum(-1), 2 * mask.sum())
+    np.testing.assert_allclose(load.probabilities.sum(-1), mask.sum(), rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, gradient, of_junk)
+
+
+def test_balance_by_hand():
+    # Two layers, two experts, ten tokens with one expert each.
+    load = Load(jnp.array([[5.0, 5.0], [10.0, 0.0]]), jnp.array([[4.0, 6.0], [8.0, 2.0]]), jnp.array(10.0))
+    assert balance_loss(load, 1) == pytest.approx(((0.5 * 0.4 + 0.5 * 0.6) * 2 + 1.0 * 0.8 * 2) / 2)
+    assert load_metrics(load, 1)["expert_load_max"] == pytest.approx((1 + 2) / 2)
+
+
+def test_adapters_on_experts_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"model.lora.targets = \['query', 'up'\]: up is a projection of experts"):
+        adapted(CONFIG, LoraConfig(targets=["query", "up"]))
+    assert adapted(CONFIG, LoraConfig()).lora.targets == ("query", "key", "value", "output")
+
+
+class Replayed(NamedTuple):
+    decoder: Decoder
+    params: dict
+    batch: Batch
+
+    def log_ratios(self, params=None, packed=False, replay=True):
+        """log π − log μ of the sampled tokens, and the log-probs."""
+        layout = Layout(1, pack(self.batch, RowShape(12, 128))) if packed else Layout()
+        decoder = self.decoder.clone(replays_routing=replay)
+        logprobs = score_batch(layout, decoder, params or self.params, self.batch, Sampling(), 512)[0]
+        mask = self.batch.completion_mask
+        return np.asarray(logprobs - self.batch.behavior_logprobs)[mask], np.asarray(logprobs)[mask]
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """Completions of a bfloat16 engine, with their experts, as the update's batch."""
+    decoder = Decoder(CONFIG, jnp.bfloat16, replays_routing=True)
+    params = init_params(CONFIG, jax.random.key(0))
+    random = np.random.default_rng(0)
+    prompts, mask = random.integers(0, 13, (PROMPTS, 5)), np.arange(5) < random.integers(1, 6, (PROMPTS, 1))
+    engine = Engine(decoder, (12,), slots=None, prefix_time=5)
+    engine.replace_weights(in_compute_dtype(decoder, params, copy=True), 0)
+    keys = row_keys(jax.random.key(1), PROMPTS * GROUP)
+    completions = sample_completions(engine, prompts, mask, keys, GROUP, TIME, Sampling())
+    real = np.arange(TIME) < np.array([len(one.tokens) for one in completions])[:, None]
+
+    def filled(values, fill=0):
+        whole = np.full((*real.shape, *values[0].shape[1:]), fill, values[0].dtype)
+        whole[real] = np.concatenate(values)
+        return whole
+
+    rows = PROMPTS * GROUP
+    batch = Batch(
+        prompts=prompts.astype(np.int32),
+        prompt_mask=mask,
+        completions=filled([one.tokens for one in completions]),
+        completion_mask=real,
+        behavior_logprobs=filled([one.logprobs for one in completions]),
+        rewards=np.zeros(rows, np.float32),
+        group_ids=np.repeat(np.arange(PROMPTS, dtype=np.int32), GROUP),
+        policy_version=np.zeros(rows, np.int32),
+        truncated=np.zeros(rows, bool),
+        accurate=np.zeros(rows, bool),
+        reward_parts={},
+        recorded={EXPERTS: filled([one.recorded[EXPERTS] for one in completions], -1)},
+    )
+    return Replayed(decoder, params, batch)
+
+
+def test_the_engine_records_the_experts_of_each_token_after_the_first(sampled):
+    recorded, mask = sampled.batch.recorded[EXPERTS], sampled.batch.completion_mask
+    assert recorded.dtype == np.int8 and recorded.shape[2:] == (2, 2)
+    assert (recorded[:, 0] == -1).all() and (recorded[:, 1:][~mask[:, 1:]] == -1).all()
+    known = recorded[:, 1:][mask[:, 1:]]
+    assert known.min() >= 0 and known.max() < 6 and (known[..., 0] != known[..., 1]).all()
+
+
+def test_replay_removes_the_ratios_of_routing_that_differs(sampled):
+    """bfloat16 rounds differently in packed rows; a token that then takes another expert has another probability."""
+    worst = {replay: np.abs(sampled.log_ratios(packed=True, replay=replay)[0]).max() for replay in (False, True)}
+    print(f"largest |log π − log μ|: {worst[False]:.3f} without replay, {worst[True]:.3f} with replay")
+    assert worst[True] < 0.05 < 0.1 < worst[False]
+
+
+def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
+    """In float32, where rounding changes no expert, with weights from which the routing of the sampler differs."""
+    params = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(jax.random.key(x.size), x.shape), sampled.params)
+    exact = sampled._replace(decoder=sampled.decoder.clone(dtype=jnp.float32))
+    replayed, fresh = (exact.log_ratios(params, replay=replay)[1] for replay in (True, False))
+    assert np.abs(replayed - fresh).max() > 0.05, "the weights change no expert"
+    for form in ({"unrolled": True}, {"remat": "full"}, {"remat": "dots"}):
+        one = exact._replace(decoder=exact.decoder.clone(**form))
+        np.testing.assert_allclose(one.log_ratios(params, packed=True)[1], replayed, atol=1e-5)
+
+
+def test_replayed_experts_have_the_probabilities_of_the_current_router():
+    random = np.random.default_rng(0)
+    x, recorded = random.normal(size=(5, 32)).astype(np.float32), np.array([[0, 3], [5, 1], [-1, -1], [2, 4], [4, 2]])
+    options = {"router": (32, 6), "gate": (6, 32, 24), "up": (6, 32, 24), "down": (6, 24, 32)}
+    params = {name: {"kernel": random.normal(size=shape).astype(np.float32) / 5} for name, shape in options.items()}
+    kernels = {name: value["kernel"].astype(float) for name, value in params.items()}
+    expected = np.zeros((5, 32))
+    for row, token in enumerate(x.astype(float)):
+        scores = np.exp(token @ kernels["router"])
+        chosen = np.argsort(-scores)[:2] if recorded[row, 0] < 0 else recorded[row]
+        for expert in chosen:
+            gate, up = (token @ kernels[name][expert] for name in ("gate", "up"))
+            share = scores[expert] / scores[chosen].sum()
+            expected[row] += share * (gate / (1 + np.exp(-gate)) * up) @ kernels["down"][expert]
+    layer = Experts(CONFIG, jnp.float32, lambda gate, up: jax.nn.silu(gate) * up)
+    found = jax.jit(layer.apply)({"params": params}, x, np.ones(5, bool), recorded)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
