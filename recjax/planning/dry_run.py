@@ -149,13 +149,17 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMe
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
     )
     sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
+    recurrent = ""
+    if net := shape.delta:
+        state, window = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B", (net.kernel - 1) * net.channels
+        recurrent = f"{sum(net.layers)} layers × {states} rows × ({state} + {window} × {size} B)"
     scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
     with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
         items = [
             Item("sample", name, f"{size} B × trained", cast),
             Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
             Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
-            Item("sample", "states of delta nets", f"{states} states", state_bytes(decoder, states)),
+            Item("sample", "states of delta nets", recurrent, state_bytes(decoder, states)),
             Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
         ]
     return [item for item in items if item.bytes]
