@@ -66,8 +66,8 @@ def page_of(rows: list[str]) -> str:
         "# Differences from transformers and PEFT\n\n"
         "Random checkpoints of each family, made by transformers, in float32 on the CPU."
         f" `python -m benchmarks.families` writes this page ({versions}). Each number is a largest absolute difference;"
-        " for gradients, it is relative to a tensor's largest gradient. For the engine, it is by how much the logit of a"
-        " greedy token misses transformers' largest logit, where 0 means equal tokens. Limits:"
+        " for gradients, it is relative to a tensor's largest gradient. For the engine, it is by how much the logit of"
+        " a greedy token misses transformers' largest logit, where 0 means equal tokens. Limits:"
         f" {LIMIT:.0e}, for gradients {GRADIENT_LIMIT:.0e}.\n\n"
         f"| checkpoint | {' | '.join(CHECKS)} |\n|{'---|' * (len(CHECKS) + 1)}\n" + "".join(rows)
     )

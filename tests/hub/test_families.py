@@ -329,11 +329,12 @@ def greedy_error(loaded, _):
 
 
 def export_error(loaded, folder):
-    """Largest difference of logits after recjax wrote the model and transformers loaded it."""
+    """Largest difference of logits after recjax wrote the model and transformers loaded it, from both originals."""
     transformers, tokens = pytest.importorskip("transformers"), np.stack([loaded.sequences[0], loaded.sequences[3][:8]])
     export_model(folder / "exported", loaded.config, loaded.params, loaded.folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported", attn_implementation="eager")
-    return np.abs(torch_scores(model, tokens) - our_scores(loaded.config, loaded.params, tokens)).max()
+    originals = our_scores(loaded.config, loaded.params, tokens), torch_scores(loaded.model, tokens)
+    return np.abs(torch_scores(model, tokens) - np.stack(originals)).max()
 
 
 def adapter_error(loaded, folder):
