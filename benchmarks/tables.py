@@ -41,7 +41,7 @@ def _section(result: dict[str, Any]) -> str:
     stop = f", of which each token ends with chance {given['stop_share']:.0%}" if given["stop_share"] else ""
     loads = result["other_load"]
     lines = [
-        f"### Shape {result['shape']}",
+        f"### Shape {result['shape']}{_precision(result['rows'])}",
         "",
         f"{_model(given['model'])}; {given['prompts']} prompts × {given['group_size']}, {lengths}{stop};"
         f" {result['repeats']} rounds on {machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}."
@@ -62,6 +62,11 @@ def _section(result: dict[str, Any]) -> str:
         lines += ["", f"Left out: {_reasons(result['skipped'])}."]
     lines += ["", f"Versions: {_versions(result['rows'])}.", ""]
     return "\n".join(lines)
+
+
+def _precision(rows: list[dict]) -> str:
+    """Distinguishes the headings of a shape's two runs."""
+    return " in bfloat16" if any(row["system"].endswith(":bfloat16") for row in rows) else ""
 
 
 def _model(model: str | dict) -> str:

@@ -1,4 +1,4 @@
-"""Lines of configs and commands in the pages of short answers: each is one that recjax takes."""
+"""Lines of configs and commands in every page: each is one that recjax takes."""
 
 import re
 import shlex
@@ -10,7 +10,9 @@ import yaml
 from recjax.config import load_config
 from tests.test_tutorials import ROOT, blocks, write_files
 
-PAGES = [ROOT / "docs" / name for name in ("how_to.md", "faq.md", "install.md")]
+# tests/experiments/test_objectives.py has the configs of the paper index.
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "papers.md"]
+PLACEHOLDERS = {"F", "FILE", "tiny.yaml"}  # for a config of the reader's
 BASE = ROOT / "experiments" / "quickstart.yaml"
 SNIPPETS = [
     (page, block.text) for page in PAGES for block in blocks(page) if block.language == "yaml" and not block.title
@@ -19,8 +21,8 @@ COMMANDS = [
     (page, line)
     for page in PAGES
     for block in blocks(page)
-    for line in block.text.splitlines()
-    if line.startswith("python -m recjax.train")
+    for line in block.text.replace("\\\n", " ").splitlines()
+    if line.startswith("python -m recjax.train") and shlex.split(line)[4] not in PLACEHOLDERS
 ]
 
 
@@ -42,8 +44,11 @@ def test_lines_of_a_config_are_taken(page, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     base, change = yaml.safe_load(BASE.read_text(encoding="utf-8")), yaml.safe_load(text)
-    if change.get("task", {}).keys() & {"file"}:
+    task = change.get("task") or {}
+    if task.keys() & {"file", "gsm8k", "reasoning_gym", "mixture"}:
         base |= {"task": {}, "warm_start": None}
+    if "agent" in task:
+        base["rollout"]["max_context_tokens"] = 512
     if "experience" in change or "regime" in change:
         base["regime"] = {"sync_interval": 1}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(base, change)))

@@ -43,9 +43,9 @@ def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     rates, algorithms = rates_of(table), list(dict.fromkeys(table["algorithm"]))
     cells = ["algorithm", "regime", "rate"]
     means, falls = final(table).groupby(cells).mean(), fallen(table).groupby(cells).mean()
-    down = 2 if len(algorithms) > 4 else 1
-    across = -(-len(algorithms) // down)
-    figure = new_figure(1 + 3 * across, 0.4 + 3 * down, "Final accuracy (↓: ends below its best evaluation)")
+    across = 1 if len(algorithms) <= 4 else 2
+    down = -(-len(algorithms) // across)
+    figure = new_figure(1.8 + 4.4 * across, 0.7 + 2.2 * down, "Final accuracy (↓: ends below its best evaluation)")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for axes, algorithm in zip(panels.flat, algorithms, strict=False):
         grid, fell = (
@@ -56,11 +56,11 @@ def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
             text = "–" if np.isnan(value) else f"{value:.2f}"[1 if value < 1 else 0 :]
             text += "↓" if fell[row, column] > MARGIN else ""
             axes.text(
-                column, row, text, ha="center", va="center", fontsize=8, color="black" if value > 0.6 else "white"
+                column, row, text, ha="center", va="center", fontsize=9, color="black" if value > 0.6 else "white"
             )
         axes.set_title(names[algorithm], fontsize=10)
-        axes.set_xticks(range(len(rates)), rates, fontsize=8)
-        axes.set_yticks(range(len(REGIMES)), [SHORT[regime] for regime in REGIMES], fontsize=8)
+        axes.set_xticks(range(len(rates)), rates, fontsize=9)
+        axes.set_yticks(range(len(REGIMES)), [SHORT[regime] for regime in REGIMES], fontsize=9)
     for axes in panels.flat[len(algorithms) :]:
         axes.set_visible(False)
     figure.supxlabel("learning rate", fontsize=10)

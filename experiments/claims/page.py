@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 from absl import app, flags
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.claims import map_page, real_model
 from experiments.claims.in_text import fill_in
@@ -32,7 +33,7 @@ from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_ov
 from recjax.analysis.collect import axes_of, collect, read_runs
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
-from recjax.plots.style import COLORS, LABELS, finish, new_figure
+from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
@@ -74,6 +75,14 @@ FRESH_AND_STALE = {  # lines of the README's figure: algorithm and regime, both 
     "stale, no clip": ("reinforce", "interval_20"),
 }
 RATE = "4e-4"
+# Lines of the figure that docs/reading_a_run.md explains: one seed of each, offline.
+HELD_AND_COLLAPSED = {"GRPO": "grpo", "REINFORCE": "reinforce"}
+READ = {  # its panels: metric and scale of the axis
+    "evaluation/accuracy": "linear",
+    "effective_sample_size": "linear",
+    "ratio/q01": "log",
+    "behavior_kl/k3": "log",
+}
 SHOWN = ("reinforce", "rec_one_side_nois", "rec_one_side_nois_wide")  # in the map of docs/claims.md
 
 
@@ -177,6 +186,29 @@ def draw_bands(axes: Axes, lines: dict[str, pd.DataFrame]) -> None:
     axes.set_xlim(0, ends[0][-1])
 
 
+def two_runs(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of the two runs by step."""
+    chosen = table[(table["regime"] == "offline") & (table["seed"] == table["seed"].min())]
+    return {name: chosen[chosen["algorithm"] == one].set_index("step") for name, one in HELD_AND_COLLAPSED.items()}
+
+
+def draw_two_runs(table: pd.DataFrame) -> Figure:
+    """A run that holds and a run that collapses, on the same axes."""
+    figure = new_figure(7, 5.5, "")
+    for axes, (metric, scale) in zip(figure.subplots(2, 2, sharex=True).flat, READ.items(), strict=True):
+        for color, (name, rows) in zip(COLORS, two_runs(table).items(), strict=False):
+            values = rows[metric].dropna()
+            marker = {"marker": "o", "ms": 3.5} if metric.startswith("evaluation/") else {"alpha": 0.8, "lw": 1}
+            axes.plot(values.index, values, color=color, label=name, **marker)
+        axes.set(ylabel=LABELS[metric], yscale=scale)
+        if metric in ("evaluation/accuracy", "effective_sample_size"):
+            axes.set_ylim(0, 1)
+    for axes in figure.axes[-2:]:
+        axes.set_xlabel("optimizer step")
+    add_legend(figure, *figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return finish(figure)
+
+
 def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
     """The figures of the page and of the notes, as PNG files."""
     docs.mkdir(parents=True, exist_ok=True)
@@ -194,6 +226,7 @@ def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
         axes.set(ylim=(0.15, 0.85), title=title, ylabel="held-out accuracy")
         draw_bands(axes, {NAMES[one]: runs[runs["algorithm"] == one] for one in (*SHOWN, "grpo")})
     finish(figure).savefig(docs / "smollm2.png", dpi=110)
+    draw_two_runs(tables["grid"]).savefig(docs / "held_and_collapsed.png", dpi=110)
     draw_staleness(tables["grid"], NAMES).savefig(notes / "staleness.png", dpi=100)
     map_page.draw_map(tables["map"], NAMES).savefig(notes / "map.png", dpi=100)
 

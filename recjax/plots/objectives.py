@@ -1,5 +1,7 @@
 """The coefficient on ∇log π of every preset over the ratio: where an objective pushes, and where it stops."""
 
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from recjax.plots.style import COLORS, GREY, add_legend, new_figure
 
 BEHAVIOR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
 RATIOS = np.linspace(0.02, 5.98, 299)
-COLUMNS = 5
+COLUMNS = 4
 
 
 def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " points"] | None:
@@ -46,20 +48,21 @@ def draw_coefficients() -> Figure:
             panels.setdefault(key, ([], *curves))[0].append(name)
     rows = -(-len(panels) // COLUMNS)
     title = f"Coefficient on ∇log π over the ratio π/μ, of one token with μ = {BEHAVIOR:g}"
-    figure = new_figure(2 * COLUMNS, 1.75 * rows + 0.8, title)
+    figure = new_figure(1.8 * COLUMNS, 1.7 * rows + 0.8, title)
     axes = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     for panel, (names, positive, negative) in zip(axes, panels.values(), strict=False):
         lines = [
             panel.plot(RATIOS, curve, color=color, lw=1.8, label=label)[0]
             for curve, color, label in ((positive, COLORS[0], "A = 1"), (negative, COLORS[1], "A = −1"))
         ]
-        panel.set_title("\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2)), fontsize=8.5)
+        panel.set_title(textwrap.fill(", ".join(names), 24), fontsize=8.5)
         panel.axvline(1, color=GREY, lw=0.5)
         panel.tick_params(labelsize=9, labelbottom=True)
         panel.set(xlim=(0, 4), ylim=(-3, 3), xticks=range(5))
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
-    figure.supxlabel("ratio π/μ")
+    for panel in axes[len(panels) - COLUMNS : len(panels)]:
+        panel.set_xlabel("ratio π/μ")
     figure.supylabel("coefficient, in units of |A|")
-    add_legend(figure, lines, [line.get_label() for line in lines], loc="lower right")
+    add_legend(figure, lines, [line.get_label() for line in lines], loc="outside lower center", ncols=2)
     return figure

@@ -20,9 +20,9 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     Args:
         rows: metrics of each step.
     """
-    figure = new_figure(13, 6.5, title)
-    panels = figure.subplots(2, 3, sharex=True)
-    (accuracy, ratio, clip), (staleness, divergence, entropy) = panels
+    figure = new_figure(8, 8, title)
+    panels = figure.subplots(3, 2, sharex=True)
+    (accuracy, ratio), (clip, staleness), (divergence, entropy) = panels
     trained = [row for row in rows if "loss" in row]
     evaluated = [row for row in rows if "evaluation/accuracy" in row]
 
@@ -43,7 +43,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
         axes.set_ylim(0, None)
     for axes in figure.axes:
         few_ticks(axes.xaxis)
-    for axes in panels[1]:
+    for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
     save_figure(figure, path)
 
@@ -54,7 +54,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     Args:
         rows: metrics of each step.
     """
-    figure = new_figure(11, 6.5, title)
+    figure = new_figure(8, 5.5, title)
     (ages, sources), (ratio, size) = figure.subplots(2, 2)
     trained = [row for row in rows if "loss" in row]
     _draw_ages(ages, trained)
