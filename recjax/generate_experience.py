@@ -207,6 +207,7 @@ def _name(config: Config, run: str | None, version: int) -> str:
     keys = ("seed", "model", "task", "warm_start", "rollout")
     held = {} if config.base_seed is None else {"base_seed": config.base_seed}
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version} | held
+    del depends_on["rollout"]["engine"]  # --engine samples, or recjax
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

@@ -8,8 +8,10 @@ With --follow the server loads each new checkpoint of a run between two rounds o
 127.0.0.1 unless --host sets another address, and stops at SIGTERM or Ctrl-C. See docs/serving.md for details.
 """
 
+import dataclasses
 import importlib.util
 import logging
+import math
 import secrets
 import socket
 from collections.abc import Callable
@@ -22,8 +24,10 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config
 from recjax.console import command, start
 from recjax.hub.policy import Policy
+from recjax.hub.weights import load_pretrained, read_config
+from recjax.models.decoder import abstract_params
 from recjax.models.placement import put_params
-from recjax.rollout.remote import read_keys
+from recjax.rollout.remote import KEY_VARIABLE, read_keys
 from recjax.rollout.requests import Weights
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import make_mesh
@@ -71,6 +75,30 @@ def load(
     return name, checkpoints.policy, weights, lambda: on_devices(checkpoints.newer())
 
 
+def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
+    """A function that reads the parameters of a folder within `root` that holds weights of the same model.
+
+    The function raises a ValueError if the folder is elsewhere, too large, damaged, or of another model.
+    """
+    mesh, root, plain = jax.sharding.get_mesh(), root.resolve(), dataclasses.replace(policy.decoder.config, lora=None)
+    most = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(plain))) * 21 // 20 + 2**26
+
+    def read(name: str) -> dict:
+        folder = Path(name).resolve()  # follows links
+        if not (folder.is_relative_to(root) and folder.is_dir()):
+            raise ValueError(f"{name!r:.200} is no folder in this server's --push_root; write the weights there")
+        if any(file.is_symlink() for file in folder.rglob("*")):
+            raise ValueError(f"{name!r:.200} contains links; write the files themselves")
+        if (size := sum(file.stat().st_size for file in folder.rglob("*"))) > most:
+            raise ValueError(f"{name!r:.200} has {size} bytes, and this model {most} at most; push only its weights")
+        if (found := read_config(folder)) != plain:
+            raise ValueError(f"{name!r:.200} is another model, {found}, than the served {plain}; push that")
+        with jax.set_mesh(mesh):  # each thread has its own current mesh
+            return for_sampling(policy, load_pretrained(folder)[1])
+
+    return read
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Opens a listening socket, so that clients can connect and wait before the server is ready.
 
@@ -102,6 +130,8 @@ def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy and serves it."""
     if len(argv) > 1:
         raise ValueError(f"{argv[1]!r}: unknown argument; give only flags, such as --run runs/NAME")
+    if FLAGS.push_root and FLAGS.follow:
+        raise ValueError("--push_root: the weights are those of the run of --follow; remove one of the two")
     check_extra()
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
@@ -110,6 +140,8 @@ def main(argv: list[str]) -> None:
     from recjax.serving.sampler import Limits
 
     keys = read_keys(FLAGS.api_key_file)
+    if FLAGS.push_root and not keys:
+        raise ValueError(f"--push_root {FLAGS.push_root}: needs --api_key_file, or a key in ${KEY_VARIABLE}")
     if FLAGS.host not in LOOPBACK and not keys:
         logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
@@ -137,6 +169,7 @@ def main(argv: list[str]) -> None:
             recording if FLAGS.recording else None,
             secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
             newer,
+            pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
         )
         serve(serving, listening)
 
@@ -147,6 +180,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "Checkpoint to serve; default: the newest.")
     flags.DEFINE_string("model", None, "Hugging Face folder or hub name, instead of a run.")
     flags.DEFINE_string("follow", None, "Folder of a run in training; serves its newest checkpoint.")
+    flags.DEFINE_string("push_root", None, "Folder from which clients with a key may load new weights; default: none.")
     flags.DEFINE_string("name", None, "Name of the model in requests; default: the name of the run or folder.")
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of the machine.")
     flags.DEFINE_integer("port", 8000, "Port; 0: any free port.", lower_bound=0, upper_bound=65535)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, UInt32
+from jaxtyping import Array, Int, Key, UInt32
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
@@ -61,20 +61,27 @@ def sample_groups(
     tickets, finished = engine.admit(requests, group_size), engine.drain()
     sampled = iter([finished[ticket] for ticket in tickets])
 
-    def completion(prefix: np.ndarray, one: Sampled) -> Completion:
-        return Completion(
-            id="",
-            source=source,
-            text=said(one, policy.tokenizer, prefix),
-            rows=(Row(prefix, *one.row_columns),),
-            sampling=sampling,
-            policy_version=int(one.versions.min()),
-            truncated=one.truncated,
-            version_runs=runs_of(one.versions),
-        )
-
-    completions = [[completion(prefix, one) for one in itertools.islice(sampled, group_size)] for prefix in prefixes]
+    completions = [
+        [sampled_completion(prefix, one, policy, sampling, source) for one in itertools.islice(sampled, group_size)]
+        for prefix in prefixes
+    ]
     return problem_groups(name, prompts.problems, completions)
+
+
+def sampled_completion(
+    prefix: Int[np.ndarray, " time"], sampled: Sampled, policy: Policy, sampling: Sampling, source: str
+) -> Completion:
+    """A completion of one turn, still without its id."""
+    return Completion(
+        id="",
+        source=source,
+        text=said(sampled, policy.tokenizer, prefix),
+        rows=(Row(prefix, *sampled.row_columns),),
+        sampling=sampling,
+        policy_version=int(sampled.versions.min()),
+        truncated=sampled.truncated,
+        version_runs=runs_of(sampled.versions),
+    )
 
 
 def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:

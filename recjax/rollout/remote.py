@@ -3,9 +3,12 @@
 import contextlib
 import json
 import logging
+import os
+import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +21,25 @@ from recjax.experience.group import Completion, Group, Row, sets_from_lists
 from recjax.experience.store import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.collecting import problem_groups
+from recjax.rollout.collecting import problem_groups, sampled_completion
+from recjax.rollout.requests import Sampled
 from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT = 30.0  # seconds before a request is tried again
 _ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # finish reasons of complete completions
 _CUT = ("length", "max_tokens", "model_length")
+# Servers write -9999 for a log-prob of minus infinity. Rounding can lift a log-prob slightly above 0.
+_LOWEST, _HIGHEST = -9000.0, 1e-3
+KEY_VARIABLE = "RECJAX_API_KEY"  # environment variable with the API key, for clients and servers without a key file
+_SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
+_REMEDIES = {
+    "recjax": f"start recjax.serve with --push_root and a key; {_SHARED}",
+    "vllm": f"start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
+    "sglang": f"with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; {_SHARED}",
+}
 _PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that may not recur when the request is sent again
 
 
@@ -38,6 +52,7 @@ class Address(NamedTuple):
     concurrency: largest number of parallel requests.
     seconds: time limit for a whole reply.
     retries: number of retries of a request that fails for a temporary reason.
+    key: the flag or config key with the URL, for messages.
     """
 
     url: str
@@ -46,10 +61,26 @@ class Address(NamedTuple):
     concurrency: int = 8
     seconds: float = 600.0
     retries: int = 6
+    key: str = "--engine"
+
+
+class _UnusableError(Exception):
+    """A reply is not certainly a completion of the policy; the message says why."""
+
+
+class LostWeightsError(Exception):
+    """The server no longer has the weights that were pushed, for example after a restart."""
 
 
 class RemoteEngine(contextlib.AbstractContextManager):
-    """A server that samples completions; a context."""
+    """A server that samples completions; a context.
+
+    Attributes:
+        model: name of the model on the server.
+        api: the server's software: recjax, vllm, sglang or llamacpp, or another name.
+        version: policy version of the weights that the server has acknowledged; None: nothing was pushed.
+        left_out, missing: see `sample_groups`.
+    """
 
     def __init__(self, address: Address, policy: Policy, config: Config):
         """Connects to the server and requests its list of models.
@@ -61,6 +92,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             ValueError: the server does not answer, or lacks the model.
         """
         self._address, self._policy, self._rollout = address, policy, config.rollout
+        self._pushed_last, self._lock = None, threading.Lock()
+        self._says_sampling = bool(config.rollout.engine and config.rollout.engine.processed_logprobs)
+        self.version, self._tag, self._pusher, self._adapter = None, None, uuid.uuid4().hex[:12], None
         self._template = config.model.chat_template_kwargs
         base = address.url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
@@ -69,7 +103,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self.left_out, self.missing = Counter(), 0
         self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
         try:
-            self.model = self._chosen_model()
+            self.model, self.api = self._chosen_model()
         except BaseException:
             self.__exit__()
             raise
@@ -98,19 +132,183 @@ class RemoteEngine(contextlib.AbstractContextManager):
         Raises:
             ValueError: the server refuses, or does not answer after all retries.
         """
-        asked = [
-            self._threads.submit(self._completions, problem, seed + place, source)
-            for place, problem in enumerate(problems)
-        ]
-        try:
-            replies = [future.result() for future in asked]
-        finally:
-            for future in asked:
-                future.cancel()
+        replies = self._in_parallel(
+            (self._completions, problem, seed + place, source) for place, problem in enumerate(problems)
+        )
         for completions, wrong in replies:
             self.left_out.update(wrong)
             self.missing += self._rollout.group_size - len(completions)
         return problem_groups(name, problems, [completions for completions, _ in replies])
+
+    # --- The trained policy: weights out, tokens in.
+
+    def push(self, folder: Path, version: int, is_adapter: bool) -> None:
+        """Gives the server new weights from a folder on a disk that both share; the server must acknowledge them.
+
+        Args:
+            folder: whole model, or adapters in PEFT's format.
+            version: policy version of the weights.
+        Raises:
+            ValueError: the server refuses the weights or does not answer.
+        """
+        # No other push has this tag. Where replies or the adapter's name carry it, a server that restarted shows.
+        tag = f"{self._pusher}-{version}"
+        place = "v1/" * (self.api == "vllm")
+        if is_adapter:
+            self._acknowledged(f"{place}load_lora_adapter", {"lora_name": tag, "lora_path": str(folder)})
+            if self._adapter:
+                self._sent("POST", f"/{place}unload_lora_adapter", {"lora_name": self._adapter})
+            self._adapter = tag
+        else:
+            self._acknowledged("update_weights_from_disk", {"model_path": str(folder), "weight_version": tag})
+        self.version, self._tag = version, tag
+
+    def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
+        reply = self._sent("POST", f"/{path}", body)
+        said = _error(reply)[0]
+        with contextlib.suppress(ValueError):
+            parsed = reply.json()
+            if reply.is_success and not (isinstance(parsed, dict) and parsed.get("success") is False):
+                return
+            said = str(parsed.get("message", said))[:300] if isinstance(parsed, dict) else said
+        if reply.is_success and "success" in reply.text.lower():  # vLLM answers with plain text
+            return
+        raise ValueError(
+            f"{self._at}: the server did not take new weights (/{path} with {body}, status {reply.status_code}:"
+            f" {said}); {_REMEDIES[self.api]}"
+        )
+
+    def sample_tokens(
+        self, prompts: Prompts, group_size: int, seed: int, *, name: str, source: str, version: int
+    ) -> list[Group]:
+        """A whole group for each prompt, of tokens with the server's own log-probs.
+
+        The server reads and returns tokens, so no text is tokenized again. A reply that is not certainly a completion
+        of the policy is requested again.
+
+        Args:
+            seed: see `sample_groups`.
+            name, source: see `collecting.sample_groups`.
+            version: policy version that the server has, or may have taken last.
+        Raises:
+            LostWeightsError: a reply is from other weights than pushed.
+            ValueError: the server does not answer, or keeps sending unusable replies.
+        """
+        prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
+        replies = self._in_parallel(
+            (self._token_completions, prefix, group_size, seed + place * group_size, source, version)
+            for place, prefix in enumerate(prefixes)
+        )
+        return problem_groups(name, prompts.problems, replies)
+
+    def _token_completions(
+        self, prefix: np.ndarray, size: int, seed: int, source: str, version: int
+    ) -> list[Completion]:
+        found, asked, retries = [], 0, self._address.retries
+        while len(found) < size:
+            choices = self._token_choices(prefix, size - len(found), seed + asked)
+            asked, wrong = asked + max(len(choices), 1), [] if choices else ["no choices"]
+            for choice in choices[: size - len(found)]:
+                try:
+                    sampled = self._sampled(choice, version)
+                except _UnusableError as error:
+                    wrong.append(str(error))
+                else:
+                    found.append(sampled_completion(prefix, sampled, self._policy, self._rollout.sampling(), source))
+            self.left_out.update(wrong)
+            retries -= bool(wrong)
+            if retries < 0:
+                raise ValueError(
+                    f"{self._at}: a prompt has {len(found)} of {size} completions after {self._address.retries + 1}"
+                    f" unusable replies, the last with {wrong[-1]}; correct the server, or raise"
+                    " rollout.engine.retries if it recovers by itself"
+                )
+        return found
+
+    def _token_choices(self, prefix: np.ndarray, count: int, seed: int) -> list[dict[str, Any]]:
+        """The choices of a reply, each with token_ids, token_logprobs and finish_reason, whatever the server's API."""
+        rollout, tokens = self._rollout, prefix.tolist()
+        stops = np.atleast_1d(self._policy.stop_ids).tolist()
+        body = {**rollout.sampling()._asdict()}
+        if self.api == "sglang":
+            body |= {"n": count, "max_new_tokens": rollout.max_completion_tokens, "stop_token_ids": stops}
+            body |= {"top_k": rollout.top_k or -1}
+            asked = {"input_ids": tokens, "sampling_params": body, "return_logprob": True}
+            reply = self._read_tokens(self._sent("POST", "/generate", asked | {"lora_path": self._adapter}))
+            return [_of_sglang(one) for one in (reply if isinstance(reply, list) else [reply])]
+        if self.api == "llamacpp":
+            asked = {"prompt": tokens, "n_predict": rollout.max_completion_tokens, "seed": seed % 2**32}
+            asked |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
+            return [_of_llama_cpp(self._read_tokens(self._sent("POST", "/completion", body | asked)))]
+        body |= {"model": self._adapter or self.model, "prompt": tokens, "n": count, "seed": seed}
+        body |= {"max_tokens": rollout.max_completion_tokens, "logprobs": 0, "return_token_ids": True}
+        body |= {} if self.api == "recjax" else {"stop_token_ids": stops}
+        reply = self._read_tokens(self._sent("POST", "completions", body))
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        return [{**choice, "tag": reply.get("weight_version")} for choice in choices or () if isinstance(choice, dict)]
+
+    def _read_tokens(self, reply: httpx.Response) -> Any:
+        if reply.status_code == 404 and self._adapter:
+            raise LostWeightsError(f"{self._at}: the server does not have adapter {self._adapter}")
+        if self.api == "sglang" and self._adapter and reply.status_code == 400 and "lora" in reply.text.lower():
+            raise LostWeightsError(f"{self._at}: {_error(reply)[0]}")
+        if reply.is_success and reply.text.lstrip().startswith("["):
+            return reply.json()
+        return self._read(reply)
+
+    def _sampled(self, choice: dict[str, Any], version: int) -> Sampled:
+        """The completion in a choice, up to its first token that ends completions of the policy.
+
+        Raises:
+            _UnusableError: the choice is not certainly a completion of the policy.
+            LostWeightsError: it is from other weights than pushed.
+        """
+        reason, tokens, tag = choice.get("finish_reason"), choice.get("token_ids"), choice.get("tag")
+        limit = self._rollout.max_completion_tokens
+        if self._tag and not self._adapter and not str(tag).startswith(self._pusher):
+            raise LostWeightsError(f"{self._at}: a reply is from weights {tag!r:.60}, which this run did not push")
+        if reason not in (*_ENDED, *_CUT):
+            raise _UnusableError(f"finish_reason {reason!s:.50}")
+        if not isinstance(tokens, list) or not tokens:
+            raise _UnusableError("no token ids")
+        if not all(isinstance(token, int) and 0 <= token < self._policy.vocabulary for token in tokens):
+            raise _UnusableError("token ids outside the policy's vocabulary")
+        if len(tokens) > limit:
+            raise _UnusableError(f"{len(tokens)} tokens, more than rollout.max_completion_tokens = {limit}")
+        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.kept_ids)
+        logprobs = self._logprobs(choice, choice, len(tokens), bool(recorded))
+        if logprobs is None:
+            raise _UnusableError(f"no log-prob of each of {len(tokens)} tokens")
+        versions = choice.get("token_policy_versions") or [version] * len(tokens)
+        if len(versions) != len(tokens) or not all(isinstance(each, int) and each <= version for each in versions):
+            raise _UnusableError("policy versions that do not fit the tokens")
+        ends = np.flatnonzero(np.isin(tokens, self._policy.stop_ids))
+        count = int(ends[0]) + 1 if len(ends) else len(tokens)
+        if not len(ends) and (reason not in _CUT or len(tokens) < limit):
+            raise _UnusableError(
+                f"finish_reason {reason} after {len(tokens)} of {limit} tokens, without an end token of the policy"
+            )
+        columns = zip((tokens, logprobs, versions), (np.int32, np.float32, np.int32), strict=True)
+        arrays = [np.array(values, dtype) for values, dtype in columns]
+        return Sampled(*arrays, False, recorded).up_to(count)._replace(truncated=not len(ends))
+
+    @property
+    def _at(self) -> str:
+        """The URL, after the flag or key that sets it."""
+        return f"{self._address.key}{' ' if self._address.key == '--engine' else ' = '}{self._address.url}"
+
+    @property
+    def _key_file(self) -> str:
+        return "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
+
+    def _in_parallel(self, calls: Iterable[tuple]) -> list[Any]:
+        """The results of calls that run in threads; none starts after one has failed."""
+        futures = [self._threads.submit(*call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
 
     # --- Requests.
 
@@ -183,7 +381,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 asked = reply.headers.get("retry-after", "")
                 wait = max(wait, float(asked)) if asked.isdecimal() else wait
             except httpx.UnsupportedProtocol as error:
-                raise ValueError(f"--engine {self._address.url}: {error}; give http://HOST:PORT") from error
+                raise ValueError(f"{self._at}: {error}; give http://HOST:PORT") from error
             except httpx.HTTPError as error:
                 failure = f"does not answer ({error or type(error).__name__})"
             if left:
@@ -191,7 +389,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 time.sleep(min(wait, _MOST_WAIT))
                 wait *= 2
         raise ValueError(
-            f"--engine {self._address.url}: the server {failure}, after {tries + 1} tries; start the same command again"
+            f"{self._at}: the server {failure}, after {tries + 1} tries; start the same command again"
             " when the server is available"
         )
 
@@ -200,7 +398,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
             return {"choices": [{"finish_reason": code}]}
         if reply.status_code in (401, 403):
-            raise ValueError(f"{self._place} refuses the request ({words}); give --api_key_file, a file with one key")
+            raise ValueError(
+                f"{self._place} refuses the request ({words}); give {self._key_file}, a file with one key, or"
+                f" set ${KEY_VARIABLE}"
+            )
         if not reply.is_success:
             raise ValueError(f"{self._place} refuses the request with status {reply.status_code}: {words}")
         try:
@@ -211,19 +412,22 @@ class RemoteEngine(contextlib.AbstractContextManager):
             raise ValueError(f"{self._place}: a reply must be a JSON object: {words}")
         return found
 
-    def _chosen_model(self) -> str:
+    def _chosen_model(self) -> tuple[str, str]:
+        """The model's name, and the owner that the server's list of models gives it."""
         reply = self._sent("GET", "models")
         asked = self._address.model
         if reply.status_code == 404 and asked is not None:
-            return asked  # the server does not list models
+            return asked, ""  # the server does not list models
         listed = self._read(reply).get("data")
-        names = [one["id"] for one in listed if "id" in one] if isinstance(listed, list) else []
-        if asked is None and len(names) == 1:
-            return names[0]
-        if asked not in names:
-            said = f"--model {asked!r}: unknown" if asked else "give --model"
-            raise ValueError(f"{self._place}: {said}; the server has {', '.join(names[:20]) or 'no models'}")
-        return asked
+        listed = listed if isinstance(listed, list) else []
+        owners = {one["id"]: one.get("owned_by", "") for one in listed if "id" in one}
+        if asked is None and len(owners) == 1:
+            return next(iter(owners.items()))
+        if asked not in owners:
+            flag = "--model" if self._address.key == "--engine" else "rollout.engine.model ="
+            said = f"{flag} {asked!r}: unknown" if asked else f"give {flag.removesuffix(' =')}"
+            raise ValueError(f"{self._place}: {said}; the server has {', '.join([*owners][:20]) or 'no models'}")
+        return asked, owners[asked]
 
     # --- Replies.
 
@@ -264,9 +468,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
             values = said.get("token_logprobs") if content is None else [one.get("logprob") for one in content]
         if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
             return None
+        if not all(_LOWEST < value < _HIGHEST for value in values):  # also false for NaN
+            return None
         # Servers other than recjax report log-probs of the plain softmax, regardless of the sampling settings; a server
         # that sends the sets of possible tokens (vLLM's sampling_mask) normalizes over them.
-        if "policy_version" not in reply and not has_sets and self._rollout.sampling() != Sampling():
+        of_sampling = "policy_version" in reply or "token_policy_versions" in reply or self._says_sampling or has_sets
+        if not of_sampling and self._rollout.sampling() != Sampling():
             self._warn("sampling", "dropped the log-probs, which may belong to another distribution than rollout's")
             return None
         return [min(float(value), 0.0) for value in values]
@@ -275,6 +482,29 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s: %s", self._place, words)
+
+
+def _of_sglang(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply of SGLang's /generate in the form of a choice."""
+    said = reply.get("meta_info") or {}
+    sampled = said.get("output_token_logprobs") or []
+    reason = said.get("finish_reason")
+    return {
+        "token_ids": [one[1] for one in sampled],
+        "token_logprobs": [one[0] for one in sampled],
+        "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
+        "tag": said.get("weight_version"),
+    }
+
+
+def _of_llama_cpp(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply of llama.cpp's /completion in the form of a choice."""
+    sampled = reply.get("completion_probabilities") or []
+    return {
+        "token_ids": reply.get("tokens"),
+        "token_logprobs": [one.get("logprob") for one in sampled],
+        "finish_reason": {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type")),
+    }
 
 
 def _wrong_with(choice: dict[str, Any]) -> str | None:
@@ -299,21 +529,22 @@ def _error(reply: httpx.Response) -> tuple[str, str | None]:
     return reply.text[:300], None
 
 
-def read_keys(file: str | None, most: int | None = None) -> tuple[str, ...]:
-    """The API keys in the file of --api_key_file, one per line; none without a file.
+def read_keys(file: str | None, most: int | None = None, key: str = "--api_key_file") -> tuple[str, ...]:
+    """The API keys in the file of --api_key_file, one per line; without a file, the key in $RECJAX_API_KEY, if any.
 
     Args:
         most: largest number of keys; None: no limit.
+        key: the flag or config key with the file, for messages.
     Raises:
         ValueError: the file cannot be read, has no keys or too many, or has an invalid key.
     """
     if file is None:
-        return ()
+        return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
     try:
         keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--api_key_file {file} cannot be read ({error}); give one key per line") from error
+        raise ValueError(f"{key} {file} cannot be read ({error}); give one key per line") from error
     if not 0 < len(keys) <= (most or len(keys)) or any(not key.isascii() or len(key.split()) > 1 for key in keys):
         number = "one key" if most == 1 else "one or more keys, one per line"
-        raise ValueError(f"--api_key_file {file}: takes {number}, in ASCII without spaces")
+        raise ValueError(f"{key} {file}: takes {number}, in ASCII without spaces")
     return keys

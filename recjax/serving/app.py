@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recjax.serving.answering import Answering
-from recjax.serving.bodies import CompletionReward, RewardBody, SessionReward, read_body
+from recjax.serving.bodies import CompletionReward, PushedWeights, RewardBody, SessionReward, read_body
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
@@ -46,6 +46,7 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.models),
             Route("/v1/feedback", self.feedback, methods=["POST"]),
+            Route("/update_weights_from_disk", self.push, methods=["POST"]),
             Route("/sessions/{session}/reward", self.session_reward, methods=["POST"]),
             Route("/sessions/{session}/v1/models", self.models),
         ]
@@ -66,7 +67,7 @@ class Server:
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
-            return JSONResponse(full_reply(job, pieces))
+            return JSONResponse(full_reply(job, pieces, self.answering.versions.tag))
 
         async def complete(job: Job) -> list[Piece]:
             found: dict[int, Piece] = {}
@@ -125,6 +126,14 @@ class Server:
             is_new = await recorder.reward_turn(row, turn, reward)
         self._numbers.rewards.inc(is_new)
         return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})
+
+    # --- Weights.
+
+    async def push(self, request: Request) -> Response:
+        """Takes new weights from a folder, between two rounds of tokens; see SGLang's /update_weights_from_disk."""
+        body = read_body(PushedWeights, await _body(request))
+        await self.answering.versions.push(body.model_path, body.weight_version)
+        return JSONResponse({"success": True, "message": f"serving {body.weight_version}"})
 
     # --- About the server.
 

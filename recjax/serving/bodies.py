@@ -1,6 +1,7 @@
 """Request bodies of OpenAI's API, vLLM's API and recjax' own: every key with the values it takes."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -108,6 +109,10 @@ def _are_stops(value: Any) -> bool:
     values = [value] if isinstance(value, str) else value
     are_texts = isinstance(values, list) and all(isinstance(one, str) for one in values)
     return are_texts and len(values) <= MOST_STOPS and all(0 < len(one) <= MOST_STOP_CHARACTERS for one in values)
+
+
+def _ends_with_version(value: str) -> bool:
+    return re.fullmatch(r"([\w.-]{1,100}-)?\d{1,9}", value, re.ASCII) is not None
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -218,6 +223,16 @@ class Generate(ReplyBody):
     features: neutral() = None
     cache_salt: neutral() = None
     kv_transfer_params: neutral() = None
+
+
+class PushedWeights(Body):
+    """The body of SGLang's /update_weights_from_disk: a folder with new weights."""
+
+    model_path: text_field(4096)
+    weight_version: fits(str, "text that ends with a version, such as run-12", _ends_with_version)
+    load_format: neutral("auto") = None
+    abort_all_requests: neutral(False) = False
+    flush_cache: neutral(True) = True
 
 
 class RewardBody(Body):

@@ -58,11 +58,12 @@ class Job(NamedTuple):
         return len(self.prompts) * self.asked.n
 
 
-def full_reply(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
+def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dict[str, Any]:
     """The complete reply to a request.
 
     Args:
         pieces: whole completions, `job.asked.n` for each prompt.
+        tag: the client's name of the newest weights; None: no client pushed them.
     """
     choices = [_choice(job, index, piece) for index, piece in enumerate(pieces)]
     if job.kind == "generate":
@@ -70,6 +71,8 @@ def full_reply(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     else:
         reply = _head(job, OBJECTS[job.kind]) | {"choices": choices, "usage": usage(job, pieces)}
     reply["policy_version"] = oldest_sampled_version(pieces)
+    if tag:
+        reply["weight_version"] = tag
     if job.asked.token_ids and len(job.prompts) == 1:
         reply["prompt_token_ids"] = job.prompts[0].tokens.tolist()
     return reply

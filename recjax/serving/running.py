@@ -35,6 +35,7 @@ class Serving:
         name: name of the model.
         weights: first weights.
         newer: function that returns weights that have arrived since its last call, or None. None: weights never change.
+        pushed: function that reads the weights in a client's folder; None: clients may not push weights.
         recording: options for recording; None: no recording.
         seed: seed for requests without one.
     """
@@ -47,6 +48,7 @@ class Serving:
     recording: Recording | None
     seed: int
     newer: Callable[[], Weights | None] | None = None
+    pushed: Callable[[str], dict] | None = None
 
 
 def made(serving: Serving, when_ready: str) -> Server:
@@ -63,7 +65,7 @@ def made(serving: Serving, when_ready: str) -> Server:
     engine = Engine(policy.decoder, policy.stop_ids, **sizes)
     engine.replace_weights(serving.weights.params, serving.weights.version)
     live = LiveEngine(engine, PASSES)
-    versions = Versions(live, serving.weights, serving.newer)
+    versions = Versions(live, serving.weights, serving.newer, serving.pushed)
     sampler = Sampler(live, policy, limits, serving.seed)
     numbers = Numbers(
         {

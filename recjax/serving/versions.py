@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Weights
+from recjax.serving.refusals import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -19,17 +20,47 @@ class Versions:
     Attributes:
         version: number of optimizer updates in the current weights.
         run: id of the run that produced the weights, if it has one.
+        tag: the client's name of weights that it pushed; None: the weights were not pushed.
     """
 
-    def __init__(self, live: LiveEngine, weights: Weights, newer: Callable[[], Weights | None] | None):
+    def __init__(
+        self,
+        live: LiveEngine,
+        weights: Weights,
+        newer: Callable[[], Weights | None] | None,
+        pushed: Callable[[str], dict] | None = None,
+    ):
         """Takes the engine and its weights.
 
         Args:
             newer: function that returns weights that have arrived since its last call, or None. It runs in a thread and
                 may block. None: weights never change.
+            pushed: function that reads the parameters in a client's folder, or raises a ValueError; it runs in a
+                thread. None: clients may not push weights.
         """
         self._live, self._newer, self._looking = live, newer, None
-        self.version, self.run = weights.version, weights.run
+        self.version, self.run, self.tag = weights.version, weights.run, None
+        self._pushed, self._pushing = pushed, asyncio.Lock()
+
+    async def push(self, folder: str, tag: str) -> None:
+        """Serves the weights in a client's folder, all of them or none.
+
+        Args:
+            tag: name of the weights, which ends with their version.
+        Raises:
+            Refused: clients may not push weights, or these weights cannot be used; the server keeps its weights.
+        """
+        if self._pushed is None:
+            raise Refused(403, "this server takes no weights; start it with --push_root FOLDER and an API key")
+        async with self._pushing:
+            try:
+                params = await asyncio.to_thread(self._pushed, folder)
+            except ValueError as error:
+                raise Refused(400, f"model_path: {error}", param="model_path") from error
+            run, _, version = tag.rpartition("-")
+            await self._live.replace_weights(params, int(version))
+            self.version, self.run, self.tag = int(version), run or None, tag
+        logger.info("serving pushed weights %s", tag)
 
     async def __aenter__(self) -> "Versions":
         """Starts looking for newer weights."""

@@ -4,12 +4,16 @@ A source gives groups to the queue, round by round. Groups of a store at rest jo
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,12 +30,16 @@ from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Record, Store, records_of
 from recjax.experience.stored import stored_per_batch
 from recjax.experience.tokenize import tokenizer_name
+from recjax.files import whole_folder
+from recjax.hub.export import export_model, write_adapters, write_base
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import model_folder
 from recjax.models.placement import params_on_host
-from recjax.models.trainable import combine
+from recjax.models.trainable import combine, merged
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.generators import Generators
+from recjax.rollout.remote import Address, LostWeightsError, RemoteEngine, read_keys
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
@@ -100,8 +108,15 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
                 f" {jax.process_count()}; start a single process"
             )
         return FollowedSource()
+    if run.config.rollout.engine and jax.process_count() > 1:
+        raise ValueError(
+            f"rollout.engine.url = {run.config.rollout.engine.url!r}: only one process can train with another engine,"
+            f" and this run has {jax.process_count()}; start a single process"
+        )
     if run.config.regime.mode == "async":
         return GeneratorSource(Generators(run.config.regime))
+    if run.config.rollout.engine and run.own[0]:
+        return EngineSource()
     return PolicySource(sample) if run.own[0] else Source()
 
 
@@ -208,6 +223,91 @@ def kept_records(run: Run, groups: list[Group]) -> list[Record]:
         graded = [(record, record.completion) for record in records]
         records = [record for record, one in graded if one.rows and one.grade and one.grade.reward is not None]
     return records
+
+
+# --- Another engine samples for the policy.
+
+
+class EngineSource(PolicySource):
+    """A server samples a batch when it is due, with weights that it gets before the batch."""
+
+    def __init__(self):
+        """Connects to no server yet."""
+        super().__init__(self._sample)
+        self._pushes = 0
+
+    @contextlib.contextmanager
+    def opened(self, run: Run, state: State) -> Iterator[None]:
+        """Connects to the server. Its first batch gets the weights again, also after a resume."""
+        config = run.config
+        engine = config.rollout.engine
+        key = next(iter(read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")), None)
+        limits = engine.concurrency, engine.reply_seconds, engine.retries
+        address = Address(engine.url, engine.model, key, *limits, "rollout.engine.url")
+        with RemoteEngine(address, run.policy, config) as self._engine:
+            takes = {"recjax": True, "sglang": True, "vllm": config.model.lora is not None and config.model.path}
+            self._takes_weights = takes.get(self._engine.api, False)
+            if not (self._takes_weights or config.regime.offline):
+                remedy = "train adapters of a model (model.lora and model.path)" if self._engine.api == "vllm" else ""
+                raise ValueError(
+                    f"rollout.engine.url = {engine.url!r}: {self._engine.api or 'this server'} cannot take whole"
+                    f" weights over HTTP; {remedy}{' or ' * bool(remedy)}set regime.offline=true to train on samples"
+                    " from its own weights"
+                )
+            yield
+
+    def _sample(
+        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float] | None = None
+    ) -> tuple[list[Group], Grades]:
+        """Like `sample_batch`, with the server instead of recjax's engine."""
+        config, (count, group_size) = run.config, run.own
+        prompts, engine = batch_prompts(run.train, config, count, number, rates), self._engine
+        seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
+        with run.phases.phase("sample"):
+            for tries in range(config.rollout.engine.retries, -1, -1):
+                try:
+                    if self._takes_weights and engine.version != version:
+                        self._push(run, weights, version)
+                    names = {"name": f"{number:06d}", "source": "policy", "version": version}
+                    groups = engine.sample_tokens(prompts, group_size, seed, **names)
+                    break
+                except LostWeightsError as error:
+                    if not tries:
+                        raise ValueError(
+                            f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
+                            " own that stays up"
+                        ) from error
+                    logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
+                    engine.version = None
+            return groups, submit(groups, prompts, run.grading)
+
+    def _push(self, run: Run, weights: dict, version: int) -> None:
+        config, decoder = run.config, run.policy.decoder.config
+        place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
+        folder, path = place / str(version), config.model.path
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, run.frozen))
+        is_adapter = config.model.lora is not None and self._engine.api != "recjax" and path is not None
+        if is_adapter:
+            with whole_folder(folder) as partial:
+                write_adapters(partial, decoder, params, str(model_folder(path)))
+        else:
+            params = merged(decoder, params) if config.model.lora else params
+            decoder = dataclasses.replace(decoder, lora=None)
+            with tempfile.TemporaryDirectory() as base:
+                if path is None:
+                    write_base(Path(base), decoder, run.policy.tokenizer, run.policy.stop_ids)
+                export_model(folder, decoder, params, model_folder(path) if path else Path(base))
+        self._engine.push(folder, version, is_adapter)
+        self._pushes += 1
+        for older in place.iterdir():  # the server has acknowledged the newest
+            if older != folder and older.name.isdecimal():
+                shutil.rmtree(older, ignore_errors=True)
+
+    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+        """The server's unusable replies and the pushes so far."""
+        counts = {"engine/pushes": self._pushes, "engine/unusable": self._engine.left_out.total()}
+        return super().metrics(queue, groups, step) | counts
 
 
 # --- Generators sample numbered batches, which arrive in any order.
