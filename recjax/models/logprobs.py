@@ -1,6 +1,8 @@
 """Log-probabilities of completions under the distribution that samples them."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,18 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import constrain, over_rows
 from recjax.models.sampling import Sampling
 from recjax.models.unrolling import params_for
+
+
+class Compared(NamedTuple):
+    """A teacher whose next-token distributions are compared with the policy's.
+
+    divergence: function of the policy's and the teacher's logits over the temperature, both [tokens, vocab]; its values
+        are [tokens].
+    """
+
+    decoder: Decoder
+    params: dict
+    divergence: Callable
 
 
 def sampling_logits(
@@ -64,31 +78,49 @@ def chunked_logprobs(
     tokens: Int[Array, "batch time"],
     sampling: Sampling,
     chunk: int,
-) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    compared: Compared | None = None,
+    teacher_hidden: Float[Array, "batch time teacher_hidden"] | None = None,
+) -> tuple[Float[Array, "batch time"], ...]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
+
+    A third array has the divergence from `compared` at each token, between distributions at the temperature of
+    `sampling`, without its cuts.
 
     [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
     computes its own rows, with a head that is gathered once and not for every chunk.
     """
-    name = "head" if "head" in params else "embedding"
 
-    def of_rows(head, hidden, tokens):
+    def head_of(params):
+        name = "head" if "head" in params else "embedding"
+        return {name: params[name]}
+
+    def of_rows(heads, *rows):
+        tokens = rows[-1]
         count = tokens.size
         length = min(chunk, count)
         padding = -count % length
-        flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, length, hidden.shape[-1])
-        flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, length)
+
+        def in_chunks(hidden):
+            return jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, length, hidden.shape[-1])
 
         @jax.checkpoint
         def one_chunk(inputs):
-            chunk_hidden, chunk_tokens = inputs
-            scores = constrain(logits(config, head, chunk_hidden), None, "tensor")
-            return logprobs_and_entropy(scores, chunk_tokens, sampling)
+            *chunk_hidden, chunk_tokens = inputs
+            scores = constrain(logits(config, heads[0], chunk_hidden[0]), None, "tensor")
+            values = logprobs_and_entropy(scores, chunk_tokens, sampling)
+            if compared is None:
+                return values
+            theirs = constrain(logits(compared.decoder.config, heads[1], chunk_hidden[1]), None, "tensor")
+            return *values, compared.divergence(scores / sampling.temperature, theirs / sampling.temperature)
 
-        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
-        return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
+        flat_hidden = [in_chunks(hidden) for hidden in rows[:-1]]
+        flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, length)
+        values = jax.lax.map(one_chunk, (*flat_hidden, flat_tokens))
+        return tuple(x.reshape(-1)[:count].reshape(tokens.shape) for x in values)
 
-    return over_rows(of_rows, {name: params[name]}, hidden, tokens)
+    if compared is None:
+        return over_rows(of_rows, (head_of(params),), hidden, tokens)
+    return over_rows(of_rows, (head_of(params), head_of(compared.params)), hidden, teacher_hidden, tokens)
 
 
 def last_hidden(
@@ -108,7 +140,8 @@ def completion_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    compared: Compared | None = None,
+) -> tuple[Float[Array, "batch time"], ...]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
@@ -120,20 +153,26 @@ def completion_logprobs(
         completion_mask: True at real tokens. Results at padding are finite and undefined.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
+        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
     """
     group = completions.shape[0] // prompts.shape[0]
-    weights = {"params": params_for(decoder, params)}
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     asked = Tokens(prompts, positions, prompt_mask)
-    if completions.shape[1] > 1:
-        positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
-        written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1])
-        hidden, *rest = decoder.apply(weights, asked, written, method="of_groups")
-    else:
-        (hidden, _), rest = decoder.apply(weights, *asked), ()
-    first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
-    before = jnp.concatenate([first, *rest], axis=1)
-    return chunked_logprobs(decoder.config, params, before, completions, sampling, chunk)
+
+    def before(decoder, params):
+        weights = {"params": params_for(decoder, params)}
+        if completions.shape[1] > 1:
+            positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
+            written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1])
+            hidden, *rest = decoder.apply(weights, asked, written, method="of_groups")
+        else:
+            (hidden, _), rest = decoder.apply(weights, *asked), ()
+        first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
+        return jnp.concatenate([first, *rest], axis=1)
+
+    theirs = None if compared is None else before(compared.decoder, compared.params)
+    hidden = before(decoder, params)
+    return chunked_logprobs(decoder.config, params, hidden, completions, sampling, chunk, compared, theirs)
 
 
 def packed_logprobs(
@@ -146,14 +185,20 @@ def packed_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]]:
+    compared: Compared | None = None,
+) -> tuple[Float[Array, "rows row_tokens"], ...]:
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
         tokens, positions, targets, ends: see `recjax.experience.packing.Packed`. Results at padding are undefined.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
+        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
     """
-    weights = {"params": params_for(decoder, params)}
-    hidden, _ = decoder.apply(weights, tokens, positions, ends)
-    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
+
+    def hidden_of(decoder, params):
+        return decoder.apply({"params": params_for(decoder, params)}, tokens, positions, ends)[0]
+
+    theirs = None if compared is None else hidden_of(compared.decoder, compared.params)
+    hidden = hidden_of(decoder, params)
+    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk, compared, theirs)

@@ -22,6 +22,7 @@ from recjax.experience.layout import (
     over_micro_batches,
 )
 from recjax.models.decoder import Decoder
+from recjax.models.logprobs import Compared
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
@@ -188,21 +189,34 @@ def update(
         "proximal_logprobs": proximal_logprobs,
         "minibatch": layout.rows,
     }
+    if algorithm.observations is not None:
+        sampled = batch.completion_mask
+        extras["observation_mask"] = batch.real_tokens & ~sampled & sampled.any(-1, keepdims=True)
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring if proximal_logprobs is None else algorithm.needs_rescoring:
         behavior = jax.tree.map(of_all, batch.behavior_logprobs)
         extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
-    if algorithm.needs_teacher:
+    if algorithm.distillation is not None:
         extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
     all_rows = losses.row_terms(algorithm, *compared, key, **extras)
     rows = jax.tree.map(own, all_rows)
+    compared, divergence = None, algorithm.teacher_divergence
+    if divergence is not None:
+        compared = Compared(teacher, teacher_params, divergence)
 
     def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
-        def scored(params):
-            return micro_batch_logprobs(layout, decoder, combine(frozen, params), part, index, *distribution)
+        read = part
+        if algorithm.observations is not None:
+            observed = layout.within(part_rows.observation_weights > 0, index)
+            part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
+            read = part._replace(completion_mask=part.completion_mask | observed)
+
+        def scored(params, compared=None):
+            arguments = layout, decoder, combine(frozen, params), read, index, *distribution
+            return micro_batch_logprobs(*arguments, compared)
 
         def micro_loss(params):
-            logprobs, entropy = scored(params)
+            logprobs, entropy, *added = values = scored(params, compared)
             reference = None if reference_params is None else scored(reference_params)[0]
             total, count = losses.loss(
                 algorithm,
@@ -212,15 +226,17 @@ def update(
                 part.completion_mask,
                 reference_logprobs=reference,
                 entropy=entropy,
+                divergence=added[0] if added else None,
             )
-            return total, (count, (logprobs, entropy))
+            return total, (count, values)
 
         (total, (count, seen)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
         return _Sums(total, count, constrain_params(gradient)), seen
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros))
-    sums, (logprobs, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
+    count = 2 if compared is None else 3
+    sums, (logprobs, entropy, *added) = over_micro_batches(layout, batch, rows, sums, of_micro_batch, count)
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)
@@ -239,8 +255,13 @@ def update(
         "update_norm": optax.tree.norm(updates),
         **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
-    if algorithm.needs_teacher:
+    if algorithm.distillation is not None:
         possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
         metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)
+    if compared is not None:  # in nats, without the term's coefficient
+        metrics["teacher_divergence"] = diagnostics.token_average(of_all(added[0]), seen[3])
+        metrics["teacher_divergence"] /= divergence.keywords["coefficient"]
+    if algorithm.observations is not None:
+        metrics["observation_cross_entropy"] = diagnostics.token_average(-seen[0], all_rows.observation_weights > 0)
     learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
     return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned
