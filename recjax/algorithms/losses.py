@@ -2,7 +2,9 @@
 
     loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t ]
 
-An agent's observations o_t can add λ mean_t(−log π(o_t)). Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
+An agent's observations o_t can add λ mean_t(−log π(o_t)).
+
+Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
 """
 
 from collections.abc import Mapping

@@ -77,17 +77,16 @@ class AlgorithmConfig(ConfigBlock):
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
         algorithm, agent, teacher = self.build(), config.task.agent, config.model.teacher
         place = "algorithm.advantage" if self.advantage else "algorithm.preset"
-        problem = (
-            "does not apply while the coefficients of algorithm.distillation and algorithm.teacher_divergence are 0;"
-        )
-        problem += " set one, or remove this key"
+        problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
+        problem += " coefficient of one, or remove this key"
         yield teacher and not algorithm.needs_teacher, "model.teacher", problem
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
         axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
         yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
         problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"
         problem += " experience.follow, or remove it"
-        yield algorithm.observations and not config.has_trajectories, "algorithm.observations", problem
+        axis = "observations" if self.observations else "preset"
+        yield algorithm.observations and not config.has_trajectories, f"algorithm.{axis}", problem
         problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
         yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
         of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"

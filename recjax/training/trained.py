@@ -255,8 +255,8 @@ def check_teacher(config: Config, theirs: DecoderConfig, ours: DecoderConfig) ->
     if config.algorithm.build().teacher_divergence is not None and theirs.vocab_size != ours.vocab_size:
         raise ValueError(
             f"model.teacher = {config.model.teacher!r}: has {theirs.vocab_size} logits and the policy"
-            f" {ours.vocab_size}, so algorithm.teacher_divergence cannot compare them; choose a teacher with as many, or"
-            " set algorithm.distillation, which reads only the sampled tokens"
+            f" {ours.vocab_size}, so algorithm.teacher_divergence cannot compare them; choose a teacher with as many,"
+            " or set algorithm.distillation, which reads only the sampled tokens"
         )
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.models.decoder import Decoder, init_params
+from recjax.algorithms.regularizers import teacher_divergence
+from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.logprobs import Sampling, completion_logprobs, logprobs_and_entropy, sampling_logits
+from recjax.models.logprobs import Compared, Sampling, completion_logprobs, logprobs_and_entropy, sampling_logits
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
 PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
@@ -112,3 +113,48 @@ def test_entropy_is_that_of_the_cut_distribution():
     _, entropy = logprobs_and_entropy(scores, jnp.array([0]), Sampling(top_k=2))
     shares = np.array([2 / 3, 1 / 3])
     np.testing.assert_allclose(entropy[0], -(shares * np.log(shares)).sum(), rtol=1e-6)
+
+
+TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"kind": "jsd", "beta": 0.3, "top_k": 4}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_divergence_in_chunks_equals_the_plain_one(options):
+    compared = Compared(
+        Decoder(TEACHER),
+        init_params(TEACHER, jax.random.key(7)),
+        functools.partial(teacher_divergence, coefficient=1.0, **options),
+    )
+    arguments = PROMPTS, PROMPT_MASK, COMPLETIONS, MASK
+
+    def in_chunks(params, chunk=7):
+        *_, divergence = completion_logprobs(
+            Decoder(CONFIG), params, *arguments, sampling=Sampling(0.8, top_k=3), chunk=chunk, compared=compared
+        )
+        return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
+
+    def plain(params):
+        """Every row alone, with all logits at once."""
+
+        def scores(config, params):
+            rows = []
+            for row in range(6):
+                prompt = PROMPTS[row // 3][PROMPT_MASK[row // 3]]
+                tokens = jnp.concatenate([prompt, COMPLETIONS[row]])[None]
+                there = jnp.arange(tokens.shape[1])[None]
+                hidden, _ = Decoder(config).apply({"params": params}, tokens, there, there >= 0)
+                rows.append(logits(config, params, hidden[0, len(prompt) - 1 : -1]))
+            return jnp.stack(rows)
+
+        divergence = compared.divergence(scores(CONFIG, params) / 0.8, scores(TEACHER, compared.params) / 0.8)
+        return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
+
+    (found, values), gradient = jax.jit(jax.value_and_grad(in_chunks, has_aux=True))(initial())
+    (expected, plain_values), plain_gradient = jax.jit(jax.value_and_grad(plain, has_aux=True))(initial())
+    np.testing.assert_allclose(values[MASK], plain_values[MASK], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close((found, gradient), (expected, plain_gradient), rtol=1e-3, atol=1e-4)
+    assert found > 1e-2
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda params: in_chunks(params)[0]))(initial()))
+    assert "f32[7,13]" in jaxpr and "f32[30,13]" not in jaxpr and "f32[6,5,13]" not in jaxpr
