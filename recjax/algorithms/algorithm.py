@@ -38,6 +38,8 @@ class Algorithm:
     unbiased_reference_kl: Callable | None = None
     entropy: Callable | None = None
     distillation: Callable | None = None
+    teacher_divergence: Callable | None = None
+    observations: Callable | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":
         """The algorithm with these values of its functions' options, by axis, as arguments of a compiled program."""
@@ -102,5 +104,5 @@ class Algorithm:
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher's log-probs add to the advantages."""
-        return self.distillation is not None
+        """True if a teacher's log-probs add to the advantages, or its distributions to the loss."""
+        return self.distillation is not None or self.teacher_divergence is not None

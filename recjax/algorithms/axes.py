@@ -109,12 +109,14 @@ AXES = {
         "fixed_length": reduce.fixed_length,
     },
 }
-# Terms without a name, on if their coefficient is above 0. The last adds to advantages, the first three to the loss.
+# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages, the others to the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
     "entropy": regularizers.entropy_bonus,
     "distillation": advantages.teacher_advantages,
+    "teacher_divergence": regularizers.teacher_divergence,
+    "observations": regularizers.observation_cross_entropy,
 }
 _OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and not name.startswith("scored_")]
 _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]

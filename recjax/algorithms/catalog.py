@@ -376,4 +376,22 @@ FIELD = {
         {"advantage": "none", "distillation": {"coefficient": 1.0}},
         "added to the reward's advantage with any other preset and distillation.coefficient",
     ),
+    "logit_distillation": Preset(
+        "GKD, distillation from logits",
+        "2306.13649",
+        "of the loss D_t: KL(π ‖ π_teacher) over the vocabulary",
+        {"advantage": "none", "teacher_divergence": {"coefficient": 1.0}},
+        "added to any other preset with teacher_divergence.coefficient; kind={forward_kl, reverse_kl, jsd}. On the"
+        " policy's samples it is on-policy, on a store's (a teacher's, say) off-policy; the paper mixes both:"
+        " experience.mix",
+    ),
+    # --- Observations.
+    "echo": Preset(
+        "ECHO",
+        "2605.24517",
+        "ρA·one-side(ρ), A over σ; 0.05 / (number of observation tokens) on an agent's observations",
+        {**CLIPPED, "observations": {"coefficient": 0.05}},
+        "λ of 0.01 to 0.05 in rLLM, which calls 0.05 the paper's; added to any other preset with"
+        " observations.coefficient",
+    ),
 }

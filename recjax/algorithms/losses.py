@@ -1,6 +1,8 @@
 """One equation, of which every algorithm in this package is a special case.
 
-    loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t − c_H · H_t ]
+    loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t ]
+
+An agent's observations o_t can add λ mean_t(−log π(o_t)).
 
 Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
 """
@@ -46,6 +48,7 @@ class RowTerms(NamedTuple):
     proximal_logprobs: log π before the batch's first update, if the algorithm reads it.
     teacher_logprobs: log-probs of a teacher, if the algorithm reads them.
     trajectories: id of each row's completion, which stays in one micro-batch; None if each row is a completion.
+    observation_weights: see `regularizers.observation_cross_entropy`; None if the algorithm does not read observations.
     """
 
     advantages: Float[Array, "batch *rest"]
@@ -58,6 +61,7 @@ class RowTerms(NamedTuple):
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
     trajectories: Int[Array, " batch"] | None = None
+    observation_weights: Float[Array, "batch time"] | None = None
 
 
 class TokenTerms(NamedTuple):
@@ -95,6 +99,7 @@ class TokenValues(NamedTuple):
     log_ratio: Float[Array, "batch time"] | None = None
     ratio: Float[Array, "batch time"] | None = None
     per_token: Float[Array, "batch time"] | None = None
+    observation_weights: Float[Array, "batch time"] | None = None
 
 
 class BatchValues(NamedTuple):
@@ -205,6 +210,7 @@ def row_terms(
     turn_rewards: Float[Array, "batch turns"] | None = None,
     token_turns: Int[Array, "batch time"] | None = None,
     minibatch: Bool[Array, " batch"] | None = None,
+    observation_mask: Bool[Array, "batch time"] | None = None,
 ) -> RowTerms:
     """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
 
@@ -228,6 +234,7 @@ def row_terms(
         minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
             Selection, advantages and weights are those of the whole batch. Functions that read `scored` read only the
             rows of the minibatch.
+        observation_mask: mask of the tokens that an agent's tools and environment wrote.
     Raises:
         ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
             not read `trajectories` returns an advantage for each token.
@@ -299,6 +306,12 @@ def row_terms(
         proximal_logprobs = jnp.where(completion_mask & kept[:, None], proximal_logprobs, 0.0)
     if minibatch is not None:
         kept &= minibatch
+    observation_weights = None
+    if algorithm.observations is not None and observation_mask is not None:
+        mask, observed = completion_mask & kept[:, None], observation_mask & kept[:, None]
+        nothing = jnp.zeros(mask.shape)
+        count = call(algorithm.reduction, TokenValues(nothing, nothing, mask, None, trajectories, per_token=nothing))[1]
+        observation_weights = jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
     rows = RowTerms(
         advantages,
         weights,
@@ -310,6 +323,7 @@ def row_terms(
         proximal_logprobs=proximal_logprobs,
         teacher_logprobs=teacher_logprobs,
         trajectories=trajectories,
+        observation_weights=observation_weights,
     )
     return jax.lax.stop_gradient(rows)
 
@@ -374,10 +388,11 @@ def token_loss(
     *,
     reference_logprobs: Float[Array, "batch time"] | None = None,
     entropy: Float[Array, "batch time"] | None = None,
+    divergence: Float[Array, "batch time"] | None = None,
 ) -> Float[Array, "batch time"]:
     """The loss of each token, before any reduction.
 
-    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t − c_H · H_t
+    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t
 
     Args:
         logprobs: log π, differentiated; ignored where masked.
@@ -386,6 +401,8 @@ def token_loss(
         completion_mask: mask of the tokens that the behavior policy chose.
         reference_logprobs: log π_ref, constant; needed for a KL to a reference, else ignored.
         entropy: entropy of π at each token, in nats, differentiated; needed for an entropy bonus, else ignored.
+        divergence: `regularizers.teacher_divergence` at each token, differentiated; needed with a teacher's
+            distributions, else ignored.
     Returns:
         Loss of each token; 0 where masked and in rows not kept.
     Raises:
@@ -410,6 +427,10 @@ def token_loss(
             terms += call(added, tokens)
     if algorithm.entropy is not None:
         terms -= call(algorithm.entropy, tokens)
+    if algorithm.teacher_divergence is not None:
+        remedy = "pass the values of algorithm.teacher_divergence, or set its coefficient to 0"
+        require(divergence is not None, "divergence", divergence, remedy)
+        terms += divergence
     return jnp.where(tokens.completion_mask, terms, 0.0)
 
 
@@ -422,6 +443,7 @@ def loss(
     *,
     reference_logprobs: Float[Array, "batch time"] | None = None,
     entropy: Float[Array, "batch time"] | None = None,
+    divergence: Float[Array, "batch time"] | None = None,
 ) -> SumAndCount:
     """Computes the loss of a micro-batch as (sum, count); add both over micro-batches and devices, then divide once.
 
@@ -445,10 +467,14 @@ def loss(
         -1.0 4.0 -0.25
     """
     if algorithm.objective is None:
-        added = {"reference_logprobs": reference_logprobs, "entropy": entropy}
+        added = {"reference_logprobs": reference_logprobs, "entropy": entropy, "divergence": divergence}
         of_tokens = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
         tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-        return call(algorithm.reduction, tokens._replace(per_token=of_tokens))
+        total, count = call(algorithm.reduction, tokens._replace(per_token=of_tokens))
+        if algorithm.observations is not None:
+            observed = tokens._replace(logprobs=logprobs, observation_weights=rows.observation_weights)
+            total += jnp.sum(call(algorithm.observations, observed))
+        return total, count
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     mask, both = tokens.completion_mask, (tokens.logprobs, tokens.behavior_logprobs)
     policy, behavior = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in both)

@@ -103,14 +103,16 @@ def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = (
         parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
         parts |= {"turn_rewards": token, "token_turns": token.astype(int)}
         scored = losses.Scored(token, token, token)
-        rows = losses.row_terms(
-            made, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts
-        )
+        parts |= {"teacher_logprobs": token, "observation_mask": ~mask}
+        rows = losses.row_terms(made, row, ids, flag, key, completion_mask=mask, scored=scored, **parts)
         for name in ("advantages", "weights", "kept"):
             shape = getattr(rows, name).shape
             allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
             require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
-        return losses.loss(made, token, token, rows, mask, reference_logprobs=token, entropy=token)
+        if made.teacher_divergence is not None:  # the arrays stand for logits
+            made.teacher_divergence(token, token)
+        added = {"reference_logprobs": token, "entropy": token, "divergence": token}
+        return losses.loss(made, token, token, rows, mask, **added)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
     row, token = (ROWS,), (ROWS, TIME)

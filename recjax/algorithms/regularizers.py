@@ -5,6 +5,7 @@ All terms are zero, with zero gradient, where masked.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -13,6 +14,7 @@ from recjax.algorithms.options import Scalar, require
 from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference, sequence_sum
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 def log_likelihood_bonus(
@@ -229,3 +231,86 @@ def entropy_bonus(
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * jnp.where(completion_mask, entropy, 0.0)
+
+
+def observation_cross_entropy(
+    logprobs: Float[Array, "batch time"],
+    observation_weights: Float[Array, "batch time"],
+    *,
+    coefficient: Scalar = 0.0,
+) -> Float[Array, "batch time"]:
+    """Cross-entropy on an agent's observations: tool results and the environment's turns, which no policy sampled.
+
+    −`coefficient` · u_t · log π(o_t), where u_t makes the sum over a batch, divided by the loss's count, a mean over
+    observation tokens.
+
+    Args:
+        logprobs: log π of each token; ignored where the weight is 0.
+        observation_weights: u_t, 0 at all other tokens.
+        coefficient: weight λ of the mean, in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative coefficient.
+    Reference: arXiv 2605.24517 (ECHO).
+
+    Examples:
+        >>> logprobs, weights = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[0.0, 0.5, 0.5]])
+        >>> print(observation_cross_entropy(logprobs, weights, coefficient=0.1))
+        [[0.   0.1  0.15]]
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    return coefficient * observation_weights * -jnp.where(observation_weights > 0, logprobs, 0.0)
+
+
+def teacher_divergence(
+    scores: Float[Array, "tokens vocab"],
+    teacher_scores: Float[Array, "tokens vocab"],
+    *,
+    coefficient: Scalar = 0.0,
+    kind: Divergence = "reverse_kl",
+    beta: Scalar = 0.5,
+    top_k: int = 0,
+) -> Float[Array, " tokens"]:
+    """`coefficient` · divergence between a teacher's and the policy's next-token distributions, over the vocabulary.
+
+    With p = softmax(teacher_scores) and q = softmax(scores): forward_kl is KL(p ‖ q), reverse_kl is KL(q ‖ p), and jsd
+    is β KL(p ‖ m) + (1−β) KL(q ‖ m), m = β p + (1−β) q.
+
+    Args:
+        scores: the policy's logits over the temperature, differentiated.
+        teacher_scores: the teacher's logits over the temperature, constant.
+        coefficient: weight of the term, in units of advantage, 0 or more.
+        kind: forward_kl, reverse_kl or jsd.
+        beta: β of jsd, between 0 and 1.
+        top_k: number of the teacher's most likely tokens that are compared one by one; all other tokens are compared as
+            one event, so the value is a lower bound. 0: all tokens.
+    Raises:
+        ValueError: an option out of range.
+    Reference: arXiv 2306.13649 (GKD) §3.
+
+    Examples:
+        >>> q, p = jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.log(jnp.array([[0.5, 0.4, 0.1]]))
+        >>> kinds = "forward_kl", "reverse_kl", "jsd"
+        >>> [round(float(teacher_divergence(q, p, coefficient=1.0, kind=kind)[0]), 4) for kind in kinds]
+        [0.0964, 0.1116, 0.0254]
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    require((0 < beta) & (beta < 1), "beta", beta, "must be between 0 and 1, without both")
+    require(top_k >= 0, "top_k", top_k, "must be 0 (the whole vocabulary) or more")
+    q, p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (scores, jax.lax.stop_gradient(teacher_scores)))
+    if 0 < top_k < p.shape[-1]:
+        chosen = jax.lax.top_k(p, top_k)[1]
+        others = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
+
+        def with_rest(x):
+            rest = jax.nn.logsumexp(x, axis=-1, where=others, keepdims=True)
+            return jnp.concatenate([jnp.take_along_axis(x, chosen, axis=-1), rest], axis=-1)
+
+        q, p = with_rest(q), with_rest(p)
+
+    def kl(a, b):
+        return jnp.sum(jnp.exp(a) * jnp.where(jnp.isneginf(a), 0.0, a - b), axis=-1)
+
+    if kind == "jsd":
+        mixed = jnp.logaddexp(jnp.log(beta) + p, jnp.log1p(-beta) + q)
+        return coefficient * (beta * kl(p, mixed) + (1 - beta) * kl(q, mixed))
+    return coefficient * (kl(p, q) if kind == "forward_kl" else kl(q, p))

@@ -111,6 +111,7 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
     parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
     values = {
         "accuracy": accurate.mean(-1),
+        "right_and_ended": (accurate & ~by_problem("truncated").astype(bool)).mean(-1),
         **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
         **{f"majority@{k}": majority[:, k - 1] for k in ks},
         **{column: known_means(column) for column in ("reward", *parts)},

@@ -99,7 +99,11 @@ class ModelConfig(_Described):
         "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
         excludes="model.decoder",
     )
-    teacher: str | None = key(None, "Folder or hub name of a model with the same tokenizer, for algorithm.distillation")
+    teacher: str | None = key(
+        None,
+        "Model with the same tokenizer, for algorithm.distillation and algorithm.teacher_divergence: a run's folder,"
+        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
     )

@@ -56,6 +56,8 @@ class AlgorithmConfig(ConfigBlock):
     unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")
     entropy: dict[str, Any] = key(dict, "Entropy bonus")
     distillation: dict[str, Any] = key(dict, "Advantages from a teacher's log-probs")
+    teacher_divergence: dict[str, Any] = key(dict, "Divergence from a teacher's next-token distributions")
+    observations: dict[str, Any] = key(dict, "Cross-entropy on an agent's observations")
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -75,10 +77,16 @@ class AlgorithmConfig(ConfigBlock):
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
         algorithm, agent, teacher = self.build(), config.task.agent, config.model.teacher
         place = "algorithm.advantage" if self.advantage else "algorithm.preset"
-        problem = "does not apply while algorithm.distillation.coefficient is 0; set that, or remove this key"
+        problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
+        problem += " coefficient of one, or remove this key"
         yield teacher and not algorithm.needs_teacher, "model.teacher", problem
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
-        yield algorithm.needs_teacher and not teacher, "algorithm.distillation", problem
+        axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
+        yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
+        problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"
+        problem += " experience.follow, or remove it"
+        axis = "observations" if self.observations else "preset"
+        yield algorithm.observations and not config.has_trajectories, f"algorithm.{axis}", problem
         problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
         yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
         of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"

@@ -18,7 +18,7 @@ from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import Load
-from recjax.models.logprobs import SAMPLED, completion_logprobs, packed_logprobs
+from recjax.models.logprobs import SAMPLED, Compared, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import Sampling
 
@@ -26,7 +26,7 @@ from recjax.models.sampling import Sampling
 # worth a second compiled program.
 LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
 
-LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"]]
+LogprobsAndEntropy = tuple[Float[Array, "batch time"], ...]  # with a teacher, also the divergence from it
 
 
 @functools.partial(
@@ -54,6 +54,12 @@ class Layout:
         """Number of micro-batches."""
         return self.parts if self.packed is None else self.packed.count
 
+    def within(self, mask: Bool[Array, "batch time"], index: Int[Array, ""]) -> Bool[Array, "batch time"]:
+        """The tokens of a mask that are in a micro-batch of packed rows; of another micro-batch, all of them."""
+        if self.packed is None:
+            return mask
+        return mask & (self.packed.places // self.packed.tokens[0].size == index)
+
 
 def micro_batch_logprobs(
     layout: Layout,
@@ -64,8 +70,11 @@ def micro_batch_logprobs(
     sampling: Sampling,
     chunk: int,
     load: bool = False,
-) -> LogprobsAndEntropy | tuple[Array, Array, Load]:
-    """Log-probs and entropies of the tokens in a micro-batch, and with `load` the load of the experts.
+    compared: Compared | None = None,
+) -> LogprobsAndEntropy | tuple[Array | Load, ...]:
+    """Log-probs and entropies of the tokens in a micro-batch.
+
+    A third array has their divergence from `compared` if that is given. With `load`, the load of the experts is last.
 
     Args:
         params: all parameters, trained and frozen.
@@ -76,7 +85,8 @@ def micro_batch_logprobs(
     if layout.packed is None:
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
         recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
-        return completion_logprobs(decoder, params, *arrays, recorded, sampling=sampling, chunk=chunk, load=load)
+        options = {"sampling": sampling, "chunk": chunk, "load": load, "compared": compared}
+        return completion_logprobs(decoder, params, *arrays, recorded, **options)
     *rows, places, _ = layout.packed
     rows = [constrain(x[index], ROWS) for x in rows]
     places = jnp.where(part.completion_mask, places - index * rows[0].size, 0)
@@ -87,13 +97,20 @@ def micro_batch_logprobs(
         predicted = jnp.full(rows[0].size, -1).at[at].set(jnp.arange(at.size), mode="drop").reshape(rows[0].shape)
         recorded = {name: x.reshape(at.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
         recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
-    found = packed_logprobs(decoder, params, *rows, recorded, sampling=sampling, chunk=chunk, load=load)
-    values = (jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in found[:2])
-    return *values, *found[2:]
+    options = {"sampling": sampling, "chunk": chunk, "load": load, "compared": compared}
+    found = packed_logprobs(decoder, params, *rows, recorded, **options)
+    count = 2 if compared is None else 3
+    values = (jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in found[:count])
+    return *values, *found[count:]
 
 
 def over_micro_batches(
-    layout: Layout, batch: Batch, rows: Any, sums: Any, of_micro_batch: Callable[..., tuple[Any, LogprobsAndEntropy]]
+    layout: Layout,
+    batch: Batch,
+    rows: Any,
+    sums: Any,
+    of_micro_batch: Callable[..., tuple[Any, LogprobsAndEntropy]],
+    values: int = 2,
 ) -> tuple[Any, LogprobsAndEntropy]:
     """Runs a function on one micro-batch after the other.
 
@@ -103,6 +120,7 @@ def over_micro_batches(
         of_micro_batch: function of a micro-batch's part of the batch, its part of `rows`, and its number. Returns sums
             and the log-probs and entropies of the part. With packed rows, a part is the whole batch with a completion
             mask that keeps only the micro-batch's tokens; log-probs and entropies of all other tokens are 0.
+        values: number of arrays that the function returns for the part.
     Returns:
         The total of the sums, and the log-probs and entropies of the whole batch, 0 for rows outside the minibatch.
     """
@@ -131,8 +149,7 @@ def over_micro_batches(
         place = index if layout.packed is None else 0
         part, part_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), parts)
         if layout.packed is not None:
-            here = layout.packed.places // layout.packed.tokens[0].size == index
-            part = part._replace(completion_mask=part.completion_mask & here)
+            part = part._replace(completion_mask=layout.within(part.completion_mask, index))
         more, values = of_micro_batch(part, part_rows, index)
 
         def with_part(whole: Array, values: Array) -> Array:
@@ -142,7 +159,7 @@ def over_micro_batches(
         return jax.tree.map(jnp.add, sums, more), jax.tree.map(with_part, seen, values)
 
     # A count that is not static serves any number of packed micro-batches with one program.
-    sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing, nothing)))
+    sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing,) * values))
     return sums, tuple(map(of_batch, seen))
 
 

@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
-from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
-from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config, read_config
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, stop_token_ids
+from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.placement import put_params
-from recjax.models.trainable import adapted, combine, in_compute_dtype, merged
+from recjax.models.trainable import adapted, combine, merged
 
 logger = logging.getLogger(__name__)
 
@@ -101,36 +100,6 @@ class Teacher(NamedTuple):
 
     decoder: Decoder
     params: dict
-
-
-def teacher_decoder(config: Config) -> Decoder:
-    """The decoder of `model.teacher`; reads only its config.json."""
-    decoder_config = read_config(model_folder(config.model.teacher, ("config.json",)))
-    dtype = compute_dtype(config.model.dtype)
-    kernel = attention_kernel(config.model.attention, decoder_config, dtype)
-    return Decoder(decoder_config, dtype, attention=kernel)
-
-
-def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
-    """Loads the model that `model.teacher` names; None if the key is not set.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-    Raises:
-        ValueError: the model cannot be read, or its vocabulary differs from the policy's.
-    """
-    if config.model.teacher is None:
-        return None
-    theirs = load_tokenizer(config.model.teacher).get_vocab()
-    if theirs != tokenizer.get_vocab():
-        differing = len(theirs.items() ^ tokenizer.get_vocab().items())
-        raise ValueError(
-            f"model.teacher = {config.model.teacher!r}: its tokenizer differs from the policy's in {differing} entries;"
-            " a teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
-        )
-    decoder_config, params = load_pretrained(config.model.teacher)
-    decoder = teacher_decoder(config).clone(config=decoder_config)
-    return Teacher(decoder, in_compute_dtype(decoder, params, copy=False))
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,18 @@ from recjax.models.sampling import KEPT, Sampling
 from recjax.models.unrolling import params_for
 
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
+
+
+class Compared(NamedTuple):
+    """A teacher whose next-token distributions are compared with the policy's.
+
+    divergence: function of the policy's and the teacher's logits over the temperature, both [tokens, vocab]; its values
+        are [tokens].
+    """
+
+    decoder: Decoder
+    params: dict
+    divergence: Callable
 
 
 def sampling_logits(
@@ -133,8 +146,13 @@ def chunked_logprobs(
     sampling: Sampling,
     chunk: int,
     recorded: Mapping[str, Array] = {},
-) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    compared: Compared | None = None,
+    teacher_hidden: Float[Array, "batch time teacher_hidden"] | None = None,
+) -> tuple[Float[Array, "batch time"], ...]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
+
+    A third array has the divergence from `compared` at each token, between distributions at the temperature of
+    `sampling`, without its cuts.
 
     [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
     computes its own rows, with a head that is gathered once and not for every chunk.
@@ -142,32 +160,37 @@ def chunked_logprobs(
     Args:
         recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `logprobs_and_entropy`.
     """
-    name = "head" if "head" in params else "embedding"
     recorded = {name: values for name, values in recorded.items() if name in (*KEPT, SAMPLED)}
     recorded = recorded if recorded.keys() - {SAMPLED} else {}
 
-    def of_rows(head, hidden, recorded, tokens):
+    def head_of(params):
+        name = "head" if "head" in params else "embedding"
+        return {name: params[name]}
+
+    def of_rows(heads, hidden, teacher_hidden, recorded, tokens):
         count = tokens.size
         length = min(chunk, count)
         padding = -count % length
-        flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, length, hidden.shape[-1])
-        flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, length)
+
+        def in_chunks(x):
+            x = x.reshape(count, *x.shape[2:])
+            return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(-1, length, *x.shape[1:])
 
         @jax.checkpoint
         def one_chunk(inputs):
-            chunk_hidden, chunk_tokens, chunk_recorded = inputs
-            scores = constrain(logits(config, head, chunk_hidden), None, "tensor")
-            return logprobs_and_entropy(scores, chunk_tokens, sampling, chunk_recorded)
+            chunk_hidden, chunk_of_teacher, chunk_recorded, chunk_tokens = inputs
+            scores = constrain(logits(config, heads[0], chunk_hidden), None, "tensor")
+            values = logprobs_and_entropy(scores, chunk_tokens, sampling, chunk_recorded)
+            if compared is None:
+                return values
+            theirs = constrain(logits(compared.decoder.config, heads[1], chunk_of_teacher), None, "tensor")
+            return *values, compared.divergence(scores / sampling.temperature, theirs / sampling.temperature)
 
-        flat_recorded = {
-            name: jnp.pad(x.reshape(count, *x.shape[2:]), ((0, padding), *[(0, 0)] * (x.ndim - 2)))
-            for name, x in recorded.items()
-        }
-        flat_recorded = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), flat_recorded)
-        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens, flat_recorded))
-        return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
+        values = jax.lax.map(one_chunk, jax.tree.map(in_chunks, (hidden, teacher_hidden, recorded, tokens)))
+        return tuple(x.reshape(-1)[:count].reshape(tokens.shape) for x in values)
 
-    return over_rows(of_rows, {name: params[name]}, hidden, recorded, tokens)
+    heads = [head_of(params), *([] if compared is None else [head_of(compared.params)])]
+    return over_rows(of_rows, heads, hidden, teacher_hidden, recorded, tokens)
 
 
 def last_hidden(
@@ -189,7 +212,8 @@ def completion_logprobs(
     sampling: Sampling,
     chunk: int,
     load: bool = False,
-) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]] | tuple[Array, Array, Load]:
+    compared: Compared | None = None,
+) -> tuple[Float[Array, "batch time"] | Load, ...]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
@@ -203,25 +227,32 @@ def completion_logprobs(
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
         load: return the load of the experts as well.
+        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
     """
     group = completions.shape[0] // prompts.shape[0]
-    weights = {"params": params_for(decoder, params)}
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
         prompt_mask &= completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
     asked = Tokens(prompts, positions, prompt_mask)
-    if completions.shape[1] > 1:
-        positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
-        # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
-        experts = _recorded_experts(decoder, recorded)
-        experts = None if experts is None else experts[:, 1:]
-        written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1], experts)
-        (hidden, *rest), sown = apply_routed(decoder, weights, asked, written, method="of_groups")
-    else:
-        ((hidden, _), sown), rest = apply_routed(decoder, weights, *asked), ()
-    first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
-    before = jnp.concatenate([first, *rest], axis=1)
-    values = chunked_logprobs(decoder.config, params, before, completions, sampling, chunk, recorded)
+
+    def before(decoder, params, recorded):
+        weights = {"params": params_for(decoder, params)}
+        if completions.shape[1] > 1:
+            positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
+            # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
+            experts = _recorded_experts(decoder, recorded)
+            experts = None if experts is None else experts[:, 1:]
+            written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1], experts)
+            (hidden, *rest), sown = apply_routed(decoder, weights, asked, written, method="of_groups")
+        else:
+            ((hidden, _), sown), rest = apply_routed(decoder, weights, *asked), ()
+        first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
+        return jnp.concatenate([first, *rest], axis=1), sown
+
+    theirs = None if compared is None else before(compared.decoder, compared.params, {})[0]
+    hidden, sown = before(decoder, params, recorded)
+    arguments = hidden, completions, sampling, chunk, recorded, compared, theirs
+    values = chunked_logprobs(decoder.config, params, *arguments)
     return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values
 
 
@@ -241,7 +272,8 @@ def packed_logprobs(
     sampling: Sampling,
     chunk: int,
     load: bool = False,
-) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]] | tuple[Array, Array, Load]:
+    compared: Compared | None = None,
+) -> tuple[Float[Array, "rows row_tokens"] | Load, ...]:
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
@@ -250,10 +282,18 @@ def packed_logprobs(
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
         load: return the load of the experts as well.
+        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
     """
-    weights, experts = {"params": params_for(decoder, params)}, _recorded_experts(decoder, recorded)
-    if experts is not None:
-        experts = jnp.where(recorded[SAMPLED][..., None, None], experts, NO_RECORD)
-    (hidden, _), sown = apply_routed(decoder, weights, tokens, positions, ends, experts=experts)
-    values = chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk, recorded)
+
+    def before(decoder, params, recorded):
+        weights, experts = {"params": params_for(decoder, params)}, _recorded_experts(decoder, recorded)
+        if experts is not None:
+            experts = jnp.where(recorded[SAMPLED][..., None, None], experts, NO_RECORD)
+        (hidden, _), sown = apply_routed(decoder, weights, tokens, positions, ends, experts=experts)
+        return hidden, sown
+
+    theirs = None if compared is None else before(compared.decoder, compared.params, {})[0]
+    hidden, sown = before(decoder, params, recorded)
+    arguments = hidden, targets, sampling, chunk, recorded, compared, theirs
+    values = chunked_logprobs(decoder.config, params, *arguments)
     return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values

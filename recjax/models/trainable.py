@@ -87,7 +87,7 @@ def combine(first: dict, second: dict) -> dict:
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the decoder's compute dtype, except norm scales, decays and routers, which the decoder does not cast.
+    """Parameters in the compute dtype, except norm scales, decays and routers, which the decoder does not cast.
 
     The policy stays the same, as a forward pass casts these parameters anyway.
 

@@ -194,10 +194,11 @@ def update_items(
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
     gradients = bytes_on_device(laid_out_by_rules(mesh, model.trained))
+    copies = 4 if config.algorithm.build().teacher_divergence is None else 8  # a teacher has scores too
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),
         Item("update", "activations", f"{kept}: {contents}", activations[config.model.remat]),
-        Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {split} × 4 B", 16 * chunk * split),
+        Item("update", "chunk of vocabulary scores", f"{copies} × {chunk} × {split} × 4 B", 4 * copies * chunk * split),
     ]
     return items, {remat: activations[remat] for remat in remats}
 

@@ -19,7 +19,7 @@ from recjax.experience.batch import Batch, Shape, pad, sampled_shape
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, shape_for
 from recjax.experience.stored import stored_per_batch
-from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, teacher_decoder
+from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
@@ -36,7 +36,7 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
-from recjax.training.trained import with_start
+from recjax.training.trained import check_teacher, teacher_decoder, with_start
 from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 
 START = "trained parameters as they were at the start"
@@ -169,6 +169,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[COPY] = copy
     if config.model.teacher:
         decoder = teacher_decoder(config)
+        check_teacher(config, decoder.config, model.decoder.config)
         parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
     return parts
 

@@ -149,6 +149,7 @@ def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
 class Evaluation(NamedTuple):
     """Share of accurate completions, mean reward, KL(π ‖ π_0) in nats per token, and one row per completion.
 
+    `right_and_ended` is the share of accurate completions that ended before the token limit.
     The KL to the initial policy π_0 is the mean of log π − log π_0 over sampled tokens; None if it was not requested.
     """
 
@@ -156,6 +157,11 @@ class Evaluation(NamedTuple):
     reward: float
     initial_kl: float | None
     samples: list[dict]
+
+    @property
+    def right_and_ended(self) -> float:
+        """Share of completions that are accurate and ended before the token limit."""
+        return float(np.mean([bool(sample["accurate"]) and not sample["truncated"] for sample in self.samples]))
 
 
 def evaluate_policy(

@@ -13,13 +13,12 @@ from jaxtyping import Array, Bool, Float, Key
 
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
-from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.run import Run, State
-from recjax.training.trained import reference_params, starting_policy
+from recjax.training.trained import load_teacher, reference_params, starting_policy
 from recjax.training.update import Learned, TrainState, hyperparameters_of, recipe_of, update
 
 
@@ -36,7 +35,7 @@ class Learner:
         """
         config, decoder = run.config, run.policy.decoder
         params, frozen = split_params(params, config.model)
-        teacher = load_teacher(config, run.policy.tokenizer)
+        teacher = load_teacher(config, run.policy)
         self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
         steps = config.training.steps
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))

@@ -288,7 +288,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
-    measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
+    measured = {name: getattr(result, name) for name in ("accuracy", "right_and_ended", "reward", "initial_kl")}
     measured |= task_metrics((one["task"], one["accurate"], one["reward"]) for one in result.samples if "task" in one)
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 

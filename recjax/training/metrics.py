@@ -243,6 +243,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
         "accuracy": float(batch.accurate[real].mean()),
+        "right_and_ended": float((batch.accurate & ~batch.truncated)[real].mean()),
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),

@@ -23,10 +23,10 @@ from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
 from recjax.hub.model_card import model_card
-from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.policy import Policy, Teacher, attention_kernel, compute_dtype, load_params, policy_alone
 from recjax.hub.tokenizers import model_folder, stop_token_ids
 from recjax.hub.weights import adapter_fields, load_adapter, read_config
-from recjax.models.decoder import abstract_params
+from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import (
@@ -97,7 +97,7 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
             policy, params = _initial(config.model_copy(update={"model": bare}))
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         opened = OpenedPolicy(name, policy, params)
-    elif step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
+    elif _is_run(run, step):
         opened = open_checkpoint(run, step)
         policy = opened.policy
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
@@ -114,6 +114,10 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
         except ValueError as error:
             raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
     return opened._replace(params=for_sampling(opened.policy, opened.params))
+
+
+def _is_run(folder: Path, step: str | None) -> bool:
+    return bool(step) or (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
 
 
 def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
@@ -245,6 +249,47 @@ def reference_params(config: Config, policy: Policy) -> dict:
         return opened.params
     params = with_adapters(opened.policy.decoder, opened.params, config.model.lora, jax.random.key(0))[1]
     return in_compute_dtype(policy.decoder, params, copy=False)
+
+
+def teacher_decoder(config: Config) -> Decoder:
+    """The decoder of `model.teacher`, a run or a model; reads no parameters."""
+    run, step = split_step(Path(config.model.teacher))
+    if _is_run(run, step):
+        shape = _without_params(run_config(run), False)[0].decoder.config
+    else:
+        shape = read_config(model_folder(config.model.teacher, ("config.json",)))
+    dtype = compute_dtype(config.model.dtype)
+    return Decoder(shape, dtype, attention=attention_kernel(config.model.attention, shape, dtype))
+
+
+def load_teacher(config: Config, policy: Policy) -> Teacher | None:
+    """Loads the run or model that `model.teacher` names; None if the key is not set.
+
+    Raises:
+        ValueError: the model cannot be read, or its vocabulary differs from the policy's.
+    """
+    name = config.model.teacher
+    if name is None:
+        return None
+    opened, place = open_policy(name, config), f"model.teacher = {name!r}"
+    theirs, ours = opened.policy.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+    if theirs != ours:
+        raise ValueError(
+            f"{place}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
+            " teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
+        )
+    check_teacher(config, opened.policy.decoder.config, policy.decoder.config)
+    return Teacher(teacher_decoder(config).clone(config=opened.policy.decoder.config), opened.params)
+
+
+def check_teacher(config: Config, theirs: DecoderConfig, ours: DecoderConfig) -> None:
+    """Refuses a teacher with more or fewer logits than the policy, if the algorithm compares their distributions."""
+    if config.algorithm.build().teacher_divergence is not None and theirs.vocab_size != ours.vocab_size:
+        raise ValueError(
+            f"model.teacher = {config.model.teacher!r}: has {theirs.vocab_size} logits and the policy"
+            f" {ours.vocab_size}, so algorithm.teacher_divergence cannot compare them; choose a teacher with as many,"
+            " or set algorithm.distillation, which reads only the sampled tokens"
+        )
 
 
 def run_config(run: Path) -> Config:

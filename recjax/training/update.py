@@ -23,6 +23,7 @@ from recjax.experience.layout import (
 )
 from recjax.models.decoder import Decoder
 from recjax.models.experts import Load, balance_loss, load_metrics
+from recjax.models.logprobs import Compared
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
@@ -193,22 +194,36 @@ def update(
         "proximal_logprobs": proximal_logprobs,
         "minibatch": layout.rows,
     }
+    if algorithm.observations is not None:
+        sampled = batch.completion_mask
+        extras["observation_mask"] = batch.real_tokens & ~sampled & sampled.any(-1, keepdims=True)
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring if proximal_logprobs is None else algorithm.needs_rescoring:
         behavior = jax.tree.map(of_all, batch.behavior_logprobs)
         extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
-    if algorithm.needs_teacher:
+    if algorithm.distillation is not None:
         extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
     all_rows = losses.row_terms(algorithm, *compared, key, **extras)
     rows = jax.tree.map(own, all_rows)
+    compared, divergence = None, algorithm.teacher_divergence
+    if divergence is not None:
+        compared = Compared(teacher, teacher_params, divergence)
 
     def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
-        def scored(params):
-            whole = combine(frozen, params)
-            return micro_batch_logprobs(layout, decoder, whole, part, index, *distribution, experts is not None)
+        read = part
+        if algorithm.observations is not None:
+            observed = layout.within(part_rows.observation_weights > 0, index)
+            part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
+            read = part._replace(completion_mask=part.completion_mask | observed)
+
+        def scored(params, compared=None):
+            arguments = layout, decoder, combine(frozen, params), read, index, *distribution
+            return micro_batch_logprobs(*arguments, experts is not None, compared)
 
         def micro_loss(params):
-            logprobs, entropy, *load = scored(params)
+            values = scored(params, compared)
+            values, load = (values[:-1], values[-1]) if experts else (values, ())
+            logprobs, entropy, *added = values
             reference = None if reference_params is None else scored(reference_params)[0]
             total, count = losses.loss(
                 algorithm,
@@ -218,10 +233,11 @@ def update(
                 part.completion_mask,
                 reference_logprobs=reference,
                 entropy=entropy,
+                divergence=added[0] if added else None,
             )
             if expert_balance:
-                total += expert_balance * count * balance_loss(load[0], experts.per_token)
-            return total, (count, (logprobs, entropy), (load or [()])[0])
+                total += expert_balance * count * balance_loss(load, experts.per_token)
+            return total, (count, values, load)
 
         (total, (count, seen, load)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
         return _Sums(total, count, constrain_params(gradient), load), seen
@@ -229,7 +245,8 @@ def update(
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     no_load = Load(*(jnp.zeros((decoder.config.num_layers, experts.count)),) * 2, jnp.zeros(())) if experts else ()
     sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros), no_load)
-    sums, (logprobs, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
+    count = 2 if compared is None else 3
+    sums, (logprobs, entropy, *added) = over_micro_batches(layout, batch, rows, sums, of_micro_batch, count)
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)
@@ -250,8 +267,13 @@ def update(
     }
     if experts:
         metrics |= load_metrics(sums.load, experts.per_token)
-    if algorithm.needs_teacher:
+    if algorithm.distillation is not None:
         possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
         metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)
+    if compared is not None:  # in nats, without the term's coefficient
+        metrics["teacher_divergence"] = diagnostics.token_average(of_all(added[0]), seen[3])
+        metrics["teacher_divergence"] /= divergence.keywords["coefficient"]
+    if algorithm.observations is not None:
+        metrics["observation_cross_entropy"] = diagnostics.token_average(-seen[0], all_rows.observation_weights > 0)
     learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
     return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from tests.algorithms.examples import Example, members
+from tests.algorithms.examples import OWN, THEIRS, Example, members
 
 
 class Field:
@@ -284,6 +284,14 @@ def from_half_way(x, i, t):
     return half * half * x.normalized(i) * one_side(half, x.normalized(i))
 
 
+def logit_distillation(x, i, t, coefficient=1.0):
+    """−d KL(q ‖ p) / d score of q's first of three tokens."""
+    q, p = (np.exp([array[i, t], *fixed]) for array, fixed in ((x.logprobs, OWN), (x.teacher, THEIRS)))
+    q, p = q / q.sum(), p / p.sum()
+    kl = sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
+    return -coefficient * q[0] * (math.log(q[0] / p[0]) - kl)
+
+
 # The proximal policy of these examples is the policy itself, as in a run: its ratio is one and nothing is clipped.
 COEFFICIENTS = {
     "rloo": rloo,
@@ -326,15 +334,19 @@ COEFFICIENTS = {
     "decoupled_ppo": lambda x, i, t: x.rho(i, t) * x.normalized(i),
     "a3po": from_half_way,
     "on_policy_distillation": lambda x, i, t: x.teacher[i, t] - x.logprobs[i, t],
+    "logit_distillation": logit_distillation,
+    "echo": lambda x, i, t: ppo(x, i, t, x.normalized(i)),
 }
 MEANS_OF_ROWS = {"flash_reinforce", "gspo", "gspo_token", "gmpo", "sapo"}
 SUMS_OF_ROWS = {"dr_grpo", "luspo"}
 
 
-def gradient_by_hand(name, example: Example):
-    """d sum / d logprobs of a preset's loss, and the count."""
+def gradient_by_hand(name, example: Example, observations):
+    """d sum / d logprobs of a preset's loss, and the count; `observations` masks the environment's tokens."""
     x = Field(example)
     gradient = np.zeros(x.mask.shape)
     for i, t in x.tokens:
         gradient[i, t] = -COEFFICIENTS[name](x, i, t) / (x.lengths[i] if name in MEANS_OF_ROWS else 1)
+    if name == "echo" and observations.any():
+        gradient -= 0.05 * len(x.tokens) / observations.sum() * observations
     return gradient, len(x.rows) if name in MEANS_OF_ROWS | SUMS_OF_ROWS else len(x.tokens)

@@ -45,6 +45,19 @@ def make_example(seed=0, time=4, spread=0.8) -> Example:
     )
 
 
+def observed(x: Example):
+    """Tokens of the environment: those of real rows that the policy did not choose, unless they are junk."""
+    return ~x.completion_mask & x.completion_mask.any(-1, keepdims=True) & jnp.isfinite(x.logprobs)
+
+
+def logits_of(logprobs, fixed):
+    """Scores over a vocabulary of three tokens, the last two of which are fixed."""
+    return jnp.stack([logprobs, *jnp.broadcast_to(jnp.array(fixed)[:, None, None], (2, *logprobs.shape))], axis=-1)
+
+
+OWN, THEIRS = (0.0, 0.5), (-0.5, 0.3)  # scores of the policy's and of the teacher's other tokens
+
+
 def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
     """Row terms of the whole example; what it has no field for follows from its rows."""
     x = Example(*(jnp.asarray(array) for array in example))
@@ -65,6 +78,7 @@ def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
         turn_rewards=jnp.stack([x.rewards, x.rewards**2 + 0.3], axis=1),
         token_turns=jnp.arange(x.completion_mask.shape[1])[None].repeat(len(x.rewards), 0) // 2,
         teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,
+        observation_mask=observed(x),
     )
 
 
@@ -74,6 +88,9 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
     x = Example(*(jnp.asarray(array) for array in example))
 
     def total(logprobs, entropy):
+        scores = logits_of(logprobs, OWN), logits_of(x.reference_logprobs, THEIRS)
+        scores = [jnp.where(x.completion_mask[..., None], one, 0.0) for one in scores]
+        divergence = algorithm.teacher_divergence and algorithm.teacher_divergence(*scores)
         value, count = losses.loss(
             algorithm,
             logprobs,
@@ -82,6 +99,7 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
             x.completion_mask,
             reference_logprobs=x.reference_logprobs,
             entropy=entropy,
+            divergence=divergence,
         )
         return value, (value, count)
 

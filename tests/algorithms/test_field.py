@@ -8,7 +8,7 @@ import pytest
 from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
-from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, rows_of
+from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, observed, rows_of
 
 EXAMPLE = make_example()
 ALGORITHMS = {name: build_algorithm(name, {}) for name in FIELD}
@@ -62,7 +62,9 @@ def test_every_preset_has_a_formula_here():
 @pytest.mark.parametrize("name", FIELD)
 def test_gradient_from_the_formula(gradients, name, example):
     clean = EXAMPLE if example == "junk in padding" else EXAMPLES[example]
-    expected, expected_count = gradient_by_hand(name, clean)
+    observations = np.asarray(observed(EXAMPLES[example]))
+    assert observations.any() == (example != "junk in padding")
+    expected, expected_count = gradient_by_hand(name, clean, observations)
     for gradient, count in gradients[example][name]:
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-5)
         assert count == expected_count

@@ -145,6 +145,9 @@ def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
         ("grpo", {"reference_kl": {"estimator": "k2"}}, ["reference_kl.estimator = 'k2'", "reference_kl.coefficient"]),
         ("grpo", {"reference_kl": {"coefficient": 0.1, "estimator": "k4"}}, ["reference_kl.estimator = 'k4'"]),
         ("grpo", {"reference_kl": {"name": "k2"}}, ["reference_kl.name = 'k2'", "coefficient, estimator"]),
+        ("grpo", {"observations": {"coefficient": -0.1}}, ["observations.coefficient = -0.1", "0 or more"]),
+        ("grpo", {"teacher_divergence": {"coefficient": 1.0, "beta": 1.0}}, ["beta = 1.0", "between 0 and 1"]),
+        ("grpo", {"teacher_divergence": {"coefficient": 1.0, "top_k": -1}}, ["top_k = -1", "0 (the whole"]),
         ("grpo", {"entropy": {"coefficient": -0.1}}, ["entropy.coefficient = -0.1", "0 or more"]),
         ("opmd", {"objective": {"tau": 1.0}}, ["objective.tau = 1.0", "'policy_gradient' does not read"]),
         ("grpo", {"objective": {"name": "pairwise_consistency"}}, ["advantage", "group_normalized", "does not read"]),
@@ -157,6 +160,8 @@ def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
                 "reduction": {"name": "sequence_mean_token_sum"},
                 "reference_kl": {"coefficient": 0.1},
                 "entropy": {"coefficient": 0.1},
+                "teacher_divergence": {"coefficient": 0.1},
+                "observations": {"coefficient": 0.1},
             }.items()
         ),
         ("pairwise_consistency", {"weight": {"name": "importance"}}, ["weight.name = 'importance'", "exp_advantage"]),
@@ -176,6 +181,8 @@ LOWERED = {"advantage": {"name": "asymmetric", "beta": -0.1}}
 READS_RATIO = {"weight": {"name": "importance"}}
 BETWEEN = {"anchor": {"name": "interpolated"}}
 RISING = {"clip": {"positive_share": 0.18}}  # some way between the first bounds and the highest
+DIVERGENCE = {"teacher_divergence": {"coefficient": 1.0}}
+JSD = {"teacher_divergence": {"coefficient": 1.0, "kind": "jsd"}}
 OPTIONS = {
     "objective.pairwise_consistency.tau": (0.5, 2.0, {}),
     "advantage.group_mean.singleton": ("zero", "reward", {}),
@@ -245,6 +252,15 @@ OPTIONS = {
     "correction.bounded.high": (2.0, 1.1, BETWEEN),
     "unbiased_reference_kl.unbiased_reference_kl.coefficient": (0.1, 0.2, {}),
     "distillation.distillation.coefficient": (0.1, 0.2, {}),
+    "teacher_divergence.teacher_divergence.coefficient": (0.1, 0.2, {}),
+    "teacher_divergence.teacher_divergence.kind": ("forward_kl", "reverse_kl", DIVERGENCE),
+    "teacher_divergence.teacher_divergence.beta": (
+        0.5,
+        0.1,
+        {"teacher_divergence": {"coefficient": 1.0, "kind": "jsd"}},
+    ),
+    "teacher_divergence.teacher_divergence.top_k": (0, 1, DIVERGENCE),
+    "observations.observations.coefficient": (0.1, 0.2, {}),
     "clip.one_side.epsilon_low": (0.2, 0.6, {}),
     "clip.one_side.epsilon_high": (0.2, 2.0, {}),
     "clip.two_side.epsilon_low": (0.2, 0.6, {}),

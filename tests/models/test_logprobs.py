@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.algorithms.regularizers import teacher_divergence
 from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import (
     SAMPLED,
+    Compared,
     Sampling,
     completion_logprobs,
     kept_tokens,
@@ -179,3 +181,48 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
     for wrong in (None, {}, [[2], [7]], [[2], [7], [1]], [[2], [7], ["4", 4]], [[2], [7], [4, -1]], [[2], 7, [4]]):
         assert sets_from_lists(wrong, tokens, 3) == {}
     assert sets_from_lists(lists, tokens, 0) == {}
+
+
+TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"kind": "jsd", "beta": 0.3, "top_k": 4}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_divergence_in_chunks_equals_the_plain_one(options):
+    compared = Compared(
+        Decoder(TEACHER),
+        init_params(TEACHER, jax.random.key(7)),
+        functools.partial(teacher_divergence, coefficient=1.0, **options),
+    )
+    arguments = PROMPTS, PROMPT_MASK, COMPLETIONS, MASK
+
+    def in_chunks(params, chunk=7):
+        *_, divergence = completion_logprobs(
+            Decoder(CONFIG), params, *arguments, sampling=Sampling(0.8, top_k=3), chunk=chunk, compared=compared
+        )
+        return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
+
+    def plain(params):
+        """Every row alone, with all logits at once."""
+
+        def scores(config, params):
+            rows = []
+            for row in range(6):
+                prompt = PROMPTS[row // 3][PROMPT_MASK[row // 3]]
+                tokens = jnp.concatenate([prompt, COMPLETIONS[row]])[None]
+                there = jnp.arange(tokens.shape[1])[None]
+                hidden, _ = Decoder(config).apply({"params": params}, tokens, there, there >= 0)
+                rows.append(logits(config, params, hidden[0, len(prompt) - 1 : -1]))
+            return jnp.stack(rows)
+
+        divergence = compared.divergence(scores(CONFIG, params) / 0.8, scores(TEACHER, compared.params) / 0.8)
+        return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
+
+    (found, values), gradient = jax.jit(jax.value_and_grad(in_chunks, has_aux=True))(initial())
+    (expected, plain_values), plain_gradient = jax.jit(jax.value_and_grad(plain, has_aux=True))(initial())
+    np.testing.assert_allclose(values[MASK], plain_values[MASK], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close((found, gradient), (expected, plain_gradient), rtol=1e-3, atol=1e-4)
+    assert found > 1e-2
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda params: in_chunks(params)[0]))(initial()))
+    assert "f32[7,13]" in jaxpr and "f32[30,13]" not in jaxpr and "f32[6,5,13]" not in jaxpr
