@@ -1,6 +1,8 @@
 """The checks that tests/conftest.py puts on every function of the package: types, and shapes by jaxtyping."""
 
+import functools
 import inspect
+import types
 import typing
 
 import beartype
@@ -9,6 +11,8 @@ import jaxtyping
 # An int where a float is asked for is fine, as it is to Python's type checkers.
 checked = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
+# Functions that are defined within others, hence many times: their annotations, and the first one with its checks.
+_closures: dict[tuple, tuple[dict, typing.Callable]] = {}
 
 
 def jaxtyped(*, typechecker: typing.Callable) -> typing.Callable:
@@ -17,6 +21,27 @@ def jaxtyped(*, typechecker: typing.Callable) -> typing.Callable:
     def decorate(function):
         if inspect.isclass(function):
             return _jaxtyped(function, typechecker=typechecker)
+        if "<locals>" in function.__qualname__:
+            return _closure(function)
+        return _checked(function)
+
+    def _closure(function):
+        # beartype and jaxtyping write a program for each function that they check, at each definition.
+        key = function.__module__, function.__qualname__, function.__code__
+        if key not in _closures or _closures[key][0] != function.__annotations__:
+            _closures[key] = dict(function.__annotations__), _checked(function)
+            return _closures[key][1]
+        first = _closures[key][1]
+        if not hasattr(first, "__wrapped__"):  # it has nothing to check
+            return function
+        if not hasattr(first, "__beartype_wrapper"):
+            return _checked(function)
+        wrapper = types.FunctionType(first.__code__, first.__globals__, function.__name__)
+        wrapper.__kwdefaults__ = first.__kwdefaults__ | {"__beartype_func": function}
+        wrapper.__dict__.update(first.__dict__)
+        return functools.update_wrapper(wrapper, function)
+
+    def _checked(function):
         hints = [*function.__annotations__.values()]
         if any(map(_names_shape, hints)):
             return _jaxtyped(function, typechecker=typechecker)
