@@ -14,6 +14,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, stop_toke
 from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.placement import put_params
 from recjax.models.trainable import adapted, combine, merged
 
 logger = logging.getLogger(__name__)
