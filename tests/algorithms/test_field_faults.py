@@ -319,11 +319,7 @@ OTHER_AXES = {"advantage", "mask", "distillation", "observations"}
 
 def test_on_policy_every_method_of_the_ratio_is_reinforce():
     plain = gradient_of("reinforce", {}, ON_POLICY)
-    names = [
-        name
-        for name, preset in FIELD.items()
-        if not OTHER_AXES & preset.changes.keys()
-    ]
+    names = [name for name, preset in FIELD.items() if not OTHER_AXES & preset.changes.keys()]
     assert len(names) > 8
     # The soft gate is 4 · ½ · ½ = 1 there, and an expert's shaping is of no ratio.
     for name in names:
