@@ -128,6 +128,9 @@ CASES = [
     ([LORA, "model.freeze=[embedding]"], "model.freeze = ['embedding']: does not work with model.lora; remove one"),
     ("mesh.tensor=-1", "mesh.data = -1: only one of mesh.data and mesh.tensor"),
     ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
+    ("algorithm.teacher_divergence.coefficient=0.1", "algorithm.teacher_divergence", "needs a teacher"),
+    ("algorithm.observations.coefficient=0.1", "algorithm.observations", "completions of a single turn lack"),
+    ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
     (
         "algorithm.distillation.coefficient=0.1",
         "{'coefficient': 0.1}: needs a teacher: set model.teacher",

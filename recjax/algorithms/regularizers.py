@@ -262,14 +262,14 @@ def observation_cross_entropy(
 
 
 def teacher_divergence(
-    scores: Float[Array, "tokens vocab"],
-    teacher_scores: Float[Array, "tokens vocab"],
+    scores: Float[Array, "*tokens vocab"],
+    teacher_scores: Float[Array, "*tokens vocab"],
     *,
     coefficient: Scalar = 0.0,
     kind: Divergence = "reverse_kl",
     beta: Scalar = 0.5,
     top_k: int = 0,
-) -> Float[Array, " tokens"]:
+) -> Float[Array, "*tokens"]:
     """`coefficient` · divergence between a teacher's and the policy's next-token distributions, over the vocabulary.
 
     With p = softmax(teacher_scores) and q = softmax(scores): forward_kl is KL(p ‖ q), reverse_kl is KL(q ‖ p), and jsd

@@ -6,10 +6,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.experience.layout import Layout
+from recjax.experience.layout import Layout, batch_logprobs
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
@@ -33,6 +34,7 @@ OVERRIDES = {
     "weight": {"name": "expert_shaped"},
     "correction": {"name": "truncated", "cap": 1.5},
     "distillation": {"coefficient": 0.3},
+    "teacher_divergence": {"coefficient": 0.2, "kind": "jsd", "beta": 0.3, "top_k": 5},
 }
 
 
@@ -79,7 +81,39 @@ def test_micro_batches_packing_and_devices_change_nothing():
     shares = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
     spread = jax.pmap(on_device, axis_name="devices", in_axes=(None, 0), out_axes=None)(state, shares)
     chex.assert_trees_all_close(spread, whole, **close)
+    assert whole[1]["teacher_divergence"] > 1e-3
     assert 0 < whole[1]["clip_fraction/all"] < 1 and whole[1]["gradient_norm"] > 0
+
+
+@pytest.mark.slow
+def test_observations_count_once_however_a_batch_is_cut():
+    """The mean of −log π over the tokens between an agent's turns, by hand; packed into one micro-batch and several."""
+    batch = make_batch()
+    time, rows = batch.completions.shape[1], len(batch.rewards)
+    real, first = batch.completion_mask, np.arange(time) == 1
+    sampled = real & ~(first & (real.sum(-1, keepdims=True) > 2))
+    own = np.repeat(np.arange(len(batch.prompts)), rows // len(batch.prompts))
+    batch = batch._replace(
+        prompts=batch.prompts[own], prompt_mask=batch.prompt_mask[own], completion_mask=sampled, token_mask=real
+    )
+    observed = real & ~sampled & sampled.any(-1, keepdims=True)
+    assert observed.sum() > 4
+    algorithm = build_algorithm("reinforce", {"advantage": {"name": "none"}, "observations": {"coefficient": 0.3}})
+    made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024)
+
+    def by_hand(params):
+        whole = batch._replace(completion_mask=real)
+        logprobs, _ = batch_logprobs(Layout(), Decoder(CONFIG), params, whole, Sampling(0.9), 1024)
+        return -0.3 * jnp.where(observed, logprobs, 0).sum() / observed.sum()
+
+    expected, gradient = jax.value_and_grad(by_hand)(initial())
+    for layout in (Layout(), Layout(2), Layout(1, pack(batch, RowShape(2, 12)))):
+        state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+        state, metrics, _ = update(state, {}, None, batch, jax.random.key(0), layout, recipe=made)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4)
+        np.testing.assert_allclose(metrics["observation_cross_entropy"], expected / 0.3, rtol=1e-4)
+        updated = optax.apply_updates(initial(), SGD.update(gradient, SGD.init(initial()), initial())[0])
+        chex.assert_trees_all_close(state.params, updated, rtol=2e-4, atol=2e-5)
 
 
 def test_scoring_runs_only_where_something_reads_it():
@@ -114,6 +148,23 @@ def test_a_run_with_a_teacher_comes_nearer_to_it(tiny, tmp_path):
     rows = train(tiny("run", *options, "training.checkpoint_every=40", "evaluation.every=0"))[1:]
     assert rows[0]["teacher_kl"] > 0.01
     assert np.mean([row["teacher_kl"] for row in rows[-4:]]) < 0.6 * np.mean([row["teacher_kl"] for row in rows[:4]])
+    options = [
+        "algorithm.preset=logit_distillation",
+        *options[1:],
+        "training.checkpoint_every=40",
+        "evaluation.every=0",
+    ]
+    rows = train(tiny("logits", *options))[1:]
+    assert rows[0]["teacher_divergence"] > 0.01 and rows[-1]["teacher_divergence"] < 0.3 * rows[0]["teacher_divergence"]
+    # A run is a teacher too: here its own start, from which the distance is 0.
+    options = ["algorithm.preset=logit_distillation", f"model.teacher={tmp_path / 'logits'}", "training.steps=1"]
+    start = [
+        f"model.run={tmp_path / 'logits'}",
+        "model.decoder=null",
+        "training.checkpoint_every=1",
+        "evaluation.every=0",
+    ]
+    assert abs(train(tiny("again", *options, *start))[1]["teacher_divergence"]) < 1e-5
     other = make_teacher(tmp_path / "other", characters + "?")
     with pytest.raises(ValueError, match="its tokenizer differs from the policy's in .* entries"):
         train(tiny("refused", *options[:1], f"model.teacher={other}"))
