@@ -30,6 +30,9 @@ FAMILIES = {
     "olmo3": ("olmo3", {}),
     "phi3": ("phi3", {}),
     "granite": ("granite", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {}),
+    "mixtral": ("mixtral", {}),
 }
 
 
