@@ -32,6 +32,9 @@ FAMILIES = {
     "granite": ("granite", {}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, untied": ("qwen3_5 with layers in no order", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {}),
+    "mixtral": ("mixtral", {}),
 }
 
 

@@ -262,6 +262,9 @@ def test_config_fields_of_families(tmp_path, changes, options):
     assert read_config(tmp_path) == dataclasses.replace(plain, **options)
 
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -271,6 +274,13 @@ def test_config_fields_of_families(tmp_path, changes, options):
             {"residual_multiplier": 0.2, "top": 1},
             r"residual_multiplier = 0.2 is not a known .* \(all unknown: resid.*, top\)",
         ),
+        (MOE | {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported, only \[\]"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 4 experts: takes at most all"),
+        (MOE | {"num_experts": 0}, "num_.*experts = 0: takes a finite number above 0"),
+        (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not a known field"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported, only None"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported, only 0.0"),
         ({"head_dim": "wide"}, "this is no model config"),
         ({"attention_bias": True}, "attention_bias = True is not supported, only False"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),

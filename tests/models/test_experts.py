@@ -60,6 +60,7 @@ def hidden_of(decoder, params, mask, tokens):
     return apply_routed(decoder, {"params": params}, tokens, jnp.asarray(positions), jnp.asarray(mask))
 
 
+@pytest.mark.slow
 def test_padding_reaches_no_expert_and_gives_no_gradient():
     params, tokens = init_params(CONFIG, jax.random.key(0)), np.random.default_rng(0).integers(0, 13, (2, 9))
     mask = np.arange(9) < np.array([[9], [5]])
@@ -156,6 +157,7 @@ def test_replay_removes_the_ratios_of_routing_that_differs(sampled):
     assert worst[True] < 0.05 < 0.1 < worst[False]
 
 
+@pytest.mark.slow
 def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
     """In float32, where rounding changes no expert, with weights from which the routing of the sampler differs."""
     params = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(jax.random.key(x.size), x.shape), sampled.params)
