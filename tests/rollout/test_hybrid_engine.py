@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from recjax.config import load_config
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig, DeltaNet
@@ -12,6 +14,8 @@ from recjax.rollout import decoding, plan
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
+from tests.hub.test_families import random_model
+from tests.training.tiny_run import TINY, train
 
 CONFIG = DecoderConfig(
     vocab_size=23,
@@ -117,3 +121,18 @@ def test_a_batch_of_one_round_leaves_no_state_that_a_later_request_continues_fro
     request = asked(4, 1, limit=4)
     run(engine, [request, request._replace(key=KEYS[2])], 2)
     run(engine, [request._replace(prefix=np.append(request.prefix, np.int32(3)), key=KEYS[3])])
+
+
+def test_a_short_run_learns_and_samples_with_the_policy_it_trains(tmp_path):
+    """Sampled log-probs, token after token, are those of the update's chunks: the ratio is 1 on-policy."""
+    tokenizer = character_tokenizer("0123456789+=")
+    (tmp_path / "base").mkdir()
+    random_model("qwen3_5", tmp_path / "base", vocab_size=len(tokenizer), initializer_range=0.05)
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = ["model.decoder=null", f"model.path={tmp_path / 'base'}", "training.steps=14", "evaluation.every=14"]
+    rows = train(load_config(tmp_path / "tiny.yaml", [f"output={tmp_path / 'run'}", *options]))
+    accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    assert accuracies[0] < 0.6 < accuracies[-1]
+    ratios = [row[name] for row in rows for name in ("ratio/q01", "ratio/max") if name in row]
+    assert ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-4
