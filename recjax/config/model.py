@@ -80,13 +80,13 @@ class ModelConfig(_Described):
     decoder: DecoderShape | None = key(None)
     run: str | None = key(
         None,
-        "Run to continue in a new folder, with its model, weights and optimizer state: the run's folder, for its newest"
-        " checkpoint, or checkpoints/STEP or checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
+        "Run to continue in a new folder, with its model, weights and optimizer state: its folder (newest checkpoint),"
+        " or checkpoints/STEP or checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
         excludes="warm_start",
     )
     reference: str | None = key(
         None,
-        "Anchor of the KL to a reference: a run's folder, checkpoints/STEP or checkpoints/best in it, or a model; null:"
+        "KL anchor: a run's folder, checkpoints/STEP or checkpoints/best in it, or a model; null:"
         " the policy before the first step",
     )
     chat_date: checked(str, _no_day) | None = key(
@@ -117,14 +117,11 @@ class ModelConfig(_Described):
     lora: LoraConfig | None = key(None)
     adapter: str | None = key(
         None,
-        "Folder or hub name of a PEFT adapter to start from; it sets model.lora, and model.path if that is null. The KL"
-        " to the initial policy includes it",
+        "PEFT adapter (folder or hub name) to start from; sets model.lora and a null model.path",
         excludes="model.decoder or model.run",
     )
     merge_adapter: Bool = key(
-        False,
-        "Add the adapter to the base's weights before training; model.lora then means new adapters",
-        needs="model.adapter",
+        False, "Add the adapter to the weights; model.lora then means new adapters", needs="model.adapter"
     )
     freeze: list[checked(str, _no_pattern)] = key(
         list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
