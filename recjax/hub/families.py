@@ -112,6 +112,14 @@ DESCRIPTIONS = {
     "olmo2": ("OLMo 2", "norms after attention and MLP instead of before; one RMSNorm over all heads of q, and of k"),
     "olmo3": ("OLMo 3", "as `olmo2`, with windows"),
     "phi3": ("Phi-3, Phi-4", "fused tensors for q, k, v and for the MLP; partial rotary embeddings; windows"),
+    "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "as `qwen3`, with experts in every layer"),
+    "olmoe": ("OLMoE", "experts in every layer; one RMSNorm over all heads of q, and of k"),
+    "mixtral": ("Mixtral 8x7B, 8x22B", "as `mistral`, with experts in every layer"),
+    "qwen3_5_text": (
+        "Qwen3.5 (dense)",
+        "gated delta nets in three of four layers, or in any order; gated attention; norms scaled by 1 + w; partial rotary"
+        " embeddings",
+    ),
     "granite": ("Granite 3", "multipliers of embeddings, attention scores, residuals and logits"),
 }
 
