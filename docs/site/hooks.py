@@ -107,6 +107,7 @@ def notebook_page(text: str) -> tuple[str, dict[str, bytes]]:
 
 def on_page_markdown(markdown, page, config, files):
     """Points links out of docs/ at the pages or copies that stand for them."""
+    markdown = markdown.replace("quickstart.ipynb)", "quickstart.md)")
     if page.file.src_uri == "api.md":
         markdown = _MODULE.sub(described, markdown)
     up = "../" * page.file.src_uri.count("/")
