@@ -50,13 +50,12 @@ class EngineConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Modes that need recjax's own engine."""
-        regime = config.regime
         problem = "samples single turns; remove task.agent, or sample with recjax's engine"
         yield config.task.agent, "rollout.engine.url", problem
         stored = config.experience and config.experience.store
         yield stored, "rollout.engine.url", "does nothing with experience.store, whose run samples nothing; remove it"
-        problem = "set regime.swap_within=true, because new weights reach a server while it samples"
-        yield regime.mode == "async" and not regime.swap_within, "rollout.engine.url", problem
+        problem = "works with regime.mode=sync only; remove it, or sample with recjax's engine"
+        yield config.regime.mode == "async", "rollout.engine.url", problem
 
 
 class RolloutConfig(ConfigBlock):
