@@ -229,7 +229,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """The choices of a reply, each with token_ids, token_logprobs and finish_reason, whatever the server's API."""
         rollout, tokens = self._rollout, prefix.tolist()
         stops = np.atleast_1d(self._policy.stop_ids).tolist()
-        body = {**rollout.sampling()._asdict()}
+        body = rollout.sampling()._asdict()
         if self.api == "sglang":
             body |= {"n": count, "max_new_tokens": rollout.max_completion_tokens, "stop_token_ids": stops}
             body |= {"top_k": rollout.top_k or -1}
@@ -241,7 +241,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if self.api == "llamacpp":
             asked = {"prompt": tokens, "n_predict": rollout.max_completion_tokens, "seed": seed % 2**32}
             asked |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
-            return [_of_llama_cpp(self._read_tokens(self._sent("POST", f"{self._place}/completion", body | asked)))]
+            reply = self._read_tokens(self._sent("POST", f"{self._place}/completion", body | asked))
+            values = [one.get("logprob") for one in reply.get("completion_probabilities") or ()]
+            reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
+            return [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]
         body |= {"model": self._adapter or self.model, "prompt": tokens, "n": count, "seed": seed}
         body |= {"max_tokens": rollout.max_completion_tokens, "logprobs": 0, "return_token_ids": True}
         body |= {} if self.api == "recjax" else {"stop_token_ids": stops}
@@ -489,16 +492,6 @@ def _of_sglang(reply: dict[str, Any]) -> dict[str, Any]:
         "token_logprobs": [one[0] for one in sampled],
         "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
         "tag": said.get("weight_version"),
-    }
-
-
-def _of_llama_cpp(reply: dict[str, Any]) -> dict[str, Any]:
-    """A reply of llama.cpp's /completion in the form of a choice."""
-    sampled = reply.get("completion_probabilities") or []
-    return {
-        "token_ids": reply.get("tokens"),
-        "token_logprobs": [one.get("logprob") for one in sampled],
-        "finish_reason": {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type")),
     }
 
 

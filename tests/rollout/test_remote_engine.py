@@ -134,6 +134,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
         assert engine.version == 5
 
 
+@pytest.mark.slow
 def test_a_server_takes_pushed_weights_whole_or_not_at_all(tmp_path):
     root, base, other = tmp_path / "root", tmp_path / "base", init_params(SHAPE, jax.random.key(1))
     base.mkdir()
