@@ -27,20 +27,19 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
 class EngineConfig(ConfigBlock):
-    """Another server that samples instead of recjax's engine; a URL alone is short for `url`."""
+    """Another server that samples; a URL alone sets `url`."""
 
-    url: checked(str, has_password) = key(..., "URL of the server, such as http://127.0.0.1:8000")
-    model: str | None = key(None, "Name of the model on the server; null: its only model")
+    url: checked(str, has_password) = key(..., "URL of the server")
+    model: str | None = key(None, "Its model; null: the only one")
     processed_logprobs: Bool = key(
         False,
-        "true: the server's log-probs belong to the distribution that samples, after temperature, top_k, top_p and"
-        " min_p. recjax.serve always does this, vLLM with --logprobs-mode processed_logprobs",
+        "true: the server's log-probs are after temperature, top_k, top_p and min_p",
     )
-    folder: str | None = key(None, "Folder for pushed weights, which the server also reads; null: OUTPUT/pushed")
-    api_key_file: str | None = key(None, "File with the server's API key; null: the key in $RECJAX_API_KEY, if any")
-    concurrency: Int = key(8, "Largest number of parallel requests", ge=1)
+    folder: str | None = key(None, "Shared folder for weights; null: OUTPUT/pushed")
+    api_key_file: str | None = key(None, "File with the API key; null: $RECJAX_API_KEY")
+    concurrency: Int = key(8, "Parallel requests", ge=1)
     reply_seconds: Float = key(600.0, "Time limit for a reply", ge=0.1)
-    retries: Int = key(6, "Retries after temporary failures and unusable replies, and after lost weights", ge=0)
+    retries: Int = key(6, "Retries after failures and unusable replies", ge=0)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -50,13 +49,12 @@ class EngineConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Modes that need recjax's own engine."""
-        regime = config.regime
         problem = "samples single turns; remove task.agent, or sample with recjax's engine"
         yield config.task.agent, "rollout.engine.url", problem
         stored = config.experience and config.experience.store
         yield stored, "rollout.engine.url", "does nothing with experience.store, whose run samples nothing; remove it"
-        problem = "set regime.swap_within=true, because new weights reach a server while it samples"
-        yield regime.mode == "async" and not regime.swap_within, "rollout.engine.url", problem
+        problem = "works with regime.mode=sync only; remove it, or sample with recjax's engine"
+        yield config.regime.mode == "async", "rollout.engine.url", problem
 
 
 class RolloutConfig(ConfigBlock):

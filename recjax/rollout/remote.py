@@ -157,14 +157,14 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if is_adapter:
             self._acknowledged(f"{place}load_lora_adapter", {"lora_name": tag, "lora_path": str(folder)})
             if self._adapter:
-                self._sent("POST", f"/{place}unload_lora_adapter", {"lora_name": self._adapter})
+                self._sent("POST", f"{self._place}/{place}unload_lora_adapter", {"lora_name": self._adapter})
             self._adapter = tag
         else:
             self._acknowledged("update_weights_from_disk", {"model_path": str(folder), "weight_version": tag})
         self.version, self._tag = version, tag
 
     def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
-        reply = self._sent("POST", f"/{path}", body)
+        reply = self._sent("POST", f"{self._place}/{path}", body)
         said = _error(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()
@@ -229,17 +229,22 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """The choices of a reply, each with token_ids, token_logprobs and finish_reason, whatever the server's API."""
         rollout, tokens = self._rollout, prefix.tolist()
         stops = np.atleast_1d(self._policy.stop_ids).tolist()
-        body = {**rollout.sampling()._asdict()}
+        body = rollout.sampling()._asdict()
         if self.api == "sglang":
             body |= {"n": count, "max_new_tokens": rollout.max_completion_tokens, "stop_token_ids": stops}
             body |= {"top_k": rollout.top_k or -1}
             asked = {"input_ids": tokens, "sampling_params": body, "return_logprob": True}
-            reply = self._read_tokens(self._sent("POST", "/generate", asked | {"lora_path": self._adapter}))
+            reply = self._read_tokens(
+                self._sent("POST", f"{self._place}/generate", asked | {"lora_path": self._adapter})
+            )
             return [_of_sglang(one) for one in (reply if isinstance(reply, list) else [reply])]
         if self.api == "llamacpp":
             asked = {"prompt": tokens, "n_predict": rollout.max_completion_tokens, "seed": seed % 2**32}
             asked |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
-            return [_of_llama_cpp(self._read_tokens(self._sent("POST", "/completion", body | asked)))]
+            reply = self._read_tokens(self._sent("POST", f"{self._place}/completion", body | asked))
+            values = [one.get("logprob") for one in reply.get("completion_probabilities") or ()]
+            reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
+            return [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]
         body |= {"model": self._adapter or self.model, "prompt": tokens, "n": count, "seed": seed}
         body |= {"max_tokens": rollout.max_completion_tokens, "logprobs": 0, "return_token_ids": True}
         body |= {} if self.api == "recjax" else {"stop_token_ids": stops}
@@ -494,16 +499,6 @@ def _of_sglang(reply: dict[str, Any]) -> dict[str, Any]:
         "token_logprobs": [one[0] for one in sampled],
         "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
         "tag": said.get("weight_version"),
-    }
-
-
-def _of_llama_cpp(reply: dict[str, Any]) -> dict[str, Any]:
-    """A reply of llama.cpp's /completion in the form of a choice."""
-    sampled = reply.get("completion_probabilities") or []
-    return {
-        "token_ids": reply.get("tokens"),
-        "token_logprobs": [one.get("logprob") for one in sampled],
-        "finish_reason": {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type")),
     }
 
 

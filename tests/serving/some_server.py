@@ -37,12 +37,14 @@ def initial():
     return init_params(SHAPE, jax.random.key(0))
 
 
-def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=None, newer=None, **recording):
+def serving(
+    folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=None, newer=None, pushed=None, **recording
+):
     """What a server is made of; it records in that file or folder, unless it is None."""
     folder = folder / "store.db" if folder and folder.is_dir() else folder
     recording = Recording(str(folder), "tiny", **recording) if folder else None
     weights = Weights(initial() if params is None else params, 3)
-    return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer)
+    return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer, pushed)
 
 
 @contextlib.contextmanager
