@@ -40,8 +40,13 @@ def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
     behavior = jnp.full(log_ratio.shape, -90.0)
     if proximal is not None:
         terms = terms._replace(proximal_logprobs=behavior + jnp.asarray(proximal, jnp.float32))
-    found = losses.token_terms(algorithm, behavior + log_ratio, behavior, terms, mask)
-    return np.asarray(found.coefficients / found.advantages)
+
+    @jax.jit  # one program instead of one for each operation
+    def weights(log_ratio, terms):
+        found = losses.token_terms(algorithm, behavior + log_ratio, behavior, terms, mask)
+        return found.coefficients / found.advantages
+
+    return np.asarray(weights(log_ratio, terms))
 
 
 def test_a_cap_is_a_ratio_and_not_a_distance_from_one():

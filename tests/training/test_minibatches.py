@@ -1,6 +1,5 @@
 """Several updates of one batch: passes over it, minibatches of whole groups, and the proximal policy."""
 
-import functools
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -30,15 +29,14 @@ from tests.training.tiny_run import train
 
 GROUPS, SIZE = 4, 3
 PASSES = TrainingConfig(updates_per_batch=2, minibatches=2)
+RATE = 2.0  # so large that the second pass clips; one for all tests, which share its programs
 
 
-@functools.cache
-def optimizer(rate):
-    return optax.sgd(rate)
+OPTIMIZER = optax.sgd(RATE)
 
 
-def recipe(preset, rate):
-    return Recipe(Decoder(CONFIG), build_algorithm(preset, {}), optimizer(rate), Sampling(1.0), 1024)
+def recipe(preset):
+    return Recipe(Decoder(CONFIG), build_algorithm(preset, {}), OPTIMIZER, Sampling(1.0), 1024)
 
 
 def logprobs_of(params, batch):
@@ -63,8 +61,8 @@ def layout_of(batch, index, training=PASSES, packs=False):
     )
 
 
-def updated(preset, params, batch, layout, *, rate=1.0, proximal=None):
-    made = recipe(preset, rate)
+def updated(preset, params, batch, layout, *, proximal=None):
+    made = recipe(preset)
     state = TrainState(jax.tree.map(jnp.copy, params), made.optimizer.init(params))
     state, metrics, _ = update(state, {}, None, batch, jax.random.key(0), layout, None, proximal, recipe=made)
     return state.params, metrics
@@ -121,13 +119,13 @@ def reference(preset, params, batch, rate, training):
 @pytest.mark.parametrize("preset", slow_except(["grpo", "tis", "decoupled_ppo", "a3po"], "decoupled_ppo"))
 @pytest.mark.parametrize("packs", slow_except([False, True], False))
 def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
-    rate, batch = 2.0, off_policy_batch()
-    expected = reference(preset, initial(), batch, rate, PASSES)
+    batch = off_policy_batch()
+    expected = reference(preset, initial(), batch, RATE, PASSES)
     params, proximal, clipped = initial(), logprobs_of(initial(), batch), []
     for index in range(PASSES.updates):
         layout = layout_of(batch, index, packs=packs)
         given = proximal if build_algorithm(preset, {}).needs_proximal else None
-        params, metrics = updated(preset, params, batch, layout, rate=rate, proximal=given)
+        params, metrics = updated(preset, params, batch, layout, proximal=given)
         chex.assert_trees_all_close(params, expected[index], rtol=1e-4, atol=1e-5)
         clipped.append(float(metrics["clip_fraction/all"]))
     assert 0 < max(clipped[2:]) < 1, "the second pass is far enough for some clips"
@@ -216,7 +214,7 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     np.testing.assert_array_equal(rows.mask, expected)
 
     def forward_passes(overrides, proximal):
-        made = recipe("tis", 1.0)._replace(algorithm=build_algorithm("tis", overrides))
+        made = recipe("tis")._replace(algorithm=build_algorithm("tis", overrides))
         state = TrainState(initial(), made.optimizer.init(initial()))
         arguments = state, {}, None, batch, jax.random.key(0), Layout(), None, proximal
         return str(update.trace(*arguments, recipe=made).jaxpr).count("log_softmax")
@@ -231,11 +229,11 @@ def test_minibatches_under_pmap_have_their_share_of_every_device():
     batch = make_batch(prompts=8, group=SIZE)
     rows = np.tile(np.repeat([True, False], SIZE), 4)  # the first of two prompts on each of four devices
     expected = updated("reinforce_pp", initial(), batch, Layout(1, None, rows, 2))
-    state = TrainState(initial(), optimizer(1.0).init(initial()))
+    state = TrainState(initial(), OPTIMIZER.init(initial()))
 
     def on_device(state, share, rows):
         layout = Layout(1, None, rows, 2)
-        options = {"recipe": recipe("reinforce_pp", 1.0), "axis_name": "devices"}
+        options = {"recipe": recipe("reinforce_pp"), "axis_name": "devices"}
         state, metrics, _ = update(state, {}, None, share, jax.random.key(0), layout, **options)
         return state.params, metrics
 

@@ -116,7 +116,7 @@ def test_order_of_groups_changes_nothing():
 
 def test_equal_rewards_move_nothing():
     batch = make_batch()
-    params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)), "reinforce")
+    params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)))
     chex.assert_trees_all_close(params, initial())
     assert metrics["gradient_norm"] == 0
 
