@@ -232,10 +232,3 @@ def config_of(shape: Shape, precision: str, folder: Path, *lines: str) -> Config
     read_config(given)
     lines = (f"rollout.max_prompt_tokens={shape.prompt_tokens}", f"rollout.slots={shape.rows}", *lines)
     return load_config(given.scratch / "config.yaml", list(lines))
-
-
-def difference(ours: Any, theirs: np.ndarray) -> dict:
-    """How far log-probs are apart, and the mean ratio, which is 1 where they are equal."""
-    apart = np.asarray(ours, np.float64) - theirs
-    rounded = {"largest": np.abs(apart).max(), "mean": np.abs(apart).mean(), "mean_ratio": np.exp(apart).mean()}
-    return {name: float(value) for name, value in rounded.items()}

@@ -31,7 +31,6 @@ from benchmarks.accelerator_measures import (
     config_of,
     decode_findings,
     decoder_of,
-    difference,
     generate,
     measured_peak,
     note,
@@ -51,6 +50,7 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
+from recjax.numerics import logprob_difference
 from recjax.planning.programs import beside, compiled, plan, programs_of
 from recjax.planning.targets import load_target
 from recjax.training.update import Recipe, TrainState, hyperparameters_of, recipe_of, update
@@ -85,8 +85,8 @@ def parity() -> None:
             rest = {"sampling": Sampling(), "chunk": 256}
             padded, _ = score(Layout(), decoder, params, batch, **rest)
             in_rows, _ = score(packed, decoder, params, batch, **rest)
-            apart = {"padded": difference(padded, sampled), f"packed_{decoder.attention}": difference(in_rows, sampled)}
-            note(**{name: apart})
+            scores = {"padded": padded, f"packed_{decoder.attention}": in_rows}
+            note(**{name: {layout: logprob_difference(found, sampled) for layout, found in scores.items()}})
 
 
 def model(shape: Shape) -> None:
@@ -153,7 +153,7 @@ def updates(
 
     metrics, learned = once()
     if rows is None:  # the first way, from the weights that sampled
-        results["against_the_engine"] = difference(learned.logprobs, batch.behavior_logprobs)
+        results["against_the_engine"] = logprob_difference(learned.logprobs, batch.behavior_logprobs)
     results["seconds"] = seconds_of(once)
     best = float(np.median(results["seconds"]))
     results |= shares(work(shape, "bfloat16", batch.completions.size)["update"], best, peak())

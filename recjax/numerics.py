@@ -57,7 +57,7 @@ GATES = {
 }
 
 
-def difference(update: Any, sampler: Any) -> dict[str, float]:
+def logprob_difference(update: Any, sampler: Any) -> dict[str, float]:
     """The distance of the update's log-probs from the sampler's.
 
     Returns:
@@ -125,7 +125,7 @@ class _Report:
         update, sampler = scored[batch.completion_mask], batch.behavior_logprobs[batch.completion_mask]
         depths = np.concatenate([len(row.prompt_tokens) + np.arange(len(row.tokens)) for row in rows])
         level = np.ceil(np.log2(np.maximum(depths + 1, FIRST_DEPTH) / FIRST_DEPTH)).astype(int)
-        dtype, found = jnp.dtype(policy.decoder.dtype).name, difference(update, sampler)
+        dtype, found = jnp.dtype(policy.decoder.dtype).name, logprob_difference(update, sampler)
         is_within = [abs(found[key] - (key == "mean_ratio")) <= most for key, most in GATES[dtype].items()]
         self.cases.append(
             {"case": name, "layout": layout, "dtype": dtype, "sampling": list(sampling), "tokens": len(update)}
@@ -134,7 +134,7 @@ class _Report:
             | {
                 "by_depth": [
                     {"below": FIRST_DEPTH * 2 ** int(n), "tokens": int((level == n).sum())}
-                    | difference(update[level == n], sampler[level == n])
+                    | logprob_difference(update[level == n], sampler[level == n])
                     for n in np.unique(level)
                 ]
             }
@@ -191,15 +191,11 @@ def measure(config: Config) -> dict[str, Any]:
 
 def table_of(report: dict[str, Any]) -> pd.DataFrame:
     """The cases as a table for readers."""
+    columns = ["case", "layout", "dtype", "tokens", "kl", "largest", "mean_ratio", "passes"]
+    table = pd.DataFrame(report["cases"])[columns].rename(columns={"passes": "gate"})
+    table["gate"] = table["gate"].map({True: "passes", False: "FAILS", None: "not gated"})
     formats = {"kl": "{:.1e}", "largest": "{:.1e}", "mean_ratio": "{:.5f}"}
-    verdicts = {True: "passes", False: "FAILS", None: "not gated"}
-    rows = [
-        {name: case[name] for name in ("case", "layout", "dtype", "tokens")}
-        | {name: form.format(case[name]) for name, form in formats.items()}
-        | {"gate": verdicts[case["passes"]]}
-        for case in report["cases"]
-    ]
-    return pd.DataFrame(rows)
+    return table.assign(**{name: table[name].map(form.format) for name, form in formats.items()})
 
 
 def page_of(report: dict[str, Any]) -> str:

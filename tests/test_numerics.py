@@ -34,7 +34,7 @@ def report_of(*cases):
 
 
 def test_the_difference_by_hand():
-    found = numerics.difference(np.log([0.5, 0.2]), np.log([0.5, 0.1]))
+    found = numerics.logprob_difference(np.log([0.5, 0.2]), np.log([0.5, 0.1]))
     half = np.log(2) / 2
     assert found == pytest.approx({"kl": 0.5 - half, "largest": 2 * half, "mean": half, "mean_ratio": 1.5})
 
