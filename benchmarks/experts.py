@@ -34,10 +34,14 @@ def decoding(config: DecoderConfig) -> tuple[float, int]:
     params = unrolled_arrays(config, params) if decoder.unrolled else params
     shape = rows, config.num_kv_heads, PROMPT_TIME, config.head_dim
 
+    def half(time: int):
+        size = (*shape[:2], time, shape[3])
+        if not decoder.unrolled:
+            return jnp.zeros((config.num_layers, *size))
+        return tuple(jnp.zeros(size) for _ in range(config.num_layers))
+
     def cache(time: int):
-        whole = jnp.zeros((*shape[:2], time, shape[3]))
-        layers = [whole] * config.num_layers
-        return (tuple(layers),) * 2 if decoder.unrolled else (jnp.stack(layers),) * 2
+        return half(time), half(time)
 
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), rows)))
     ones = np.ones(rows, np.int32)

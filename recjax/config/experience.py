@@ -90,11 +90,7 @@ class RolloutConfig(ConfigBlock):
         " vocabulary; 0: none",
         ge=0,
     )
-    record_routing: bool = key(
-        True,
-        "Record the experts of each sampled token, and run them again in the update; no effect on models without"
-        " experts",
-    )
+    record_routing: bool = key(True, "Record the experts of each sampled token; the update runs them again")
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     engine: EngineConfig | None = key(None)

@@ -187,7 +187,7 @@ class MeshConfig(ConfigBlock):
 
     data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters")
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
-    expert: Size = key(1, "Devices that split rows, and the experts of a mixture")
+    expert: Size = key(1, "Devices that split rows and experts")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:

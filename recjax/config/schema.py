@@ -237,12 +237,7 @@ class TrainingConfig(ConfigBlock):
         " work",
         ge=1,
     )
-    expert_balance: Float = key(
-        0.0,
-        "Weight of a loss that gives all experts equal loads: experts × Σ share of tokens × router probability, 1 with"
-        " equal loads",
-        ge=0,
-    )
+    expert_balance: Float = key(0.0, "Weight of the loss that balances the loads of experts; 0: none", ge=0)
     checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
     resume_with: list[str] = key(
         list,

@@ -101,14 +101,14 @@ def _mixed(
     order = jnp.argsort(expert, stable=True)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     sizes = jnp.bincount(expert, length=count)
-    rows = _spread(x, order, places)
+    rows = _permuted(jnp.repeat(x, per_token, axis=0), order, places)
     gate, up = (checkpoint_name(grouped_product(rows, kernel, sizes), PRODUCT) for kernel in kernels[:2])
     outputs = checkpoint_name(grouped_product(gated(gate, up), kernels[2], sizes), PRODUCT)
     outputs = _permuted(outputs, places, order).reshape(tokens, per_token, -1)
     return jnp.einsum("tkh,tk->th", outputs, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-# Gathers whose gradients are gathers as well; XLA would add rows one by one.
+# A gather whose gradient is a gather as well; XLA would add rows one by one.
 @jax.custom_vjp
 def _permuted(x: Array, order: Array, inverse: Array) -> Array:
     return x[order]
@@ -117,11 +117,6 @@ def _permuted(x: Array, order: Array, inverse: Array) -> Array:
 _permuted.defvjp(
     lambda x, order, inverse: (x[order], inverse), lambda inverse, gradient: (gradient[inverse], None, None)
 )
-
-
-def _spread(x: Float[Array, "tokens hidden"], order: Int[Array, " pairs"], places: Int[Array, " pairs"]) -> Array:
-    """The token of each pair of token and expert, sorted by expert."""
-    return _permuted(jnp.repeat(x, len(order) // len(x), axis=0), order, places)
 
 
 def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, kernels: tuple) -> Array:

@@ -376,16 +376,6 @@ def _show_devices(config: Config, result: DryRun, needed: int, devices: Devices 
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
 
 
-def _active(model: Model) -> str:
-    """The number of parameters that run for each token, if the model has experts."""
-    shape = model.decoder.config
-    if shape.experts is None:
-        return ""
-    idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)
-    each = f"{shape.experts.per_token} of {shape.experts.count} experts"
-    return f"; active for each token {count(combine(model.trained, model.frozen)) - idle:,} ({each})"
-
-
 def show_dry_run(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = plain_console(soft_wrap=True, highlight=False)
@@ -396,7 +386,11 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
         trained, frozen = count(result.model.trained), count(result.model.frozen)
-        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}{_active(result.model)}")
+        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
+        if experts := (shape := result.model.decoder.config).experts:
+            idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)
+            each = f"{experts.per_token} of {experts.count} experts in each layer"
+            print_line(f"parameters active for each token {trained + frozen - idle:,}: {each}")
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:
