@@ -203,13 +203,15 @@ def test_a_divergence_in_chunks_equals_the_plain_one(options):
         )
         return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
 
+    prompts = [np.array(row)[np.array(mask)] for row, mask in zip(PROMPTS, PROMPT_MASK, strict=True)]
+
     def plain(params):
         """Every row alone, with all logits at once."""
 
         def scores(config, params):
             rows = []
             for row in range(6):
-                prompt = PROMPTS[row // 3][PROMPT_MASK[row // 3]]
+                prompt = prompts[row // 3]
                 tokens = jnp.concatenate([prompt, COMPLETIONS[row]])[None]
                 there = jnp.arange(tokens.shape[1])[None]
                 hidden, _ = Decoder(config).apply({"params": params}, tokens, there, there >= 0)
