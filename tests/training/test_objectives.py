@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.experience.layout import Layout, batch_logprobs
+from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
@@ -103,7 +103,7 @@ def test_observations_count_once_however_a_batch_is_cut():
 
     def by_hand(params):
         whole = batch._replace(completion_mask=real)
-        logprobs, _ = batch_logprobs(Layout(), Decoder(CONFIG), params, whole, Sampling(0.9), 1024)
+        logprobs, _ = score_batch(Layout(), Decoder(CONFIG), params, whole, Sampling(0.9), 1024)
         return -0.3 * jnp.where(observed, logprobs, 0).sum() / observed.sum()
 
     expected, gradient = jax.value_and_grad(by_hand)(initial())
