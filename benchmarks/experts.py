@@ -74,7 +74,7 @@ def updating(config: DecoderConfig) -> tuple[float, int]:
         accurate=np.zeros(rows, bool),
         reward_parts={},
     )
-    recipe = Recipe(unrolled_for_training(Decoder(config)), build_algorithm("grpo"), OPTIMIZER, Sampling(), 1024)
+    recipe = Recipe(unrolled_for_training(Decoder(config)), build_algorithm("grpo", {}), OPTIMIZER, Sampling(), 1024)
     state = first_state(OPTIMIZER, init_params(config, jax.random.key(0)))
     compiled = update.lower(state, {}, None, batch, jax.random.key(1), Layout(), recipe=recipe).compile()
     seconds = []
