@@ -117,8 +117,8 @@ DESCRIPTIONS = {
     "mixtral": ("Mixtral 8x7B, 8x22B", "as `mistral`, with experts in every layer"),
     "qwen3_5_text": (
         "Qwen3.5 (dense)",
-        "gated delta nets in three of four layers, or in any order; gated attention; norms scaled by 1 + w; partial rotary"
-        " embeddings",
+        "gated delta nets in three of four layers, or in any order; gated attention; norms scaled by 1 + w;"
+        " partial rotary embeddings",
     ),
     "granite": ("Granite 3", "multipliers of embeddings, attention scores, residuals and logits"),
 }
