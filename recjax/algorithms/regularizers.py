@@ -308,9 +308,13 @@ def teacher_divergence(
         q, p = with_rest(q), with_rest(p)
 
     def kl(a, b):
-        return jnp.sum(jnp.exp(a) * jnp.where(jnp.isneginf(a), 0.0, a - b), axis=-1)
+        possible = ~jnp.isneginf(a)
+        a, b = (jnp.where(possible, x, 0.0) for x in (a, b))  # before the difference, whose gradient would be NaN
+        return jnp.sum(jnp.where(possible, jnp.exp(a) * (a - b), 0.0), axis=-1)
 
     if kind == "jsd":
-        mixed = jnp.logaddexp(jnp.log(beta) + p, jnp.log1p(-beta) + q)
+        absent = jnp.isneginf(p) & jnp.isneginf(q)
+        parts = (jnp.where(absent, 0.0, x) for x in (jnp.log(beta) + p, jnp.log1p(-beta) + q))
+        mixed = jnp.where(absent, -jnp.inf, jnp.logaddexp(*parts))
         return coefficient * (beta * kl(p, mixed) + (1 - beta) * kl(q, mixed))
     return coefficient * (kl(p, q) if kind == "forward_kl" else kl(q, p))

@@ -119,6 +119,7 @@ def stored(place, *rows):
 
 
 WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
+WITHOUT += ["logit_distillation"]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class CountingLearner(Learner):
 
     def evaluate(self, run, state):
         accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100
-        graded = {"completion": "2", "reward": 1.0}
+        graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
         problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
         samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
         return Evaluation(accuracy, accuracy, None, samples)

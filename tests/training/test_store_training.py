@@ -386,6 +386,7 @@ def test_rows_that_fill_a_batch_up_are_in_no_mean():
         "reward": 2,
         "reward/correct": 2,
         "accuracy": 1,
+        "right_and_ended": 0,
         "completion_length": 3,
         "truncated": 1,
         "staleness": 4,
