@@ -46,6 +46,7 @@ def finished(request, tmp_path_factory):
     return folder / "run", config, prepared, combine(restored.trained.params, frozen)
 
 
+@pytest.mark.slow
 def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     run, config, prepared, params = finished

@@ -142,6 +142,7 @@ def sampled():
     return Replayed(decoder, params, batch)
 
 
+@pytest.mark.slow
 def test_the_engine_records_the_experts_of_each_token_after_the_first(sampled):
     recorded, mask = sampled.batch.recorded[EXPERTS], sampled.batch.completion_mask
     assert recorded.dtype == np.int8 and recorded.shape[2:] == (2, 2)

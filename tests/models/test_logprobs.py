@@ -186,9 +186,8 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
 TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"kind": "jsd", "beta": 0.3, "top_k": 4}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"kind": "jsd", "beta": 0.3, "top_k": 4}], ids=str)
 def test_a_divergence_in_chunks_equals_the_plain_one(options):
     compared = Compared(
         Decoder(TEACHER),

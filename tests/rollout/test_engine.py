@@ -433,6 +433,7 @@ def test_weights_are_replaced_between_rounds():
 # --- How many slots there are, and what is refused.
 
 
+@pytest.mark.slow
 def test_memory_decides_on_the_slots(monkeypatch):
     decoder, params, prompts, mask = problem(PLAIN)
     options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}

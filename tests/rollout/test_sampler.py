@@ -55,8 +55,8 @@ def logprobs_after(tokens, sampling=PLAIN):
     "sampling",
     [
         *slow(Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8)),
+        *slow(Sampling(0.9, min_p=0.3)),
         Sampling(0.8, top_k=6, top_p=0.9),
-        Sampling(0.9, min_p=0.3),
     ],
 )
 def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(sampling):

@@ -44,6 +44,7 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch):
         assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
 
 
+@pytest.mark.slow
 def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_alone(tiny):
     config = tiny("lora", LORA, "algorithm.reference_kl={coefficient: 0.1}", "evaluation.initial_kl=true")
     rows = train(config)

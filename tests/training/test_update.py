@@ -131,7 +131,7 @@ ALIKE = {
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(itertools.product(ALIKE, (False, True)), ("grpo", False), ("red_drop", True)),
+    slow_except(itertools.product(ALIKE, (False, True)), ("red_drop", True)),
     ids=lambda case: f"{case[0]}{', packed' * case[1]}",
 )
 def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(case):
