@@ -359,8 +359,8 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
         def read(path, leaf):
             layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
             axes = param_axes(path, leaf.shape)
-            shape = leaf.shape[1:] if layered else leaf.shape
-            shape, of_experts = shape[-2:], shape[:-2]
+            of_experts = "/experts/" in path and "/router/" not in path
+            shape = leaf.shape[layered + of_experts :]
 
             def tensor(name):
                 values = _read(*found[name], shape[::-1] if transposed else shape, fused.get(path))
