@@ -43,6 +43,8 @@ COMPANIONS: dict[str, dict[str, dict]] = {
     "decoupled_ppo": {"training": {"updates_per_batch": 2}},
     "a3po": {"training": {"updates_per_batch": 2}},
     "on_policy_distillation": {"model": {"teacher": "models/TEACHER"}},
+    "logit_distillation": {"model": {"teacher": "models/TEACHER"}},
+    "echo": {"task": {"agent": "my_agents:play"}, "rollout": {"max_context_tokens": 1024}},
 }
 PAPERS = """\
 # Paper index
