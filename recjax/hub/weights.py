@@ -370,10 +370,13 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
                 return put_array(tensor(names[path][0]), *axes).astype(jnp.float32)
             stacked = _zeros(leaf.shape, axes)
             each = len(names[path]) // len(leaf)
-            for layer in range(len(leaf)):
+
+            def of_layer(layer):
                 tensors = [tensor(name) for name in names[path][layer * each : (layer + 1) * each]]
-                whole = np.stack(tensors) if of_experts else tensors[0]
-                stacked = _with_layer(stacked, layer, put_array(whole, *axes[1:]), axes)
+                return np.stack(tensors) if of_experts else tensors[0]
+
+            for layer in range(len(leaf)):
+                stacked = _with_layer(stacked, layer, put_array(of_layer(layer), *axes[1:]), axes)
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
