@@ -1,14 +1,12 @@
 """Attention over several key-value segments under one softmax, with an accelerator's own kernel where one fits."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.placement import ROWS
+from recjax.models.placement import ROWS, dividing_axes
 
 KERNELS = ("plain", "cudnn", "splash")
 LANES = 128  # smallest block of splash attention, in tokens
@@ -166,11 +164,8 @@ def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Arra
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return splash_attention(queries, keys, values, ids, scale, cap)
 
-    def axes(wanted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
-        return wanted if count % math.prod(mesh.shape[axis] for axis in wanted) == 0 else None
-
-    rows = axes(tuple(axis for axis in ROWS if axis in mesh.shape), len(ids))
-    heads = PartitionSpec(rows, axes(("tensor",), keys.shape[1]))
+    rows = dividing_axes(ROWS, len(ids), mesh.shape)
+    heads = PartitionSpec(rows, dividing_axes(("tensor",), keys.shape[1], mesh.shape))
     local = jax.shard_map(
         lambda *arrays: splash_attention(*arrays, scale, cap),
         in_specs=(heads, heads, heads, PartitionSpec(rows)),

@@ -150,6 +150,11 @@ class DecoderConfig:
         """Number of weights in a layer's matmuls that run for each token: `layer_weights` without idle experts."""
         return self._layer_weights(self.experts.per_token if self.experts else 1)
 
+    @property
+    def idle_weights(self) -> int:
+        """Number of weights of experts that do not run for a token, in all layers."""
+        return self.num_layers * (self.layer_weights - self.active_layer_weights)
+
     def _layer_weights(self, experts: int) -> int:
         heads = ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if self.delta:

@@ -1,6 +1,5 @@
 """Mixtures of experts: a router sends each token through a few of many MLPs; no token is dropped."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.placement import ROWS
+from recjax.models.placement import ROWS, dividing_axes
 from recjax.models.products import PRODUCT, grouped_product
 
 EXPERTS = "experts"  # name of the recorded experts of each token, [time, layers, per_token]; see `routing_shapes`
@@ -125,12 +124,9 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
     if mesh.size <= 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return _mixed(gated, x, chosen, weights, kernels)
 
-    def fitting(axes: tuple[str, ...], length: int) -> tuple[str, ...]:
-        axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-        return axes if length % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
-
-    count, _, width = kernels[0].shape
-    rows, owners, units = fitting(ROWS, len(x)), fitting(("expert",), count), fitting(("tensor",), width)
+    sizes, (count, _, width) = {axis: size for axis, size in mesh.shape.items() if size > 1}, kernels[0].shape
+    wanted = (ROWS, len(x)), (("expert",), count), (("tensor",), width)
+    rows, owners, units = (dividing_axes(axes, length, sizes) for axes, length in wanted)
     sends = bool(owners) and owners[0] in rows  # the devices that share the experts have different tokens
 
     def on_device(x: Array, chosen: Array, weights: Array, kernels: tuple) -> Array:

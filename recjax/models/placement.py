@@ -8,7 +8,7 @@ Without a mesh, everything lies on one device and these functions have no effect
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -222,14 +222,18 @@ def _sizes(mesh: AbstractMesh) -> dict[str, int]:
     return {name: size for (name, size), free in zip(mesh.shape.items(), automatic, strict=True) if free}
 
 
+def dividing_axes(wanted: Iterable[str], length: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of `wanted` that a mesh of these sizes has; none if together they do not divide `length`."""
+    names = tuple(name for name in wanted if name in sizes)
+    return () if length % math.prod(sizes[name] for name in names) else names
+
+
 def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
     """The axes of each dimension that the mesh has, or None if they do not divide the dimension."""
 
     def fitting(axis: Axes, length: int) -> Axes:
-        names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in sizes)
-        if not names or length % math.prod(sizes[name] for name in names):
-            return None
-        return names if isinstance(axis, tuple) and len(names) > 1 else names[0]
+        names = dividing_axes((axis,) if isinstance(axis, str) else axis or (), length, sizes)
+        return names if len(names) > 1 else next(iter(names), None)
 
     return PartitionSpec(*(fitting(axis, length) for axis, length in zip(axes, shape[: len(axes)], strict=True)))
 

@@ -328,8 +328,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
         decoder.dtype.itemsize,
     )
     layers, head = shape.num_layers * shape.active_layer_weights, shape.vocab_size * shape.hidden_size
-    idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)  # weights of experts without a token
-    trained = min(count(result.model.trained) / (layers + idle + head), 1.0)
+    trained = min(count(result.model.trained) / (layers + shape.idle_weights + head), 1.0)
     backward = 2 * trained if config.model.freeze else 1 + trained
     # One prompt with its group.
     pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
@@ -345,7 +344,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
         share = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
         # With s the share of active experts and n tokens, 1 - (1 - s)ⁿ of the experts run; s are in `layers`.
         more = 0 if share == 1.0 else (1 - (1 - share) ** plan.slots - share) / (1 - share)
-        weights = layers + more * idle + head
+        weights = layers + more * shape.idle_weights + head
         read = -(-sampled * group // plan.slots) * longest * weights * size / plan.mesh.shape["tensor"]
         cache = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
         cache += 2 * state_bytes(decoder, group)  # each token reads and writes them
@@ -388,9 +387,8 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         trained, frozen = count(result.model.trained), count(result.model.frozen)
         print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
         if experts := (shape := result.model.decoder.config).experts:
-            idle = shape.num_layers * (shape.layer_weights - shape.active_layer_weights)
             each = f"{experts.per_token} of {experts.count} experts in each layer"
-            print_line(f"parameters active for each token {trained + frozen - idle:,}: {each}")
+            print_line(f"parameters active for each token {trained + frozen - shape.idle_weights:,}: {each}")
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 import uuid
 from collections import Counter
@@ -92,7 +91,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
             ValueError: the server does not answer, or lacks the model.
         """
         self._address, self._policy, self._rollout = address, policy, config.rollout
-        self._pushed_last, self._lock = None, threading.Lock()
         self._says_sampling = bool(config.rollout.engine and config.rollout.engine.processed_logprobs)
         self.version, self._tag, self._pusher, self._adapter = None, None, uuid.uuid4().hex[:12], None
         self._template = config.model.chat_template_kwargs
