@@ -245,7 +245,7 @@ def completion_logprobs(
             written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1], experts)
             (hidden, *rest), sown = apply_routed(decoder, weights, asked, written, method="of_groups")
         else:
-            ((hidden, _), sown), rest = apply_routed(decoder, weights, *asked), ()
+            ((hidden, _), sown), rest = apply_routed(decoder, weights, asked.ids, asked.positions, asked.mask), ()
         first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
         return jnp.concatenate([first, *rest], axis=1), sown
 

@@ -63,6 +63,15 @@ def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, r
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_completions_of_one_token_are_the_first_of_longer_ones():
+    @functools.partial(jax.jit, static_argnums=1)
+    def first(params, time):
+        arguments = Decoder(CONFIG), params, PROMPTS, PROMPT_MASK, COMPLETIONS[:, :time], MASK[:, :time]
+        return completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=1024)[0][:, 0]
+
+    np.testing.assert_allclose(first(initial(), 1), first(initial(), 5), rtol=1e-5)
+
+
 def test_sharing_a_prompt_equals_repeating_it():
     expected = value_and_gradient(initial(), jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
     actual = value_and_gradient(initial(), PROMPTS, PROMPT_MASK)

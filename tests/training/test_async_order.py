@@ -202,7 +202,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
             # The first token and a round of sixteen, another round, and what is left.
             assert one.version_runs == ((3, 17), (5, 16), (9, 7)) and one.policy_version == 3
             versions = np.repeat(*np.array(one.version_runs).T)
-            ((prompt, tokens, _, logprobs),) = one.rows
+            ((prompt, tokens, _, logprobs, _),) = one.rows
             found = logprobs_across(policy.decoder, weights, prompt, tokens, versions)
             np.testing.assert_allclose(logprobs, found, atol=1e-5)
             alone = logprobs_across(policy.decoder, weights, prompt, tokens, np.full(40, 3))
@@ -229,7 +229,7 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
         assert len(one.rows) == 2 and [len(each) for each in versions] == [row.mask.sum() for row in one.rows]
         start = [0, 0]
         for turn in one.turns:
-            prompt, tokens, mask, logprobs = one.rows[turn.row]
+            prompt, tokens, mask, logprobs, _ = one.rows[turn.row]
             (sampled,) = np.nonzero(mask[: turn.end])
             sampled = sampled[start[turn.row] :]
             before = np.concatenate([prompt, tokens[: sampled[0]]])
