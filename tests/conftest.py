@@ -78,17 +78,29 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def room_for_compiled_programs():
-    """Forgets compiled programs when they fill a part of the 65,530 memory maps that Linux lets a process have.
+memory_to_fill = 2 * 2**30
 
-    XLA's compiler does not report that there are no more; it crashes.
+
+@pytest.fixture(autouse=True)
+def room_for_compiled_programs():
+    """Forgets compiled programs when they fill memory, or the 65,530 memory maps that Linux lets a process have.
+
+    XLA crashes when there are no more maps. Without memory, Ray kills its processes, and Linux those of the tests.
     """
+    global memory_to_fill
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    if not Path("/proc/self/statm").exists():
+        return
+    crowded = resident_memory() > memory_to_fill
+    if crowded or Path("/proc/self/maps").read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
         gc.collect()
+        memory_to_fill = max(memory_to_fill, resident_memory() + 2**29)
+
+
+def resident_memory():
+    """This process's resident memory in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
