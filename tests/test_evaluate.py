@@ -55,6 +55,7 @@ def without_name(numbers: dict) -> dict:
     return {key: value for key, value in numbers.items() if key not in ("model", "seen_in_training")}
 
 
+@pytest.mark.slow
 def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp_path, picture):
     folder, config = finished
     output, numbers = evaluate(config(), str(folder / "run"), str(tmp_path / "out"))

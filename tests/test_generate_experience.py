@@ -165,6 +165,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
     agent = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
     config = load_config(tiny[1], [*SETTINGS, *agent])

@@ -144,6 +144,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_wi
             check_logprobs(groups, algorithm, SAMPLING, "unneeded")
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
     batch = pad(RAGGED, shape_of(RAGGED, 4), logprobs=False)
     with_them = pad(RAGGED, shape_of(RAGGED, 4))

@@ -151,6 +151,7 @@ def without_some(record):
 
 
 @pytest.mark.parametrize("of_agents", [False, True])
+@pytest.mark.slow
 def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch, of_agents):
     if place == "file":
         monkeypatch.setattr(sources, "_SMALL", 1)

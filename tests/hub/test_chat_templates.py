@@ -264,6 +264,7 @@ def favoring(vocab_size, tokens):
     return Decoder(config), unflatten(leaves)
 
 
+@pytest.mark.slow
 def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_padding(chat):
     family, tokenizer, folder = chat
     stop_ids = stop_token_ids(tokenizer, folder=folder)

@@ -79,6 +79,7 @@ def test_merged_kernels_give_the_same_scores(targets):
     chex.assert_trees_all_equal_shapes(merged(decoder.config, params), initial())
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule():
     decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
     params = noisy_adapters(params)

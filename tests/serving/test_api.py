@@ -34,6 +34,7 @@ def client(tmp_path_factory):
         yield client
 
 
+@pytest.mark.slow
 def test_completions_are_the_engines(client):
     reply = post(client, TEXT, prompt="1+2=", seed=5, n=2, max_tokens=20, logprobs=0, return_token_ids=True)
     engine = Engine(POLICY.decoder, POLICY.stop_ids, slots=None, prefix_time=8)

@@ -132,6 +132,7 @@ def test_what_does_not_fit_is_refused_before_work_starts(tiny, overrides, words)
         with_start(continued(tiny, "second", *overrides))
 
 
+@pytest.mark.slow
 def test_adapters_stay_adapters_or_are_merged(tiny):
     run, before = trained(tiny("first", LORA))
     whole = open_checkpoint(Path(run.config.output)).params

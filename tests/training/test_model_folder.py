@@ -141,6 +141,7 @@ def test_an_evaluation_of_a_model_has_one_day(folder, on, tmp_path, monkeypatch)
         evaluate(config, None, str(tmp_path / "evaluation"))
 
 
+@pytest.mark.slow
 def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)

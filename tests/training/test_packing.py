@@ -77,6 +77,7 @@ def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])
+@pytest.mark.slow
 def test_packing_changes_nothing_of_trajectories(preset):
     batch = pad(GROUPS, Shape(8, None, 5, 5))
     batch.completions[3:6, 0] += 1  # the rows of the last trajectory end otherwise than those of the first
