@@ -2,16 +2,21 @@
 
     python -m benchmarks.tables benchmarks/RESULTS.md a.json b.json [...]
 
-Replaces, in the page, what is between `<!-- tables -->` and `<!-- end of tables -->`.
+Replaces, in the page, what is between `<!-- tables -->` and `<!-- end of tables -->`, and draws docs/benchmarks.png of
+all tables there; without files, it only draws.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
+
+from recjax.plots.style import COLORS, GREY, new_figure
 
 PHASES = {
     "step": "whole step",
@@ -24,6 +29,13 @@ PHASES = {
     "update": "update",
     "weight_copy": "copy of weights",
     "checkpoint": "checkpoint",
+}
+SYSTEMS = {  # in the chart
+    "trl": "TRL",
+    "tunix": "Tunix",
+    "transformers": "transformers",
+    "torch_shared": "hand-written PyTorch",
+    "torch_shared:bfloat16": "hand-written PyTorch, bfloat16",
 }
 TIMES_OF = ("step", "generate", "update")  # the phases whose ratio to recjax is shown
 
@@ -217,13 +229,46 @@ def show(page: str | None, name: str, about: str, rows: list[list[str]]) -> None
         print(text)
 
 
+def step_ratios(text: str) -> dict[tuple[str, str], tuple[float, float, float]]:
+    """Step time relative to recjax, with the lowest and the highest round, by shape and system, from the tables."""
+    found = {}
+    for section in re.split(r"^### Shape ", text, flags=re.MULTILINE)[1:]:
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) == 9 and (ratio := re.fullmatch(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", cells[5])):
+                found[section[0], cells[0]] = tuple(map(float, ratio.groups()))
+    return found
+
+
+def chart(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> Figure:
+    """Bars of step times relative to recjax for the systems that the documentation compares."""
+    shown = [
+        (key, ratios[key]) for key in sorted(ratios, key=lambda key: (key[0], -ratios[key][0])) if key[1] in SYSTEMS
+    ]
+    figure = new_figure(6.8, 3.6, "")
+    axes = figure.subplots()
+    for place, ((_, system), (median, low, high)) in enumerate(shown):
+        color = COLORS[list(SYSTEMS).index(system)]
+        axes.barh(place, median, color=color, xerr=[[median - low], [high - median]], ecolor=GREY)
+        axes.annotate(f"{median:.2f}", (high, place), (5, 0), textcoords="offset points", va="center")
+    axes.axvline(1, color="black", lw=1)
+    axes.set_yticks(range(len(shown)), [f"{shape}: {SYSTEMS[system]}" for (shape, system), _ in shown])
+    axes.invert_yaxis()
+    axes.set(xlabel="step time relative to recjax (recjax = 1)", xlim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main(page: str, files: Sequence[str]) -> None:
-    """Puts the tables of the files into the page."""
+    """Puts the tables of the files into the page, and draws the chart of all its tables for the documentation."""
     made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
-    put_into_page(page, "tables", made)
+    if files:
+        put_into_page(page, "tables", made)
+    ratios = step_ratios(Path(page).read_text(encoding="utf-8"))
+    chart(ratios).savefig(Path(__file__).parents[1] / "docs" / "benchmarks.png", dpi=120)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
+    if len(sys.argv) < 2:
         sys.exit(f"usage: {__doc__.splitlines()[2].strip()}")
     main(sys.argv[1], sys.argv[2:])

@@ -3,7 +3,7 @@
     python -m recjax.export_experience --store STORE --output FILE.parquet
 
 A file that ends with .jsonl is JSON Lines. recjax.import_experience makes an equal store from either file.
-docs/experience.md describes the columns.
+docs/store_format.md describes the columns.
 """
 
 from pathlib import Path

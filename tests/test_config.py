@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -64,9 +65,16 @@ def test_every_key_has_a_meaning_and_the_page_of_them_is_new():
     assert {key.name for key in keys} == {key for key, field in KEYS.items() if not block_of(field.annotation)}
     assert not [key.name for key in keys if not key.meaning]
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    cells = {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("|")}
+    common, _, tables = page.partition("\n## The run\n")
+    cells = {line.replace("\\|", "").count("|") for line in tables.splitlines() if line.startswith("|")}
     assert len(cells) == 1, "rows of a table have as many cells as its head"
-    assert page == config_help.as_markdown(), "write recjax.config.help.as_markdown() to docs/configuration.md"
+    defaults = {key.name: key.default for key in keys}
+    stated = re.findall(r"`([\w.]+): ([^`]+)`", common.split("## Common keys\n")[1])
+    assert len(stated) > 20 and stated == [(name, defaults[name]) for name, _ in stated]
+    assert page == config_help.as_markdown(page), (
+        "python -c 'from pathlib import Path; from recjax.config.help import as_markdown; "
+        'page = Path("docs/configuration.md"); page.write_text(as_markdown(page.read_text()))\''
+    )
 
 
 def test_an_empty_mapping_takes_back_what_the_file_says(tmp_path):
@@ -230,7 +238,7 @@ def test_a_config_can_be_written_in_python():
     config = Config(output="runs/own", model=model, task="arithmetic", rollout=RolloutConfig(group_size=2))
     nested = {"model": {"decoder": {}}, "task": {"arithmetic": {}}, "rollout": {"group_size": 2}}
     assert config == Config(output="runs/own", **nested) == make_config({"output": "runs/own", **nested})
-    block = next(block for block in blocks(ROOT / "docs/runs.md") if block.language == "python")
+    block = next(block for block in blocks(ROOT / "docs/configuration.md") if block.language == "python")
     exec(block.text, names := {})
     assert names["config"].rollout.group_size == 8 and names["config"].task == TaskConfig(arithmetic=ArithmeticTask())
     with pytest.raises(ValueError, match="frozen"):

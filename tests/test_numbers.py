@@ -1,11 +1,17 @@
 """Numbers of pages that come from committed files are those of the files."""
 
+import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from benchmarks.tables import SYSTEMS, chart, step_ratios
 from experiments.claims.page import TABLES, read_runs, two_runs
+from recjax.algorithms.presets import PRESETS
+from recjax.config import OptimizerConfig, load_config
+from recjax.planning.targets import ACCELERATORS, CHIPS, GPUS
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,7 +22,7 @@ def page(path: str) -> str:
 
 def test_the_run_that_holds_and_the_run_that_collapses():
     held, collapsed = two_runs(read_runs(TABLES["grid"])).values()
-    rows = re.findall(r"^\| (\d+) \| (.+), (.+) \| (.+), (.+) \|$", page("docs/reading_a_run.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.+), (.+) \| (.+), (.+) \|$", page("docs/debugging.md"), re.MULTILINE)
     assert len(rows) == 5
     for step, *cells in rows:
         values = [
@@ -27,23 +33,122 @@ def test_the_run_that_holds_and_the_run_that_collapses():
         shown = [
             "–" if pd.isna(value) else f"{value:.{digits}f}" for value, digits in zip(values, (3, 2, 3, 2), strict=True)
         ]
-        assert cells == shown, f"docs/reading_a_run.md, step {step}"
+        assert cells == shown, f"docs/debugging.md, step {step}"
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading, without its head; of code and emphasis the text."""
+    lines = re.split(rf"^#+ {re.escape(heading)}\n", text, flags=re.MULTILINE)[1].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
+    return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in table]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
 def test_speeds_are_those_of_the_tables():
-    """The first column of docs/performance.md is the whole step's ratio in benchmarks/RESULTS.md."""
-    found = {}
-    for section in re.split(r"^### Shape ", page("benchmarks/RESULTS.md"), flags=re.MULTILINE)[1:]:
-        for line in section.splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if len(cells) == 9 and (ratio := re.match(r"[\d.]+ \(", cells[5])):
-                found[section[0], cells[0]] = ratio[0][:-2]
-    systems = {"TRL": "trl", "Tunix": "tunix", "hand-written PyTorch": "torch_shared"}
-    systems |= {"hand-written PyTorch, bfloat16": "torch_shared:bfloat16"}
-    rows = re.findall(r"^\| ([a-d])[^:|]*: ([^|]+) \| ([\d.]+) \|", page("docs/performance.md"), re.MULTILINE)
-    assert len(rows) == 7
-    for shape, system, ratio in rows:
-        assert found[shape, systems[system]] == ratio, f"docs/performance.md, {shape}: {system}"
+    """docs/performance.md, the picture there and docs/comparison.md have the whole step's ratios of RESULTS.md."""
+    results, systems = page("benchmarks/RESULTS.md"), {name: key for key, name in SYSTEMS.items()}
+    found = step_ratios(results)
+    shown = [(*row[0].partition(":")[::2], row[1]) for row in rows(page("docs/performance.md"), "Results")]
+    assert len(shown) == sum(system in SYSTEMS for _, system in found) == 10
+    for shape, system, ratio in shown:
+        assert found[shape[0], systems[system.strip()]][0] == float(ratio), f"docs/performance.md, {shape}: {system}"
+    drawn = {text.get_text() for text in chart(found).axes[0].texts}
+    assert drawn == {ratio for *_, ratio in shown}
+    speed = page("docs/comparison.md").split("## Speed\n")[1]
+    assert numbers(speed)[:2] == [round(found["a", system][0], 1) for system in ("trl", "tunix")]
+    text = " ".join(page("docs/performance.md").split())
+    machines = {row[0]: row[1:] for row in rows(results, "Machines")}
+    low, high = map(float, re.search(r"took ([\d.]+) times its time .* up to ([\d.]+) times", text).groups())
+    assert low == round(1 / numbers(machines["a, `torch_shared"][2])[0], 2)
+    assert high == 1 / numbers(machines["b, `torch_shared"][3])[0]
+    shares = re.search(r"update reaches (\d+) % .* decoding (\d+) %", text).groups()
+    for phase, share in zip(("update", "decode"), shares, strict=True):
+        assert f"| {phase}: share of peak FLOP/s | {share}% |" in results
+
+
+def test_speeds_of_serving_are_those_of_the_load_test():
+    costs = next(row for row in rows(page("benchmarks/RESULTS.md"), "Under load") if row[0].startswith("cost"))
+    low, high = (numbers(cell)[0] for cell in costs[1:])
+    section = page("benchmarks/RESULTS.md").split("## Under load\n")[1]
+    wide = float(re.search(r"cost is (\d+) %, 16 to 28", section)[1])
+    stated = re.search(r"costs (\d+) to (\d+) % .* and (\d+) %", " ".join(page("docs/serving.md").split()))
+    assert tuple(map(float, stated.groups())) == (low, high, wide)
+
+
+def test_costs_of_old_data_are_those_of_the_measurements():
+    text = page("benchmarks/RESULTS.md")
+    table = {row[0]: [numbers(cell)[-1] for cell in row[1:4]] for row in rows(text, "Old, late and foreign data")}
+    fresh = next(values for name, values in table.items() if name.startswith("on-policy"))
+    for name, low, high in (("rewards ten steps late", 1, 2), ("three times the data reuse", 3, 6)):
+        late = next(values for key, values in table.items() if key.startswith(name))
+        lost = [100 * (one - other) for one, other in zip(fresh, late, strict=True)]
+        assert low - 0.5 <= min(lost) and max(lost) <= high + 0.6, name
+    words = " ".join(page("docs/regimes.md").split())
+    assert "late cost one or two points of accuracy, and a third of the samples costs three to six" in words
+
+
+def test_the_papers_models_are_those_of_the_measurements():
+    """docs/devices.md has the smallest slices of benchmarks/RESULTS.md, rounded to a digit."""
+    measured = {(row[0], row[3]): row[-2:] for row in rows(page("benchmarks/RESULTS.md"), "The paper's models")}
+    shown = rows(page("docs/devices.md"), "The paper's models")
+    assert len(shown) == 4
+    for model, place, mesh, peaks in shown:
+        found = measured[model.partition(",")[0], f"{place}, {mesh}"]
+        assert numbers(peaks) == [round(numbers(cell)[0], 1) for cell in found], model
+
+
+def test_devices_are_those_of_the_planner():
+    text = page("docs/devices.md")
+    listed = {row[0]: row for row in rows(text, "Does it fit?")}
+    assert listed.keys() == CHIPS.keys()
+    for name, chip in CHIPS.items():
+        _, memory, slices = listed[name]
+        assert numbers(memory) == [ACCELERATORS[chip.accelerator].usable], name
+        same = re.fullmatch(r"as (\w+)", slices)
+        assert tuple((listed[same[1]][2] if same else slices).split()) == tuple(chip.slices), name
+    kinds = text.split("Kinds are ")[1].split(";")[0]
+    assert tuple(re.findall(r"`([\w-]+)`", kinds)) == GPUS
+
+
+def test_activations_are_those_of_the_recomputation_table():
+    shown = numbers(page("docs/memory.md").split("activations take")[1].split("`model.lora`")[0])
+    measured = rows(page("benchmarks/RESULTS.md"), "Recomputation in the backward pass")[0][1:]
+    assert shown == [round(float(cell), 1) for cell in measured]
+
+
+def test_counts_of_faults_add_up():
+    text = " ".join(page("docs/faults.md").split())
+    counts = re.search(r"Of (\d+) faults, recjax reported (\d+), (\d+) did no harm, and (\d+) runs ended", text)
+    every, *kinds = map(int, counts.groups())
+    assert every == sum(kinds)
+
+
+def test_limits_of_the_server_are_its_flags():
+    source = page("recjax/serve.py")
+    defaults = dict(re.findall(r'DEFINE_(?:integer|float)\(\s*"(\w+)", ([\d*_.]+),', source))
+    for flags, default, _ in rows(page("docs/serving.md"), "Limits"):
+        names, values = re.findall(r"--(\w+)", flags), default.replace(" MiB", " * 2**20").split(", ")
+        for name, value in zip(names, values, strict=True):
+            if name in defaults:
+                left, right = (
+                    np.prod([2**20 if one == "2**20" else float(one) for one in re.split(r" \* ", text)])
+                    for text in (defaults[name], value)
+                )
+                assert left == right, name
+
+
+def test_rates_and_counts_that_pages_quote():
+    quickstart = load_config(ROOT / "experiments/quickstart.yaml").optimizer.learning_rate
+    smollm2 = load_config(ROOT / "experiments/smollm2_arithmetic.yaml").optimizer.learning_rate
+    text = " ".join(page("docs/debugging.md").split())
+    stated = re.search(r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2 ([\de-]+)\.", text)
+    assert tuple(map(float, stated.groups())) == (OptimizerConfig().learning_rate, quickstart, smollm2)
+    for name in ("README.md", "docs/comparison.md"):
+        assert int(re.search(r"(\d+) algorithms", page(name))[1]) == len(PRESETS), name
 
 
 def test_the_expected_result_of_the_quickstart():

@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from recjax.config import load_config
+from tests.test_tutorials import PAGES as PROGRAMS
 from tests.test_tutorials import ROOT, blocks, write_files
 
 # tests/experiments/test_objectives.py has the configs of the paper index.
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "papers.md"]
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "papers.md"]
 PLACEHOLDERS = {"F", "FILE", "tiny.yaml"}  # for a config of the reader's
 BASE = ROOT / "experiments" / "quickstart.yaml"
 SNIPPETS = [
@@ -20,6 +21,7 @@ SNIPPETS = [
 COMMANDS = [
     (page, line)
     for page in PAGES
+    if page not in PROGRAMS  # tests/test_tutorials.py runs their commands
     for block in blocks(page)
     for line in block.text.replace("\\\n", " ").splitlines()
     if line.startswith("python -m recjax.train") and shlex.split(line)[4] not in PLACEHOLDERS
@@ -45,8 +47,10 @@ def test_lines_of_a_config_are_taken(page, text, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     base, change = yaml.safe_load(BASE.read_text(encoding="utf-8")), yaml.safe_load(text)
     task = change.get("task") or {}
-    if task.keys() & {"file", "gsm8k", "reasoning_gym", "mixture"}:
+    if isinstance(task, str) or task.keys() & {"file", "gsm8k", "reasoning_gym", "mixture"}:
         base |= {"task": {}, "warm_start": None}
+    if change.get("model", {}).keys() & {"path", "run"}:
+        base |= {"model": {}, "warm_start": None}
     if "agent" in task:
         base["rollout"]["max_context_tokens"] = 512
     if "experience" in change or "regime" in change:

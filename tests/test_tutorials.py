@@ -1,4 +1,4 @@
-"""The pages of docs/tutorials are programs: their blocks run in order in one folder and print what the page says.
+"""Tutorials, stored data and sweeps are programs: blocks run in order in one folder and print what the page says.
 
 A block with a title is a file, a block of `bash` runs, and the block of `text` after it holds lines of its output.
 Blocks of `python` without a title are one program, which runs once, at the first of them.
@@ -20,7 +20,7 @@ from recjax.config import load_config
 from tests import commands
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "sweeps.md"]
+PAGES = [*sorted((ROOT / "docs/tutorials").glob("*.md")), ROOT / "docs/experience.md", ROOT / "docs/sweeps.md"]
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A worse base policy and few steps will do to see that a page works.
 SHORTER = {

@@ -1,4 +1,4 @@
-"""The site: README, notebook, commands and modules are pages, links to code lead to copies, equations are drawn."""
+"""The site: notebook, commands and modules are pages, links to code lead to copies, equations are drawn."""
 
 import ast
 import base64
@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "tutorials/quickstart.ipynb"
+PROJECT = {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
 # [text](../recjax/training/loop.py#L3), or ../../ in a folder of docs/: out of docs/, into the repository.
 _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
 # A line of docs/api.md names a module, which gets a page.
@@ -39,16 +40,11 @@ def modules() -> list[tuple[str, str]]:
 
 
 def on_files(files, config):
-    """Adds the README, the notebook, and every file of the repository that a page links to."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"\]\(docs/", "](", readme)
-    readme = re.sub(r"\]\((SECURITY.md|CITATION.cff)", r"](../\1", readme)
-    readme = readme.replace("](CONTRIBUTING.md", "](contributing.md").replace(
-        f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md")
-    )
-    files.append(File.generated(config, "index.md", content=readme))
-    for name, title in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
-        files.append(File.generated(config, title, content=(ROOT / name).read_text(encoding="utf-8")))
+    """Adds the notebook, the files of the project, and every file of the repository that a page links to."""
+    for name, page in PROJECT.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((SECURITY|CONTRIBUTING).md", lambda link: f"]({link[1].lower()}.md", text)
+        files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "cli.md", content=commands_page()))
     for name, _ in modules():
         files.append(File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n"))
@@ -113,9 +109,8 @@ def on_page_markdown(markdown, page, config, files):
     up = "../" * page.file.src_uri.count("/")
 
     def copied(link: re.Match) -> str:
-        of_site = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
-        if link[1] in of_site:
-            return f"]({up}{of_site[link[1]]}"
+        if link[1] in PROJECT:
+            return f"]({up}{PROJECT[link[1]]}"
         name = f"source/{link[1]}.txt"
         return f"]({up}{name}" if files.get_file_from_path(name) else link[0]
 

@@ -75,7 +75,7 @@ FRESH_AND_STALE = {  # lines of the README's figure: algorithm and regime, both 
     "stale, no clip": ("reinforce", "interval_20"),
 }
 RATE = "4e-4"
-# Lines of the figure that docs/reading_a_run.md explains: one seed of each, offline.
+# Lines of the figure that docs/debugging.md explains: one seed of each, offline.
 HELD_AND_COLLAPSED = {"GRPO": "grpo", "REINFORCE": "reinforce"}
 READ = {  # its panels: metric and scale of the axis
     "evaluation/accuracy": "linear",

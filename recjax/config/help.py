@@ -52,15 +52,9 @@ def help_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_markdown() -> str:
-    """Writes all keys as Markdown, the whole content of docs/configuration.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, as in",
-        "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
-        "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
-    ]
+def as_markdown(page: str) -> str:
+    """The text of docs/configuration.md with new tables of all keys; what is before them stays."""
+    lines = [page.partition("\n## The run\n")[0].rstrip()]
     for name, meaning, keys in sections():
         lines += ["", f"## {name or 'The run'}", "", meaning, ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]

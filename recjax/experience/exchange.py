@@ -1,6 +1,6 @@
 """A store as a table that other programs read: Parquet or JSON Lines, with a row for each row of a completion.
 
-docs/experience.md describes the columns. A completion with several rows has its id in the column `trajectory` of each.
+docs/store_format.md describes the columns. Each row of a completion with several has its id in the column `trajectory`.
 """
 
 import itertools

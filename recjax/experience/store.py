@@ -2,7 +2,7 @@
 
 SQLite in one file is the default; a URL such as postgresql://host/name is the same code for several machines. Both
 tables only grow, so a number orders the rows of each: a reader asks for the rows after the last number that it knows.
-Every row has a checksum, which readers verify. docs/experience.md describes the columns.
+Every row has a checksum, which readers verify. docs/store_format.md describes the columns.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ def draw_curves(
 ) -> Figure:
     """A grid of panels, a metric a row; each line is the mean over runs, its band the mean's 95 % bootstrap interval.
 
-    A single column's panels are laid out in rows of up to four.
+    A single column's panels are laid out in rows of two.
 
     Args:
         table: rows as `collect` makes them.
@@ -40,9 +40,9 @@ def draw_curves(
     compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
     single = len(across) == 1
     count = len(metrics) + len(more)
-    height, width = (-(-count // 4), min(4, count)) if single else (len(metrics), len(across))
+    height, width = (-(-count // 2), min(2, count)) if single else (len(metrics), len(across))
     figure = new_figure(1.2 + 2.9 * width, 1.1 + 1.9 * height, names.get(across[0], across[0]) if single else "")
-    panels = figure.subplots(height, width, sharex="col", sharey=False if single else "row", squeeze=False)
+    panels = figure.subplots(height, width, sharex=not single and "col", sharey=not single and "row", squeeze=False)
     for axes in panels.flat[count * len(across) :]:
         axes.set_axis_off()
     for row, metric in enumerate(metrics):
@@ -66,10 +66,10 @@ def draw_curves(
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
         of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {against}" if against else ""))
-    for column, axes in enumerate(panels[0]):
-        if not single:
-            axes.set_title(names.get(across[column], across[column]), fontsize="medium", parse_math=False)
-        panels[-1, column].set_xlabel("optimizer step")
+    for axes in panels.flat[: len(metrics)] if single else panels[-1]:
+        axes.set_xlabel("optimizer step")
+    for place, axes in () if single else zip(across, panels[0], strict=True):
+        axes.set_title(names.get(place, place), fontsize="medium", parse_math=False)
     for axes, draw in zip(panels.flat[len(metrics) * len(across) :], more, strict=False):
         draw(axes)
     curves = [line for axes in panels.flat for line in axes.get_lines() if line.get_label()[0] != "_"]

@@ -513,7 +513,7 @@ def test_urls_that_cannot_be_used_name_no_password(url, message):
 
 
 def test_the_pages_queries_run(db):
-    page = (Path(__file__).parents[2] / "docs" / "experience.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "store_format.md").read_text()
     queries = [query for query in page.split("```sql\n")[1].split("```")[0].split(";") if query.strip()]
     append(db, [*ROWS, text_row(30, id="session/a", reward=None), *(text_row(40 + i, group=5) for i in range(2))])
     with sqlite3.connect(db) as database:

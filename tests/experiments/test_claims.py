@@ -92,7 +92,7 @@ def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
-    pages = [ROOT / "docs" / name for name in ("claims.md", "reading_a_run.md")]
+    pages = [ROOT / "docs" / name for name in ("claims.md", "debugging.md")]
     folders = {"docs": (ROOT / "docs" / "claims", pages), "notes": (NOTES, [NOTES / "README.md"])}
     for name in folders:
         (tmp_path / name).mkdir()
