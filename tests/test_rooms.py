@@ -23,7 +23,7 @@ FLOORS = [
     ("api",),
 ]
 # Files that the config may import besides `algorithms`: tables and checks that need no heavy package.
-LIGHT = {"recjax.models.sampling", "recjax.tasks.grading.graders", "recjax.tasks.grading.gym_package"}
+LIGHT = {"recjax.models.sampling", "recjax.tasks.grading.graders", "recjax.tasks.grading.gym"}
 
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

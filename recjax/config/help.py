@@ -1,4 +1,4 @@
-"""Every key of a config with the values it takes, its default and its meaning, as help and as a page of the docs."""
+"""Every key of a config with the values it takes, its default and its meaning."""
 
 import inspect
 import textwrap
@@ -49,16 +49,4 @@ def help_text() -> str:
         for key in keys:
             indent = {"initial_indent": "      ", "subsequent_indent": "      "}
             lines += [f"  {key.name} = {key.default}  ({key.takes})", *textwrap.wrap(key.meaning, 110, **indent)]
-    return "\n".join(lines) + "\n"
-
-
-def as_markdown(page: str) -> str:
-    """The text of docs/configuration.md with new tables of all keys; what is before them stays."""
-    lines = [page.partition("\n## The run\n")[0].rstrip()]
-    for name, meaning, keys in sections():
-        lines += ["", f"## {name or 'The run'}", "", meaning, ""]
-        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            meaning = key.meaning.replace("|", "\\|")
-            lines.append(f"| `{key.name}` | {key.takes} | `{key.default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ import pydantic
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.gym_package import check_gym
+from recjax.tasks.grading.gym import check_gym
 
 _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
 _MIXTURE = "task.mixture"

@@ -90,39 +90,6 @@ FAMILIES = {
     ),
 }
 
-# Family → its models, and what it has beyond Llama; `python -m benchmarks.families` writes docs/models.md from it.
-DESCRIPTIONS = {
-    "llama": (
-        "Llama 2, 3, 3.1, 3.2; SmolLM2",
-        "rope scaling `linear`, `llama3` and `yarn` (every family takes them, but `phi3` not `yarn`)",
-    ),
-    "qwen2": ("Qwen2, Qwen2.5", "biases on q, k, v; windows where `use_sliding_window` is on"),
-    "qwen3": ("Qwen3 (dense)", "RMSNorm on every head of q and k; `head_dim` of its own; windows as Qwen2"),
-    "mistral": ("Mistral 7B", "sliding window on all layers, or none"),
-    "smollm3": ("SmolLM3", "layers that do not rotate (`no_rope_layers`)"),
-    "gemma2": (
-        "Gemma 2",
-        "norms scaled by 1 + w, norms after attention and MLP, scaled embeddings, tanh GELU, `query_pre_attn_scalar`,"
-        " soft caps on scores and logits, a window on every other layer",
-    ),
-    "gemma3_text": (
-        "Gemma 3, text only",
-        "as Gemma 2 without the cap on scores; norms on q and k; windowed layers rotate with a base of their own",
-    ),
-    "olmo2": ("OLMo 2", "norms after attention and MLP instead of before; one RMSNorm over all heads of q, and of k"),
-    "olmo3": ("OLMo 3", "as `olmo2`, with windows"),
-    "phi3": ("Phi-3, Phi-4", "fused tensors for q, k, v and for the MLP; partial rotary embeddings; windows"),
-    "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "as `qwen3`, with experts in every layer"),
-    "olmoe": ("OLMoE", "experts in every layer; one RMSNorm over all heads of q, and of k"),
-    "mixtral": ("Mixtral 8x7B, 8x22B", "as `mistral`, with experts in every layer"),
-    "qwen3_5_text": (
-        "Qwen3.5 (dense)",
-        "gated delta nets in three of four layers, or in any order; gated attention; norms scaled by 1 + w;"
-        " partial rotary embeddings",
-    ),
-    "granite": ("Granite 3", "multipliers of embeddings, attention scores, residuals and logits"),
-}
-
 # Multimodal model_type → family of its text half, which recjax reads without the rest.
 CONTAINERS = {
     "gemma3": "gemma3_text",

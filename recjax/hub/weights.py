@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _warn_once = functools.cache(logger.warning)
 MOST_LAYERS = 1000
+MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors")
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 _ADAPTER_CONFIG = "adapter_config.json"
 # Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
@@ -100,7 +101,7 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
         ValueError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
             the config.
     """
-    folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
+    folder = model_folder(path, MODEL_FILES)
     if (folder / MANIFEST).is_file():  # recjax wrote the folder
         try:
             check_manifest(folder)
@@ -110,17 +111,6 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
             ) from error
     config = read_config(folder)
     return config, read_params(folder, config)
-
-
-def load_classifier(path: str | Path) -> tuple[DecoderConfig, dict]:
-    """Loads a sequence classifier with one label, as `load_pretrained`; the tree has `score` instead of `head`.
-
-    Raises:
-        ValueError: see `classifier_config` and `load_pretrained`.
-    """
-    folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
-    config, _ = classifier_config(folder)
-    return config, read_params(folder, config, scores=True)
 
 
 def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
@@ -152,7 +142,7 @@ def pretrained_config(path: str | Path) -> DecoderConfig:
     if not config.tie_embeddings:
         return config
     # The hub's weights may not be downloaded yet, and they may contain a separate head.
-    return read_config(model_folder(path, (*TOKENIZER_FILES, "model*.safetensors")))
+    return read_config(model_folder(path, MODEL_FILES))
 
 
 def read_config(folder: Path) -> DecoderConfig:

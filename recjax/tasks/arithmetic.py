@@ -60,8 +60,13 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         shots = [other + (other >= index) for other in others]
         prompt = "".join(f"{asked[shot]} {answers[shot]}\n" for shot in shots) + asked[index]
         a, _, b = question = questions[index]
-        mistakes = _slips(a, b) if config.worked else ()
-        problems.append(Problem(prompt, answers[index], mistakes, difficulty=kinds[question]))
+        right, mistakes = answers[index], ()
+        if config.worked:  # one column is off by one or two
+            columns = range(len(str(max(a, b))))
+            wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
+            # A negative column sum would not be a plausible mistake.
+            mistakes = tuple(text for text in wrong if text != right and "-" not in text)
+        problems.append(Problem(prompt, right, mistakes, difficulty=kinds[question]))
     return problems
 
 
@@ -80,11 +85,3 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"
     return ";".join([*steps, str(int(f"{carry}{digits}"))])
-
-
-def _slips(a: int, b: int) -> tuple[str, ...]:
-    """Wrong worked sums, each with one column off by one or two."""
-    right, columns = worked_sum(a, b), range(len(str(max(a, b))))
-    wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
-    # A negative column sum would not be a plausible mistake.
-    return tuple(text for text in wrong if text != right and "-" not in text)

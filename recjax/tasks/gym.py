@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym_package import check_gym, generator
+from recjax.tasks.grading.gym import check_gym, generator
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
 

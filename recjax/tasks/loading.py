@@ -16,7 +16,7 @@ import numpy as np
 
 from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
-from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
+from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.grading.custom import Answered, check_signature, check_weights
@@ -30,12 +30,13 @@ Pool = Literal["train", "held_out", "all"]
 
 MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 
-# Tasks with data on the Hugging Face hub. Each module names the files and turns their rows into problems.
+# Tasks with data on the Hugging Face hub: files of both splits, system prompt, and function from rows to problems.
+_GURU = "train/math__combined_54.4k.parquet", "online_eval/math__math_500.parquet"
 _HUB_TASKS = {
-    "gsm8k": (gsm8k, gsm8k.gsm8k_problems),
-    "math": (competition_math, competition_math.math_problems),
-    "guru_math": (guru_math, guru_math.guru_math_problems),
-    "toolace": (toolace, toolace.toolace_problems),
+    "gsm8k": ("main/train-*.parquet", "main/test-*.parquet", mathematics.TAGGED_PROMPT, mathematics.gsm8k_problems),
+    "math": ("data/train-*.parquet", "test.jsonl", mathematics.BOXED_PROMPT, mathematics.math_problems),
+    "guru_math": (*_GURU, mathematics.BOXED_PROMPT, mathematics.guru_math_problems),
+    "toolace": ("data.json", "data.json", toolace.SYSTEM_PROMPT, toolace.toolace_problems),
 }
 
 
@@ -191,10 +192,10 @@ def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], l
             for file in (task.train, task.evaluation)
         )
     else:
-        hub, problems_of = _HUB_TASKS[name]
-        system_prompt = hub.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        rows = read_split(task.train, hub.TRAIN, "train", f"task.{name}.train")
-        held_out = task.evaluation and read_split(task.evaluation, hub.EVALUATION, "test", f"task.{name}.evaluation")
+        files, held_out_files, usual_prompt, problems_of = _HUB_TASKS[name]
+        system_prompt = usual_prompt if system_prompt is None else system_prompt
+        rows = read_split(task.train, files, "train", f"task.{name}.train")
+        held_out = task.evaluation and read_split(task.evaluation, held_out_files, "test", f"task.{name}.evaluation")
         train, evaluation = problems_of(rows, system_prompt), problems_of(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation

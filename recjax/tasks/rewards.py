@@ -42,7 +42,12 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
         ValueError: an answer contains no number.
     """
     need = "last_number_match needs answers that hold a number"
-    return _compared(_last_number, need, _answer_texts(prompts, completions), answers)
+
+    def last(text: str) -> Fraction | None:
+        found = [match.group() for match in _NUMBER.finditer(text)]
+        return _number(found[-1]) if found else None
+
+    return _compared(last, need, _answer_texts(prompts, completions), answers)
 
 
 def _answer_texts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
@@ -57,11 +62,6 @@ def _compared(
     if None in expected:
         raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
     return [float(read(text) == number) for text, number in zip(completions, expected, strict=True)]
-
-
-def _last_number(text: str) -> Fraction | None:
-    found = [match.group() for match in _NUMBER.finditer(text)]
-    return _number(found[-1]) if found else None
 
 
 def _number(text: str) -> Fraction | None:

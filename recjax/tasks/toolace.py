@@ -26,8 +26,6 @@ from recjax.tasks.reading import FileRow
 
 logger = logging.getLogger(__name__)
 
-TRAIN, EVALUATION = "data.json", "data.json"
-
 SYSTEM_PROMPT = (
     "Answer in this form, whatever other form was named before: first think between <think> and </think>, once. Then"
     " write the function calls as one JSON list and nothing after it:\n"

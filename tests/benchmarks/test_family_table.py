@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.families import CHECKS, DOCS, PAGE, differences, too_large, with_table
-from recjax.hub.families import DESCRIPTIONS, FAMILIES
+from benchmarks.families import CHECKS, DESCRIPTIONS, DOCS, PAGE, differences, too_large, with_table
+from recjax.hub.families import FAMILIES
 from tests.hub import test_families
 from tests.hub.test_families import MODELS
 

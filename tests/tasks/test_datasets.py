@@ -11,8 +11,7 @@ import datasets
 import pytest
 
 from recjax.config import load_config
-from recjax.tasks import competition_math, gsm8k, guru_math, toolace
-from recjax.tasks.competition_math import last_boxed
+from recjax.tasks import mathematics, toolace
 from recjax.tasks.loading import load_task
 from recjax.tasks.reading import FileRow
 from recjax.tasks.toolace import parse_calls
@@ -99,7 +98,7 @@ def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):
     assert [problem.answer for problem in task.train] == [str(i + 1) for i in range(8)]
     assert [problem.answer for problem in task.evaluation] == ["9", "10"]
     assert task.train[0].prompt == [
-        {"role": "system", "content": gsm8k.SYSTEM_PROMPT},
+        {"role": "system", "content": mathematics.TAGGED_PROMPT},
         {"role": "user", "content": "What is 0 + 1?"},
     ]
 
@@ -124,7 +123,7 @@ def test_files_may_lie_in_the_folder_or_be_named(tmp_path, name):
     [("#### 72", "72"), ("#### 3 ####  -1,234.50 \n", "-1234.50"), ("x #### $5", "5"), ("####.5", ".5")],
 )
 def test_gsm8k_answers(answer, number):
-    assert gsm8k.gsm8k_problems(rows_of({"question": "q", "answer": answer}))[0].answer == number
+    assert mathematics.gsm8k_problems(rows_of({"question": "q", "answer": answer}))[0].answer == number
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_gsm8k_answers(answer, number):
     ],
 )
 def test_last_boxed(text, answer):
-    assert last_boxed(text) == answer
+    assert mathematics.last_boxed(text) == answer
 
 
 def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
@@ -168,14 +167,14 @@ def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
 )
 def test_math_rows_may_lack_their_answer_or_have_a_number(answer, expected):
     row = {"problem": "p", "solution": r"\boxed{2}", "answer": answer, "level": 5.0}
-    (problem,) = competition_math.math_problems(rows_of(row))
+    (problem,) = mathematics.math_problems(rows_of(row))
     assert (problem.answer, problem.difficulty) == (expected, "level 5")
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("7", "7"), (7, "7"), (7.0, "7"), (1e-7, "0.0000001")])
 def test_guru_answers_may_be_numbers(answer, expected):
     row = {"prompt": USER, "reward_model": {"ground_truth": answer}, "qwen2.5_7b_pass_rate": 1}
-    (problem,) = guru_math.guru_math_problems(rows_of(row))
+    (problem,) = mathematics.guru_math_problems(rows_of(row))
     assert (problem.answer, problem.difficulty) == (expected, "pass rate 0.8 to 1.0")
 
 
@@ -197,7 +196,7 @@ def test_guru_keeps_the_rows_messages(tmp_path):
         "pass rate 0.8 to 1.0",
         None,
     ]
-    assert problems[1].prompt == [{"role": "system", "content": guru_math.SYSTEM_PROMPT}, *GURU_ROWS[1]["prompt"]]
+    assert problems[1].prompt == [{"role": "system", "content": mathematics.BOXED_PROMPT}, *GURU_ROWS[1]["prompt"]]
     assert problems[1].columns == {"data_source": "math__merged"}
 
 
@@ -312,53 +311,53 @@ def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_hi
 @pytest.mark.parametrize(
     ("function", "row", "parts"),
     [
-        (gsm8k.gsm8k_problems, {"answer": "#### 1"}, ["'question'", "the row has answer"]),
-        (gsm8k.gsm8k_problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
-        (gsm8k.gsm8k_problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
-        (gsm8k.gsm8k_problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
-        (gsm8k.gsm8k_problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
-        (gsm8k.gsm8k_problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
-        (competition_math.math_problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
-        (competition_math.math_problems, {"problem": "p"}, ["'solution'"]),
-        (competition_math.math_problems, {"problem": "p", "answer": None}, ["'answer'"]),
+        (mathematics.gsm8k_problems, {"answer": "#### 1"}, ["'question'", "the row has answer"]),
+        (mathematics.gsm8k_problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
+        (mathematics.gsm8k_problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
+        (mathematics.gsm8k_problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
+        (mathematics.gsm8k_problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
+        (mathematics.gsm8k_problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
+        (mathematics.math_problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
+        (mathematics.math_problems, {"problem": "p"}, ["'solution'"]),
+        (mathematics.math_problems, {"problem": "p", "answer": None}, ["'answer'"]),
         (
-            guru_math.guru_math_problems,
+            mathematics.guru_math_problems,
             {"prompt": "q", "reward_model": {"ground_truth": "1"}},
             ["'prompt'", "messages"],
         ),
-        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
-        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
+        (mathematics.guru_math_problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
+        (mathematics.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
         *(
             (
-                guru_math.guru_math_problems,
+                mathematics.guru_math_problems,
                 {"prompt": USER, "reward_model": {"ground_truth": "1"}, "qwen2.5_7b_pass_rate": rate},
                 ["'qwen2.5_7b_pass_rate'", "a number from 0 to 1", repr(rate)],
             )
             for rate in ("0.5", "high", float("nan"), float("inf"), [0.5], {"mean": 0.5}, True, 1.5, -0.1)
         ),
         (
-            guru_math.guru_math_problems,
+            mathematics.guru_math_problems,
             {"prompt": USER, "reward_model": {"ground_truth": float("nan")}},
             ["'reward_model'"],
         ),
-        (guru_math.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": [1]}}, ["'reward_model'"]),
+        (mathematics.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": [1]}}, ["'reward_model'"]),
         (
-            competition_math.math_problems,
+            mathematics.math_problems,
             {"problem": "p", "solution": "no box", "answer": None},
             ["'solution'", "boxed"],
         ),
         (
-            competition_math.math_problems,
+            mathematics.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": [1]},
             ["'answer'", "[1]"],
         ),
         (
-            competition_math.math_problems,
+            mathematics.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": True},
             ["'answer'", "True"],
         ),
         (
-            competition_math.math_problems,
+            mathematics.math_problems,
             {"problem": "p", "solution": r"\boxed{1}", "answer": " "},
             ["'answer'", "' '"],
         ),
@@ -414,9 +413,9 @@ def test_a_system_prompt_replaces_the_tasks_own(tmp_path, prompt, system):
 
 def test_guru_refuses_two_system_messages():
     row = {"prompt": [{"role": "system", "content": "s"}, *USER], "reward_model": {"ground_truth": "1"}}
-    assert guru_math.guru_math_problems(rows_of(row))[0].prompt == row["prompt"]
+    assert mathematics.guru_math_problems(rows_of(row))[0].prompt == row["prompt"]
     with pytest.raises(ValueError, match="system message of its own"):
-        guru_math.guru_math_problems(rows_of(row), "Be brief.")
+        mathematics.guru_math_problems(rows_of(row), "Be brief.")
 
 
 def test_no_task_imports_jax():

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym_package import check_gym
+from recjax.tasks.grading.gym import check_gym, grade, parse
 from recjax.tasks.gym import SYSTEM_PROMPT, gym_problems
 from recjax.workers import Workers
 from tests.marks import slow_except
 
 gym = pytest.importorskip("reasoning_gym")
-
-from recjax.tasks.grading.gym import grade, parse  # noqa: E402  (imports the package)
 
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 

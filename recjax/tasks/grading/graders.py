@@ -12,12 +12,14 @@ class Grader(NamedTuple):
     """A built-in reward; `grade` and `parse` are names of the form module:function.
 
     `grade` maps (completion, answer, columns) of one row to the named parts of its reward. `weights` holds the default
-    weight of every part. `parse` maps a completion to its answer as text, for counting votes, or to None.
+    weight of every part. `parse` maps a completion to its answer as text, for counting votes, or to None. Worker
+    processes import `package` before they start, as its import would take most of a completion's time limit.
     """
 
     grade: str
     weights: dict[str, float]
     parse: str
+    package: str | None = None
 
 
 def grade_row(function: str, *row: Any) -> dict[str, float] | str | None:
@@ -36,5 +38,5 @@ GRADERS = {
     "guru_math": Grader(f"{_MATH}:guru_math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
     "math_dapo": Grader(f"{_MATH}:math_dapo", {"accuracy": 1.0}, f"{_MATH}:parse_line"),
     "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:canonical_calls"),
-    "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 1.0, "score": 0.0}, f"{_GYM}:parse"),
+    "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 1.0, "score": 0.0}, f"{_GYM}:parse", "reasoning_gym"),
 }

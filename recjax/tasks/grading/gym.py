@@ -1,21 +1,65 @@
-"""Scores of completions for reasoning_gym's problems: the package's own, with safeguards that its scorers lack.
+"""The package reasoning_gym: its generators by name, checks of their options, and its scores with safeguards.
 
-Unlike `recjax.tasks.grading.gym_package`, this module imports the package immediately. The grading process imports
-this module before it forks workers, so that the import does not count toward a completion's time limit.
+The package makes problems and scores completions. This module imports it on first use. Grading workers import it before
+they start, so that the import does not count toward a completion's time limit.
 """
 
 import contextlib
+import dataclasses
+import difflib
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import ModuleType
 from typing import Any
 
-import reasoning_gym  # noqa: F401  (see above)
-
-from recjax.tasks.grading.gym_package import generator as make_generator
 from recjax.tasks.grading.thinking import after_thoughts
+
+
+def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
+    """Checks the block `task.reasoning_gym`.
+
+    Raises:
+        ValueError: an unknown generator or option, values that the generator refuses, or a template without
+            "{question}".
+    """
+    generators = _package().factory.DATASETS
+    if name not in generators:
+        near = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
+    known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"task.reasoning_gym.options.{option} = {value!r}: {name} takes {', '.join(sorted(known))}"
+            )
+    try:
+        generator(name, options)
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"task.reasoning_gym.options = {dict(options)}: {name}: {error}") from error
+    if "{question}" not in template:
+        raise ValueError(f"task.reasoning_gym.template = {template!r} must hold {{question}}")
+
+
+def _package() -> ModuleType:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        install = 'pip install -e ".[reasoning_gym]"'
+        raise ValueError(f"task.reasoning_gym needs a package: {install} ({error})") from error
+    return reasoning_gym
+
+
+def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
+    """Makes a generator of the package with its options: a data set of problems."""
+    if name == "composite" and isinstance(options.get("datasets"), list):
+        specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
+        options = {"datasets": [specification(**part) for part in options["datasets"]]}
+    return _package().create_dataset(name, **options, **size_and_seed)
 
 
 def parse(completion: str) -> str | None:
@@ -34,13 +78,13 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
         columns: a problem's columns, from `gym_problems`.
     """
     given, entry = parse(completion), columns["entry"]
-    generator = entry["metadata"].get("source_dataset", columns["generator"])
+    source = entry["metadata"].get("source_dataset", columns["generator"])
     score = 0.0
-    if given is not None and _may_be_run(given, generator):
-        scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
+    if given is not None and _may_be_run(given, source):
+        scorer = _scorer(columns["generator"], json.dumps(columns["options"]))
         # Some scorers raise for an answer that they cannot read.
         with contextlib.suppress(Exception):
-            if generator not in _TOO_KIND or _TOO_KIND[generator](given, answer):
+            if source not in _TOO_KIND or _TOO_KIND[source](given, answer):
                 score = float(scorer.score_answer(given, entry))
     return {"accuracy": float(score >= 1), "score": score}
 
@@ -51,11 +95,11 @@ _FORMULAS = set("countdown intermediate_integration polynomial_multiplication pu
 _WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split())
 
 
-def _may_be_run(answer: str, generator: str) -> bool:
+def _may_be_run(answer: str, source: str) -> bool:
     """False if the package would run the answer as Python and the answer is more than a list or a formula."""
-    if generator in _LISTS:
+    if source in _LISTS:
         return "(" not in answer
-    if generator in _FORMULAS:
+    if source in _FORMULAS:
         words = set(re.findall(r"[^\W\d]\w+", answer))
         return words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
     return True
@@ -70,5 +114,5 @@ _TOO_KIND: dict[str, Callable[[str, str], bool]] = {
 
 
 @functools.cache
-def _cached_generator(name: str, options: str) -> Any:
-    return make_generator(name, json.loads(options))
+def _scorer(name: str, options: str) -> Any:
+    return generator(name, json.loads(options))

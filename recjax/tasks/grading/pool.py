@@ -53,7 +53,8 @@ class Grading:
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         limits, remote = self._config.grading, self.reward.remote
-        modules = {GRADERS[reward.name].grade.partition(":")[0] for reward in self._rewards.values() if reward.per_row}
+        graders = [GRADERS[reward.name] for reward in self._rewards.values() if reward.per_row]
+        modules = {module for each in graders for module in (each.grade.partition(":")[0], each.package) if module}
         modules |= {remote_parts.__module__} if remote else set()
         if modules:
             self._workers = Workers(limits.workers, limits.seconds, *sorted(modules), held=remote)

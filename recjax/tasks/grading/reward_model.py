@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import attention_kernel
-from recjax.hub.tokenizers import encode_prompts, load_tokenizer
-from recjax.hub.weights import classifier_config, load_classifier
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer, model_folder
+from recjax.hub.weights import MODEL_FILES, classifier_config, read_params
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import last_hidden
 from recjax.models.products import product
@@ -68,9 +68,10 @@ class RewardModel:
         mesh = jax.make_mesh((1,) * 3, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=[device])
         with jax.set_mesh(mesh):
             if self._loaded is None:
-                config, params = load_classifier(self._path)
+                params = read_params(model_folder(self._path, MODEL_FILES), self._config, scores=True)
                 dtype = jnp.dtype("float32" if device.platform == "cpu" else "bfloat16")
-                decoder = Decoder(config, dtype, attention=attention_kernel("auto", config, dtype, device))
+                kernel = attention_kernel("auto", self._config, dtype, device)
+                decoder = Decoder(self._config, dtype, attention=kernel)
                 self._loaded = decoder, in_compute_dtype(decoder, params, copy=False)
             while order:
                 # Powers of two, so that few programs serve all batches.
