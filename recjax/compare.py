@@ -110,7 +110,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("metric", ACCURACY, "Metric to compare, one of those that recjax.plot draws.")
     flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
     start(main)

@@ -159,7 +159,6 @@ def show_collectives(console: Console, programs: dict[str, Program]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run.", required=True)
     flags.DEFINE_string(
         "topology", None, "host, a TPU slice such as v5e:4x4, or GPUs such as h100-80:8.", required=True

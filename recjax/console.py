@@ -60,7 +60,10 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 
 def start(main: Callable[[list[str]], None]) -> None:
-    """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1."""
+    """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1.
+
+    absl's flags are global, so a command defines its flags only when it runs as a program.
+    """
     gc.freeze()  # nothing that an import made is garbage later, and each collection would look through all of it
     try:
         app.run(main)

@@ -198,7 +198,6 @@ def show_results(numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
     flags.DEFINE_bool("all", False, "Evaluate on all problems of the task, train problems too.")
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")

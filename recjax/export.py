@@ -78,7 +78,6 @@ def push(folder: str, repository: str, public: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not.")
     flags.DEFINE_string("model", None, "Hugging Face folder or hub name to rewrite instead of a run.")
     flags.DEFINE_string("output", None, "Folder to write: new or empty.", required=True)

@@ -27,7 +27,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("store", None, "File or URL of the store.", required=True)
     flags.DEFINE_string("output", None, "File to write: .parquet or .jsonl.", required=True)
     start(main)

@@ -41,6 +41,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("file", None, "JSON Lines file of rewards.", required=True)
     start(main)

@@ -258,7 +258,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run; its initial policy samples.")
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not; its checkpoint samples.")
     flags.DEFINE_integer("step", None, "Checkpoint to use; default: the newest.")

@@ -96,7 +96,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("figure", None, "File for a figure; default: no figure.")
     flags.DEFINE_integer("samples", 5, "Number of random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")

@@ -241,7 +241,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run, for its model, task and settings.", required=True)
     define_process_flags()
     start(main)

@@ -33,7 +33,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
     flags.DEFINE_string("output", "figures", "Folder of objectives.png; also draws the figure.")
     start(main)

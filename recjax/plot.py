@@ -90,7 +90,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the first axis of the sweep file.")
     flags.DEFINE_multi_string("only", [], "Keep only the runs with these values, as axis=value,value.")
     flags.DEFINE_list(

@@ -207,6 +207,5 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     define_flags()
     start(main)

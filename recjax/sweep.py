@@ -112,7 +112,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("smoke", False, "Run the file's smoke block instead of its grids.")
     flags.DEFINE_integer(
         "workers", None, "Number of parallel runs; default: the number of cores. On one GPU, give 1.", lower_bound=1

@@ -317,6 +317,49 @@ def exported(tmp_path, ending):
     return tmp_path / f"file.{ending}"
 
 
+def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
+    folder, day = tmp_path / "old", datetime(2026, 5, 1, tzinfo=UTC)
+    common = {"group_id": "g", "source": "run", "prompt": "2+2=", "completion": "4", "tokenizer": "t", "time": day}
+    common |= {"truncated": False, "reward": 1.0, "reward_parts": [{"name": "a", "value": 1.0}], "policy_version": 3}
+    plain = common | {"id": "plain", "prompt_tokens": [1, 2], "completion_tokens": [3], "completion_mask": [True]}
+    plain |= {"behavior_logprobs": [-0.5], "metadata": '{"turns": 2}'}
+    first = common | {"id": "agent", "trajectory": "agent", "prompt_tokens": [1, 2], "completion_tokens": [3, 4, 5]}
+    first |= {"completion_mask": [True, False, True], "behavior_logprobs": [-1.0, 0.0, -2.0]}
+    first |= {"metadata": '{"turns": [[0, 1, 0.25], [1, 2, 0.75]], "token_versions": [[3, 3], [4, 1]], "run": "x"}'}
+    second = first | {"id": "agent+1", "prompt_tokens": [1, 9], "completion_tokens": [6, 7]}
+    second |= {"completion_mask": [True, True], "behavior_logprobs": [-3.0, -4.0]}
+    folder.mkdir()
+    names = [name for name in exchange.SCHEMA.names if name not in ("token_versions", "turns", "turn_rewards")]
+    fields = [exchange.SCHEMA.field(name) for name in names if name not in ("row_lengths", "other_rewards", "recorded")]
+    schema = pa.schema([*fields, ("trajectory", pa.string())], metadata={"recjax.experience.version": "4"})
+    for number, rows in enumerate(([plain], [first, second])):
+        pq.write_table(pa.Table.from_pylist(rows, schema), folder / f"part-{number:08d}.parquet")
+    import_exports([read_exported(folder)], tmp_path / "again.db")
+    one, agent = (record.completion for record in read(tmp_path / "again.db"))
+    assert [row.prompt_tokens.tolist() for row in agent.rows] == [[1, 2], [1, 9]]
+    assert [row.tokens.tolist() for row in agent.rows] == [[3, 4, 5], [6, 7]]
+    assert [row.behavior_logprobs.tolist() for row in agent.rows] == [[-1.0, 0.0, -2.0], [-3.0, -4.0]]
+    assert agent.rows[0].mask.tolist() == [True, False, True] and agent.version_runs == ((3, 3), (4, 1))
+    assert agent.turns == ((0, 1), (1, 2)) and agent.grade.turns == (0.25, 0.75) and agent.metadata == {"run": "x"}
+    assert one.rows[0].tokens.tolist() == [3] and one.metadata == {"turns": 2} and one.grade.reward_parts == {"a": 1.0}
+    parts = sorted(folder.iterdir())
+    write_sealed(folder / ".manifest.json", {part.name: [size_and_digest(part)] for part in parts})
+    list(read_exported(folder))
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="part-00000001.parquet is damaged or missing; restore it from a backup, or"):
+        read_exported(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty has no part-.*parquet; give files, or the folder of a store"):
+        read_exported(tmp_path / "empty")
+
+
+def with_first(table, column, value):
+    """The table with another value in the first row of a column."""
+    place = table.schema.get_field_index(column)
+    values = pa.array([value, *table[column].to_pylist()[1:]], table.schema.field(place).type)
+    return table.set_column(place, column, values)
+
+
 def everything(place):
     with Store(place) as store:
         return list(store.records(others=True))
@@ -332,7 +375,7 @@ def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypat
     assert len(ours) == len(theirs) and all(map(same, ours, theirs))
     with pytest.raises(ValueError, match="already has a row with id 'row 0'"):
         import_exports([read_exported(file)], tmp_path / "again.db")
-    grades = [one.completion.grade for one in theirs for _ in one.completion.rows or [None]]
+    grades = [one.completion.grade for one in theirs]
     rewards = [grade and grade.reward for grade in grades]
     if ending == "parquet":
         assert pd.read_parquet(file)["reward"].replace({np.nan: None}).tolist() == rewards
@@ -340,31 +383,6 @@ def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypat
         assert duckdb.sql(f"select reward from '{file}'").fetchall() == [(reward,) for reward in rewards]
     else:
         assert [json.loads(line)["reward"] for line in file.read_text().splitlines()] == rewards
-
-
-def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
-    table = pq.read_table(exported(tmp_path, "parquet")).drop_columns(
-        ["group_prompt_tokens", "other_rewards", "turn_rewards"]
-    )
-    table, folder = table.replace_schema_metadata({b"recjax.experience.version": b"4"}), tmp_path / "old"
-    folder.mkdir()
-    for number, part in enumerate((table.slice(0, 3), table.slice(3))):
-        pq.write_table(part, folder / f"part-{number:08d}.parquet")
-    import_exports([read_exported(folder)], tmp_path / "again.db")
-    ours, theirs = read(tmp_path / "again.db"), read(tmp_path / "store.db")
-    is_plain = [len(row.completion.rows) < 2 for row in theirs]
-    assert [same(*pair) for pair in zip(ours, theirs, strict=True)].count(False) == is_plain.count(False) == 1
-    own = [[row.prompt_tokens.tolist() for row in one.completion.rows] for one in (ours[5], theirs[5])]
-    assert own[0] == own[1]
-    parts = sorted(folder.iterdir())
-    write_sealed(folder / ".manifest.json", {part.name: [size_and_digest(part)] for part in parts})
-    list(read_exported(folder))
-    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="part-00000001.parquet is damaged or missing; restore it from a backup, or"):
-        read_exported(folder)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty has no part-.*parquet; give files, or the folder of a store"):
-        read_exported(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -376,12 +394,24 @@ def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
             lambda t: t.set_column(t.schema.get_field_index("reward"), "reward", t["reward"].cast(pa.string())),
             "column reward has type string; convert it to double",
         ),
+        (lambda t: with_first(t, "completion_tokens", [1, None, 2]), r"row 0: column completion_tokens: .*has a null"),
         (
-            lambda t: t.set_column(0, "id", pa.array(["a+1", *t["id"].to_pylist()[1:]])).set_column(
-                t.schema.get_field_index("trajectory"), "trajectory", pa.array(["a", *[None] * (len(t) - 1)])
-            ),
-            r"row 0: row 'a\+1': the first row of its trajectory 'a' is not before it",
+            lambda t: with_first(t, "completion_mask", [True]),
+            "row 0: columns .*_mask.*different lengths, 3, 1",
         ),
+        (
+            lambda t: with_first(t, "row_lengths", "[1, [null, 3]]"),
+            "columns .*row_lengths: have different lengths",
+        ),
+        (lambda t: with_first(t, "turns", "[[0, 9]]"), r"column turns: \(0, 9\): takes the index of a row"),
+        (lambda t: with_first(t, "turns", "[["), r"row 0: column turns: '\[\[': takes the text of JSON, or null"),
+        (
+            lambda t: with_first(t, "token_versions", "[[1, 2], [2, 2]]"),
+            "column token_versions: .*takes pairs of",
+        ),
+        (lambda t: with_first(t, "recorded", b"x"), "row 0: recorded arrays cannot be read"),
+        (lambda t: with_first(t, "time", None), "row 0: column time: None: must be given in every row"),
+        (lambda t: with_first(t, "messages", [{"role": "user", "content": "a"}]), "give one of prompt and messages"),
     ],
 )
 def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message):

@@ -1,12 +1,13 @@
-"""A store as a table that other programs read: Parquet or JSON Lines, with a row for each row of a completion.
+"""A store as a table that other programs read: Parquet or JSON Lines, with a row for each completion.
 
-docs/store_format.md describes the columns. Each row of a completion with several has its id in the column `trajectory`.
+The columns are those of the store, with lists in place of bytes, and the completion's rewards. docs/store_format.md
+describes them.
 """
 
+import base64
 import itertools
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_text, recorded_to_text
-from recjax.experience.store import Record, Store
+from recjax.experience.group import Grade
+from recjax.experience.store import Record, Store, record_of, row_of
 from recjax.files import read_sealed, size_and_digest, whole_file
-from recjax.models.sampling import Sampling
 
-_VERSION, _VERSIONS = (
-    b"recjax.experience.version",
-    (b"4", b"5", b"6", b"7"),
-)  # metadata key of Parquet files, and its values
+_VERSION, _CURRENT = b"recjax.experience.version", b"8"  # metadata key of Parquet files, and its value
 TOGETHER = 1024  # completions to convert or import at a time
-_RUNS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 SCHEMA = pa.schema(
@@ -52,17 +48,19 @@ SCHEMA = pa.schema(
         ("top_p", pa.float64()),
         ("min_p", pa.float64()),
         ("time", pa.timestamp("us", tz="UTC")),
-        ("trajectory", pa.string()),
         ("metadata", pa.string()),
-        ("group_prompt_tokens", pa.list_(pa.int32())),
-        ("other_rewards", pa.string()),
+        ("token_versions", pa.string()),
+        ("turns", pa.string()),
         ("turn_rewards", pa.list_(pa.float64())),
-        ("recorded", pa.string()),
+        ("row_lengths", pa.string()),
+        ("other_rewards", pa.string()),
+        ("recorded", pa.binary()),
     ],
-    metadata={_VERSION: _VERSIONS[-1]},
+    metadata={_VERSION: _CURRENT},
 )
-# Columns and their first versions.
-_NEW = {"group_prompt_tokens": b"5", "other_rewards": b"5", "turn_rewards": b"6", "recorded": b"7"}
+# Columns with lists of numbers, as bytes in the store, and columns with JSON.
+_LISTS = {"prompt_tokens": "<i4", "completion_tokens": "<i4", "completion_mask": "bool", "behavior_logprobs": "<f4"}
+_JSON = ("metadata", "token_versions", "turns", "row_lengths", "other_rewards")
 
 
 def export_store(store: Store, path: Path) -> int:
@@ -76,70 +74,54 @@ def export_store(store: Store, path: Path) -> int:
         raise ValueError(f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
     with whole_file(path) as file:
         writer = pq.ParquetWriter(file, SCHEMA, compression="zstd") if path.suffix == ".parquet" else None
-        while part := list(itertools.islice(records, TOGETHER)):
-            rows = [row for record in part for row in _rows_of(record)]
+        while part := list(map(_exported, itertools.islice(records, TOGETHER))):
             count += len(part)
             if writer:
-                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
-            else:
-                for row in rows:
-                    plain = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in row.items()}
-                    line = json.dumps(plain | {"time": row["time"].isoformat()}, ensure_ascii=False)
-                    file.write(f"{line}\n".encode())
+                writer.write_table(pa.Table.from_pylist(part, SCHEMA))
+            for row in () if writer else part:
+                recorded = row["recorded"] and base64.b64encode(row["recorded"]).decode()
+                plain = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in row.items()}
+                plain |= {"time": row["time"].isoformat(), "recorded": recorded}
+                file.write(f"{json.dumps(plain, ensure_ascii=False)}\n".encode())
         if writer:
             writer.close()
     return count
 
 
 def read_exported(path: Path) -> Iterator[Record] | None:
-    """The completions of an exported file, or of a folder of Parquet parts, read on demand; None for other files.
+    """The completions of an exported file or of an earlier recjax's store, read on demand; None for other files.
 
     Raises:
         ValueError: a file that is damaged or cannot be read; the message names file, row and column.
     """
+    is_ours = False
     if path.is_dir():
-        return _records(row for part in _parts(path) for row in _exported_rows(part))
+        return itertools.starmap(_imported, _old_rows(_parts(path)))
     if path.suffix == ".parquet" and path.is_file():
         try:
             is_ours = _VERSION in (pq.read_schema(path).metadata or {})
         except (pa.ArrowException, OSError):
             return None
-        return _records(_exported_rows(path)) if is_ours else None
-    if path.suffix == ".jsonl" and path.is_file():
+    elif path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8") as file:
             try:
                 first = json.loads(file.readline())
             except ValueError:
                 return None
-        is_ours = isinstance(first, dict) and first.keys() | {"recorded"} == set(SCHEMA.names)
-        return _records(_exported_rows(path)) if is_ours else None
-    return None
+        is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
+    return itertools.starmap(_imported, _rows(path)) if is_ours else None
 
 
-def _parts(folder: Path) -> list[Path]:
-    """The parts of a store of an earlier recjax, after a comparison with their checksums."""
-    parts, manifest = sorted(folder.glob("part-*.parquet")), folder / ".manifest.json"
-    states = read_sealed(manifest) if manifest.exists() else {}
-    for name, known in states.items():
-        part = folder / name
-        if (size_and_digest(part) if part.exists() else None) not in known:
-            raise ValueError(
-                f"{part} is damaged or missing; restore it from a backup, or delete {manifest} to import the files as"
-                " they are"
-            )
-    if not parts:
-        raise ValueError(f"{folder} has no part-*.parquet; give files, or the folder of a store of an earlier recjax")
-    return parts
-
-
-def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 place = f"{path}: line {number}"
                 try:
                     row = json.loads(line)
-                    yield place, dict.fromkeys(_NEW) | row | {"time": datetime.fromisoformat(row["time"])}
+                    recorded = row["recorded"] and base64.b64decode(row["recorded"], validate=True)
+                    row |= {"time": datetime.fromisoformat(row["time"]), "recorded": recorded}
+                    yield place, {name: row[name] for name in SCHEMA.names}
                 except (ValueError, TypeError, KeyError) as error:
                     raise ValueError(
                         f"{place}: is not a line of an export ({error!r}); export the store again"
@@ -147,166 +129,116 @@ def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     try:
         file = pq.ParquetFile(path)
-        found = (file.schema_arrow.metadata or {}).get(_VERSION)
-        if found not in _VERSIONS:
-            version = "no store version" if found is None else f"store version {found.decode()!r}"
-            raise ValueError(f"{path}: has {version}, and this recjax imports 4 to 7; export it with its own recjax")
+        if (found := file.schema_arrow.metadata[_VERSION]) != _CURRENT:
+            words = f"has store version {found.decode()!r}, and this recjax imports {_CURRENT.decode()}"
+            raise ValueError(f"{path}: {words}; import it with the recjax that wrote it")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
         for field in SCHEMA:
-            if field.name not in types and found >= _NEW.get(field.name, b""):
+            if field.name not in types:
                 raise ValueError(f"{path}: column {field.name} is missing; export the store again")
-            if types.get(field.name, field.type) != field.type:
-                kind = types[field.name]
+            if (kind := types[field.name]) != field.type:
                 raise ValueError(f"{path}: column {field.name} has type {kind}; convert it to {field.type}")
-        number = 0
-        for batch in file.iter_batches(TOGETHER):
-            for row in batch.to_pylist():
-                yield f"{path}: row {number}", dict.fromkeys(_NEW) | row
-                number += 1
+        rows = (row for batch in file.iter_batches(TOGETHER) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); restore the file from a backup, or move it away") from error
 
 
-def _rows_of(record: Record) -> list[dict[str, Any]]:
-    group, one = record.group, record.completion
-    grade = one.grade or Grade(None)
-    is_chat, metadata = not isinstance(group.prompt, str), dict(one.metadata)
-    metadata |= {_RUNS: one.version_runs} if one.version_runs else {}
-    metadata |= {_TURNS: one.turns} if one.turns else {}
+def _parts(folder: Path) -> list[Path]:
+    """The Parquet files of an earlier recjax's store, after a comparison with their checksums."""
+    parts, manifest = sorted(folder.glob("part-*.parquet")), folder / ".manifest.json"
+    for name, known in (read_sealed(manifest) if manifest.exists() else {}).items():
+        part = folder / name
+        if (size_and_digest(part) if part.exists() else None) not in known:
+            remedy = f"restore it from a backup, or delete {manifest} to import the files as they are"
+            raise ValueError(f"{part} is damaged or missing; {remedy}")
+    if not parts:
+        raise ValueError(f"{folder} has no part-*.parquet; give files, or the folder of a store of an earlier recjax")
+    return parts
+
+
+def _old_rows(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of version 4, in which a completion has a row for each of its rows, joined into one."""
+    prompts: dict[str, list[int]] = {}
+    rows = ((part, number, row) for part in parts for number, row in enumerate(pq.read_table(part).to_pylist()))
+    for _, members in itertools.groupby(rows, lambda one: one[2]["trajectory"] or one[2]["id"]):
+        (part, number, first), *others = members
+        rows_of, prompt = [first, *(row for *_, row in others)], first["prompt_tokens"] or []
+        if first["trajectory"]:  # the group's prompt is that of its first row
+            prompt = prompts.setdefault(first["group_id"], prompt)
+        owns = [None if row["prompt_tokens"] == prompt else row["prompt_tokens"] for row in rows_of]
+        lengths = [
+            [own and len(own), len(row["completion_tokens"] or ())] for own, row in zip(owns, rows_of, strict=True)
+        ]
+        joined = {name: list(itertools.chain.from_iterable(row[name] or () for row in rows_of)) for name in _LISTS}
+        joined |= {"prompt_tokens": [*prompt, *itertools.chain.from_iterable(own or () for own in owns)]}
+        metadata = json.loads(first["metadata"] or "{}")
+        # A user's metadata may have the same names.
+        turns, versions = (
+            metadata.pop(name) if _are_numbers(metadata.get(name)) else None for name in ("turns", "token_versions")
+        )
+        new = {
+            "metadata": json.dumps(metadata) if metadata else None,
+            "token_versions": versions and json.dumps(versions),
+            "turns": json.dumps([turn[:2] for turn in turns]) if turns else None,
+            "turn_rewards": [float(reward) for turn in turns or () for reward in turn[2:]],
+            "row_lengths": json.dumps([len(prompt), *lengths]) if first["completion_tokens"] is not None else None,
+        }
+        yield f"{part}: row {number}", dict.fromkeys(SCHEMA.names) | first | joined | new
+
+
+def _are_numbers(value: Any) -> bool:
+    """True for lists of two or three numbers: a run of versions, or a turn."""
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) in (2, 3) and all(type(number) in (int, float) for number in one)
+        for one in value
+    )
+
+
+def _exported(record: Record) -> dict[str, Any]:
+    """The row of a completion."""
+    row, grade = row_of(record, 0), record.completion.grade or Grade(None)
     others = {name: [*given, comment] for name, (given, comment) in record.others.items()}
-    prompts = [group.prompt_tokens, *(row.prompt_tokens for row in one.rows)]
-    has_own_prompts = not all(np.array_equal(prompts[0], tokens) for tokens in prompts)
-    common = {
-        "id": one.id,
-        "group_id": group.id,
-        "source": one.source,
-        "prompt": None if is_chat else group.prompt,
-        "messages": list(group.prompt) if is_chat else None,
-        "completion": one.text,
-        "answer": group.answer,
-        "tokenizer": record.tokenizer,
-        "prompt_tokens": group.prompt_tokens if len(group.prompt_tokens) else None,
-        "completion_tokens": None,
-        "completion_mask": None,
-        "behavior_logprobs": None,
+    row |= {name: np.frombuffer(row[name], dtype) if row[name] else None for name, dtype in _LISTS.items()}
+    row |= {
+        "messages": row["messages"] and json.loads(row["messages"]),
         "reward": grade.reward,
         "reward_parts": grade.reward_parts
         and [{"name": name, "value": value} for name, value in grade.reward_parts.items()],
         "accurate": grade.accurate,
-        "truncated": one.truncated,
-        "policy_version": one.policy_version,
-        **dict(zip(Sampling._fields, one.sampling or (None,) * len(Sampling._fields), strict=True)),
         "time": record.time,
-        "trajectory": one.id if len(one.rows) > 1 or has_own_prompts else None,
-        "metadata": json.dumps(metadata) if metadata else None,
-        "group_prompt_tokens": group.prompt_tokens if has_own_prompts else None,
-        "other_rewards": json.dumps(others) if others else None,
         "turn_rewards": grade.turns or None,
-        "recorded": None,
+        "other_rewards": json.dumps(others) if others else None,
     }
-    return [
-        common
-        | {
-            "id": f"{one.id}+{place}" if place else one.id,
-            "prompt_tokens": row.prompt_tokens if len(row.prompt_tokens) else None,
-            "completion_tokens": row.tokens,
-            "completion_mask": row.mask,
-            "behavior_logprobs": row.behavior_logprobs,
-            "recorded": recorded_to_text([row.recorded]),
-        }
-        for place, row in enumerate(one.rows)
-    ] or [common]
+    return {name: row[name] for name in SCHEMA.names}
 
 
-def _records(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Record]:
-    prompts: dict[str, np.ndarray] = {}
-    for name, members in itertools.groupby(rows, lambda member: member[1]["trajectory"] or member[1]["id"]):
-        (place, first), *others = members
-        if first["id"] != name:
-            raise ValueError(
-                f"{place}: row {first['id']!r}: the first row of its trajectory {name!r} is not before it; restore the"
-                " first row, or remove all rows of the trajectory"
-            )
-        try:
-            record = _record_of([first, *(row for _, row in others)], prompts)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{place}: {error}") from error
-        yield record
-
-
-def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]) -> Record:
-    row = rows[0]
-    if (row["prompt"] is None) == (row["messages"] is None):
-        raise ValueError(f"column prompt: {row['prompt']!r:.80}: give one of prompt and messages")
-    metadata = json.loads(row["metadata"]) if row["metadata"] else {}
-    if not isinstance(metadata, dict):
-        raise ValueError(f"column metadata: {row['metadata']!r:.80}: takes the text of a JSON object, or null")
-    prompt_tokens = _array(row["group_prompt_tokens"] or row["prompt_tokens"], np.int32)
-    if row["trajectory"] and row["group_prompt_tokens"] is None:  # version 4: the prompt of the group's first row
-        prompt_tokens = prompts.setdefault(row["group_id"], prompt_tokens)
-    made = tuple(
-        Row(
-            _array(each["prompt_tokens"], np.int32),
-            _array(each["completion_tokens"], np.int32),
-            each["completion_mask"] and _array(each["completion_mask"], bool),
-            None if each["behavior_logprobs"] is None else _array(each["behavior_logprobs"], np.float32),
-            *recorded_from_text(each["recorded"]),
-        )
-        for each in rows
-        if each["completion_tokens"] is not None
-    )
-    # Versions and turns in another format are metadata of the user.
-    runs, found = metadata.get(_RUNS), metadata.get(_TURNS)
-    turns = tuple(Turn(*turn[:2]) for turn in found) if _are_turns(found, made) else ()
-    are_runs = (
-        isinstance(runs, list)
-        and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
-        and all(each.mask is not None for each in made)
-        and sum(count for _, count in runs) == sum(int(np.sum(each.mask)) for each in made)
-    )
-    for key, is_ours in ((_RUNS, are_runs), (_TURNS, turns)):
-        if is_ours:
-            del metadata[key]
-    sampling = [row[name] for name in Sampling._fields]
-    sampling[-1] = sampling[-1] or 0.0  # a missing min_p counts as 0
-    parts = row["reward_parts"] and {pair["name"]: pair["value"] for pair in row["reward_parts"]}
-    rewards = row["turn_rewards"] or [reward for turn in found[: len(turns)] for reward in turn[2:]] if turns else ()
-    grade = Grade(row["reward"], parts, row["accurate"], turns=tuple(map(float, rewards)))
-    completion = Completion(
-        id=row["id"],
-        source=row["source"],
-        text=row["completion"],
-        rows=made,
-        sampling=None if None in sampling else Sampling(*sampling),
-        policy_version=row["policy_version"],
-        truncated=row["truncated"],
-        grade=None if row["reward"] is None and not parts else grade,
-        version_runs=tuple(map(tuple, runs)) if are_runs else (),
-        turns=turns,
-        metadata=metadata,
-    )
-    prompt = row["messages"] if row["prompt"] is None else row["prompt"]
-    others = json.loads(row["other_rewards"] or "{}")
-    others = {name: (Grade.from_json(given), comment) for name, (*given, comment) in others.items()}
-    time = row["time"] if row["time"] is None or row["time"].tzinfo else row["time"].replace(tzinfo=UTC)
-    group = Group(row["group_id"], prompt_tokens, (completion,), prompt, row["answer"])
-    return Record(group, time, row["tokenizer"], others=others)
-
-
-def _array(values: Sequence | None, dtype: type) -> np.ndarray:
-    if values is not None and None in values:
-        raise ValueError(f"{values!r:.80}: has a null")
-    return np.array([] if values is None else values, dtype)
-
-
-def _are_turns(turns: Any, rows: Sequence[Row]) -> bool:
-    """True if a value has the format of turns: row, end and, in version 4, reward of each."""
-    return isinstance(turns, list) and all(
-        isinstance(turn, list)
-        and len(turn) in (2, 3)
-        and all(type(number) is int for number in turn[:2])
-        and all(type(reward) in (int, float) and math.isfinite(reward) for reward in turn[2:])
-        and 0 <= turn[0] < len(rows)
-        and 0 < turn[1] <= len(rows[turn[0]].tokens)
-        for turn in turns
-    )
+def _imported(place: str, row: Mapping[str, Any]) -> Record:
+    """The completion of a row; checks what `store_checks.check_records` cannot see in a completion."""
+    try:
+        if (row["prompt"] is None) == (row["messages"] is None):
+            raise ValueError(f"column prompt: {row['prompt']!r:.80}: give one of prompt and messages")
+        for name in _JSON:
+            try:
+                json.loads(row[name] or "null")
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"column {name}: {row[name]!r:.80}: takes the text of JSON, or null") from error
+        for name in _LISTS:
+            if None in (row[name] or ()):
+                raise ValueError(f"column {name}: {row[name]!r:.80}: has a null")
+        if (time := row["time"]) is None:
+            raise ValueError("column time: None: must be given in every row")
+        lists = {name: np.array(row[name] or [], dtype).tobytes() for name, dtype in _LISTS.items()}
+        lists |= {} if row["behavior_logprobs"] else {"behavior_logprobs": None}
+        time = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+        messages = None if row["messages"] is None else json.dumps(row["messages"])
+        parts = row["reward_parts"] and {pair["name"]: pair["value"] for pair in row["reward_parts"]}
+        grade = Grade(row["reward"], parts, row["accurate"], turns=tuple(row["turn_rewards"] or ()))
+        grade = None if row["reward"] is None and not parts else grade
+        record = record_of({**row, **lists, "number": 0, "time": time, "messages": messages}, grade)
+        others = json.loads(row["other_rewards"] or "{}")
+        others = {name: (Grade.from_json(given), comment) for name, (*given, comment) in others.items()}
+        return record._replace(others=others)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{place}: {error}") from error

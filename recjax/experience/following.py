@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from recjax.config import Config
 from recjax.experience.queue import Arrival
-from recjax.experience.sources import is_of
+from recjax.experience.sources import problem_with_sampling
 from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
-from recjax.models.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +235,5 @@ class Follower:
             remedy = "set experience.missing_logprobs to 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
             return record, why, f"{place} has no behavior log-probs; {remedy}"
-        if not is_of(one, rollout.sampling()):
-            found = one.sampling or ("unknown",) * len(Sampling._fields)
-            was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))
-            words = f"{place} was sampled with {', '.join(Sampling._fields)} = {was}, and rollout has {takes}"
-            return record, "other_sampling", f"{words}: its log-probs belong to another distribution"
-        return record, None, ""
+        problem = problem_with_sampling(one, rollout.sampling())
+        return record, problem and "other_sampling", problem or ""

@@ -76,7 +76,8 @@ def import_rows(
     digest = hashlib.sha256(f"({source!r}, Columns({listed}))".encode())
     for file in map(Path, files):
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; correct --input")
+            problem = "is a folder; give its files" if file.is_dir() else "no such file; correct --input"
+            raise ValueError(f"{file}: {problem}")
         digest.update(file.read_bytes())
     name, records, places, seen = digest.hexdigest()[:12], [], [], {}
     for file in map(Path, files):

@@ -1,9 +1,8 @@
 """Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
-import base64
+import io
 import itertools
-import json
-import math
+import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ class Grade(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence) -> "Grade":
         """The grade whose fields are the values of a JSON list."""
-        *values, turns = (*values, ()) if len(values) < len(cls._fields) else values
+        *values, turns = values
         return cls(*values, turns=tuple(turns))
 
 
@@ -272,42 +271,26 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
     return {"kept_ids": kept}
 
 
-def recorded_to_bytes(sequences: Sequence[Mapping[str, np.ndarray]]) -> bytes:
-    """Converts the recorded arrays of sequences to bytes, empty without any; `recorded_from_bytes` is the inverse."""
-    if not any(sequences):
-        return b""
-    heads = [{name: (one.dtype.str, one.shape) for name, one in recorded.items()} for recorded in sequences]
-    arrays = [np.ascontiguousarray(one).tobytes() for recorded in sequences for one in recorded.values()]
-    return zlib.compress(b"\n".join([json.dumps(heads).encode(), b"".join(arrays)]), 1)
+def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
+    """Converts the recorded arrays of rows to bytes, None without any; `recorded_from_bytes` is the inverse."""
+    arrays = {f"{place}/{name}": one for place, row in enumerate(rows) for name, one in row.recorded.items()}
+    np.savez(file := io.BytesIO(), **arrays)
+    return zlib.compress(file.getvalue(), 1) if arrays else None
 
 
-def recorded_from_bytes(content: bytes) -> list[dict[str, np.ndarray]]:
-    """Converts the bytes of `recorded_to_bytes` back; an empty list for no bytes.
+def recorded_from_bytes(content: bytes | None, rows: int) -> list[dict[str, np.ndarray]]:
+    """Converts the bytes of `recorded_to_bytes` back to the recorded arrays of each row.
 
+    Args:
+        rows: number of rows.
     Raises:
         ValueError: the bytes have another format.
     """
-    if not content:
-        return []
+    recorded: list[dict[str, np.ndarray]] = [{} for _ in range(rows)]
     try:
-        heads, _, arrays = zlib.decompress(content).partition(b"\n")
-        sequences, start = [], 0
-        for head in json.loads(heads):
-            sequences.append({})
-            for name, (kind, shape) in head.items():
-                count = math.prod(shape)
-                one = np.frombuffer(arrays, np.dtype(kind), count, start).reshape(shape)
-                sequences[-1][name], start = one, start + one.nbytes
-        return sequences
-    except (zlib.error, TypeError, AttributeError, ValueError) as error:
+        for key, values in np.load(io.BytesIO(zlib.decompress(content))).items() if content else ():
+            place, _, name = key.partition("/")
+            recorded[int(place)][name] = values
+    except (zlib.error, zipfile.BadZipFile, TypeError, AttributeError, EOFError, IndexError, ValueError) as error:
         raise ValueError(f"recorded arrays cannot be read ({error}); restore the file from a backup") from error
-
-
-def recorded_to_text(sequences: Sequence[Mapping[str, np.ndarray]]) -> str | None:
-    """`recorded_to_bytes` in base64; None without any recorded arrays."""
-    return base64.b64encode(recorded_to_bytes(sequences)).decode() or None
-
-
-def recorded_from_text(text: str | None) -> list[dict[str, np.ndarray]]:
-    """The inverse of `recorded_to_text`; an empty list for None."""
-    return recorded_from_bytes(base64.b64decode(text or ""))
+    return recorded

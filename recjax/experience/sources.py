@@ -61,28 +61,31 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     others = np.array([known and found != sampling for _, found, known in origins])[kinds]
     for part in np.split(members[others], range(_TOGETHER, others.sum(), _TOGETHER)):
         records = groups.store.read(index.numbers[part], None)
-        if all(is_of(record.completion, sampling) for record in records):
-            continue
-        one = next(record.completion for record in records if not is_of(record.completion, sampling))
-        name, source, found = one.id, one.source, one.sampling
-        found = ("unknown",) * len(Sampling._fields) if found is None else found
-        words = ", ".join(f"{field} {value}" for field, value in zip(Sampling._fields, found, strict=True))
-        raise ValueError(
-            f"row {name!r} of source {source!r} was sampled with {words}, but rollout has"
-            f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
-            " rollout, or experience.missing_logprobs to 'unneeded'"
-        )
+        for record in records:
+            if problem := problem_with_sampling(record.completion, sampling):
+                raise ValueError(f"{problem}, or experience.missing_logprobs to 'unneeded'")
 
 
-def is_of(completion: Completion, sampling: Sampling) -> bool:
-    """True if an update under `sampling` computes log π of the distribution that sampled the completion.
+def problem_with_sampling(completion: Completion, sampling: Sampling) -> str | None:
+    """The reason why an update under `sampling` cannot compute log π of the distribution that sampled a completion.
 
-    It has this sampling; or the same temperature, and the set of possible tokens is recorded for each token.
+    Returns:
+        None if the completion has this sampling; or if it has the same temperature, and the set of possible tokens is
+        recorded for each token.
     """
-    if completion.sampling in (None, sampling):
-        return completion.sampling is not None
-    have_sets = all((has_sets(row.recorded, row.mask) == row.mask).all() for row in completion.rows)
-    return completion.sampling.temperature == sampling.temperature and have_sets
+    found = completion.sampling
+    if found == sampling:
+        return None
+    if found and found.temperature == sampling.temperature:
+        if all((has_sets(row.recorded, row.mask) == row.mask).all() for row in completion.rows):
+            return None
+    pairs = zip(Sampling._fields, found or ("unknown",) * len(Sampling._fields), strict=True)
+    return (
+        f"row {completion.id!r} of source {completion.source!r} was sampled with"
+        f" {', '.join(f'{field} {value}' for field, value in pairs)}, but rollout has"
+        f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
+        " rollout"
+    )
 
 
 @functools.cache

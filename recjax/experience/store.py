@@ -5,8 +5,8 @@ tables only grow, so a number orders the rows of each: a reader asks for the row
 Every row has a checksum, which readers verify. docs/store_format.md describes the columns.
 """
 
+import base64
 import contextlib
-import itertools
 import json
 import os
 import sqlite3
@@ -29,7 +29,7 @@ from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
 
-VERSION = 6
+VERSION = 7
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
 TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
 CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
@@ -87,7 +87,7 @@ COMPLETIONS = sql.Table(
     *_columns(sql.Text, "prompt", "messages", "completion", "answer", "metadata"),
     *_columns(sql.Text, "token_versions", "turns", "row_lengths"),
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
-    *_columns(sql.LargeBinary, "checksum"),
+    *_columns(sql.LargeBinary, "recorded", "checksum"),
 )
 _COLUMNS = COMPLETIONS.c.keys()
 # The turns of a server's open sessions, which become completions when the sessions end.
@@ -469,7 +469,7 @@ class Store:
         self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None
     ) -> Last:
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
-        rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
+        rows = [row_of(record, number) for record, number in zip(records, numbers, strict=True)]
         sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
         for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
             row["scan_checksum"] = scan_checksum
@@ -548,7 +548,7 @@ class Store:
     def _record(self, row: Any, given: tuple[Grade, str | None] | None) -> Record:
         self._verify(row, f"completion {row.number} ({row.id!r:.60})")
         # A dictionary of all columns takes less time than the row's attributes.
-        return _record_of(dict(zip(_COLUMNS, row, strict=True)), *(given or (None, None)))
+        return record_of(dict(zip(_COLUMNS, row, strict=True)), *(given or (None, None)))
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, f"reward {row.number} of completion {row.completion}")
@@ -746,8 +746,8 @@ def _checksum(values: Iterable[Any]) -> bytes:
 # --- Completions as rows of the table.
 
 
-def _row_of(record: Record, number: int) -> dict[str, Any]:
-    """The columns of a completion, in order, but for the last; the place of `scan_checksum` is empty."""
+def row_of(record: Record, number: int) -> dict[str, Any]:
+    """The columns of a completion, in order, without `checksum`; `scan_checksum` is None."""
     group, completion = record.group, record.completion
     rows, sampling, prompt = completion.rows, completion.sampling, np.asarray(group.prompt_tokens, "<i4")
     is_chat = not isinstance(group.prompt, str)
@@ -793,10 +793,9 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "row_lengths": _json([len(prompt), *lengths]) if len(rows) > 1 or len(prompts) > 1 else None,
         "prompt_tokens": joined(prompts, "<i4"),
         "completion_tokens": joined((row.tokens for row in rows), "<i4"),
-        # Behind the mask are the recorded arrays, which stores of earlier versions do not have.
-        "completion_mask": joined((row.mask for row in rows), "bool")
-        + recorded_to_bytes([row.recorded for row in rows]),
+        "completion_mask": joined((row.mask for row in rows), "bool"),
         "behavior_logprobs": joined((row.behavior_logprobs for row in rows), "<f4") if has_logprobs else None,
+        "recorded": recorded_to_bytes(rows),
     }
 
 
@@ -805,19 +804,27 @@ def signed_hash(content: bytes) -> int:
     return xxhash.xxh3_64_intdigest(content) - 2**63
 
 
-def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None) -> Record:
-    prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row["prompt_tokens"], row["completion_tokens"]))
-    mask, logprobs = np.frombuffer(row["completion_mask"], bool, len(tokens)), row["behavior_logprobs"]
-    recorded = itertools.chain(recorded_from_bytes(row["completion_mask"][len(tokens) :]), itertools.repeat({}))
+def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None = None) -> Record:
+    """The completion of the columns from `row_of`, with its grade and the comment about it.
+
+    Raises:
+        ValueError: the columns contradict each other.
+    """
+    prompts, tokens = (np.frombuffer(row[name], "<i4") for name in ("prompt_tokens", "completion_tokens"))
+    mask, logprobs = np.frombuffer(row["completion_mask"], bool), row["behavior_logprobs"]
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
     size, *lengths = _from_json(row["row_lengths"], plain)
+    counts = len(tokens), len(mask), len(tokens if logprobs is None else logprobs), sum(length for _, length in lengths)
+    if len(set(counts)) > 1 or len(prompts) != size + sum(own or 0 for own, _ in lengths):
+        lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
+        raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
+    recorded = recorded_from_bytes(row["recorded"], len(lengths))
     prompt, rows, begin, start = prompts[:size], [], size, 0
-    for own, length in lengths:
+    for (own, length), of_sampler in zip(lengths, recorded, strict=True):
         here, end = slice(start, start + length), begin + (own or 0)
         of_row = prompt if own is None else prompts[begin:end]
-        of_tokens = tokens[here], mask[here], None if logprobs is None else logprobs[here]
-        rows.append(Row(of_row, *of_tokens, next(recorded)))
+        rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here], of_sampler))
         begin, start = end, start + length
     sampling = (row["temperature"], row["top_k"], row["top_p"], row["min_p"])
     metadata = _from_json(row["metadata"], {})
@@ -837,6 +844,19 @@ def _record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None)
     chat_or_text = row["prompt"] if row["messages"] is None else json.loads(row["messages"])
     group = Group(row["group_id"], prompt, (completion,), chat_or_text, row["answer"])
     return Record(group, datetime.fromtimestamp(row["time"], UTC), row["tokenizer"], row["number"])
+
+
+def record_to_plain(record: Record) -> dict[str, Any]:
+    """Converts a completion to JSON data, without its grade; `record_from_plain` is the inverse."""
+    columns = row_of(record, 0).items()
+    return {name: base64.b64encode(one).decode() if isinstance(one, bytes) else one for name, one in columns}
+
+
+def record_from_plain(plain: Mapping[str, Any]) -> Record:
+    """Converts the JSON data of `record_to_plain` back to a completion."""
+    are_bytes = {column.name for column in COMPLETIONS.c if isinstance(column.type, sql.LargeBinary)}
+    columns = {name: base64.b64decode(plain[name]) for name in are_bytes & plain.keys() if plain[name] is not None}
+    return record_of({**plain, **columns}, None)
 
 
 def groups_of(records: Iterable[Record]) -> list[Group]:
@@ -881,7 +901,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     rows = []
     for place, group in enumerate(groups):
         for record in records_of([group], "", datetime.fromtimestamp(0, UTC)):
-            rows.append(_row_of(record, place) | {"grade": _json(record.completion.grade)})
+            rows.append(row_of(record, place) | {"grade": _json(record.completion.grade)})
     file = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
     return file.getvalue().to_pybytes() if groups else b""
@@ -896,7 +916,7 @@ def groups_from_bytes(content: bytes) -> list[Group]:
     groups: dict[int, Group] = {}
     for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():
         grade = json.loads(row.pop("grade") or "null")
-        record = _record_of(row, grade and Grade.from_json(grade), None)
+        record = record_of(row, grade and Grade.from_json(grade))
         group = groups.setdefault(record.number, record.group._replace(completions=()))
         groups[record.number] = group._replace(completions=(*group.completions, record.completion))
     return list(groups.values())

@@ -58,6 +58,9 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
         whole = [isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns]
         yield "messages", group.prompt, whole and all(whole), "takes one message or more, each with role and content"
     yield from _rules_of_rows(group, one.rows, one.turns, record.tokenizer)
+    are_pairs = all(len(run) == 2 and all(map(_is_whole, run)) for run in one.version_runs)
+    are_runs = not one.version_runs or are_pairs and sum(count for _, count in one.version_runs) == one.sampled_tokens
+    yield "token_versions", one.version_runs, are_runs, "takes pairs of a policy version and a number of sampled tokens"
     yield from _rules_of_numbers(one)
 
 

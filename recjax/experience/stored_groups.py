@@ -1,5 +1,6 @@
 """The groups of a store as a sequence that reads each group on demand."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import tokenizers
 import transformers
 import xxhash
@@ -64,6 +66,7 @@ class Index(NamedTuple):
     origins: list[tuple[str, Sampling | None, bool]]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoredGroups(Sequence[Group]):
     """A sequence of some or all groups of a store; holds only an index in memory and reads groups on demand.
 
@@ -71,18 +74,15 @@ class StoredGroups(Sequence[Group]):
         store: the store.
         index: index of all groups in the store.
         places: places of the sequence's groups in the index, in order.
+        changes: functions to apply to each group after reading it, in order.
         grader: grader of the rewards; None: every completion has reward 0.
     """
 
-    def __init__(
-        self, store: Store, index: Index, places: np.ndarray, changes: Sequence[Change] = (), grader: str | None = GIVEN
-    ):
-        """Makes the sequence without reading any group.
-
-        Args:
-            changes: functions to apply to each group after reading it, in order.
-        """
-        self.store, self.index, self.places, self._changes, self.grader = store, index, places, tuple(changes), grader
+    store: Store
+    index: Index = dataclasses.field()  # without `field`, the method of sequences would be its default
+    places: np.ndarray
+    changes: tuple[Change, ...] = ()
+    grader: str | None = GIVEN
 
     def __len__(self) -> int:
         """The number of groups in the sequence."""
@@ -101,11 +101,11 @@ class StoredGroups(Sequence[Group]):
 
     def chosen(self, which: np.ndarray | slice) -> "StoredGroups":
         """Selects groups by a mask, a slice, or places in any order."""
-        return StoredGroups(self.store, self.index, self.places[which], self._changes, self.grader)
+        return dataclasses.replace(self, places=self.places[which])
 
     def changed(self, change: Change) -> "StoredGroups":
         """Adds a change to apply to every group; a change may alter completions but not add or remove any."""
-        return StoredGroups(self.store, self.index, self.places, (*self._changes, change), self.grader)
+        return dataclasses.replace(self, changes=(*self.changes, change))
 
     def graded(self, grader: str | None) -> "StoredGroups":
         """The sequence with the rewards of a grader, without completions to which the grader gave no reward.
@@ -116,15 +116,14 @@ class StoredGroups(Sequence[Group]):
         index = self.index
         if grader is None:
             index = index._replace(rewards=np.zeros_like(index.rewards))
-            return StoredGroups(self.store, index, self.places, self._changes, None)
+            return dataclasses.replace(self, index=index, grader=None)
         rewards = _by_number(index.numbers, *self.store.scan_rewards(grader))
         has_reward = ~np.isnan(rewards)
         counts = np.add.reduceat(has_reward, index.starts[:-1], dtype=np.int64)
         arrays = {name: value[has_reward] for name, value in index._asdict().items() if name not in _BY_GROUP}
         starts = np.concatenate([[0], np.cumsum(counts)])
         index = index._replace(**{**arrays, "starts": starts, "rewards": rewards[has_reward]})
-        places = self.places[counts[self.places] > 0]
-        return StoredGroups(self.store, index, places, self._changes, grader)
+        return dataclasses.replace(self, index=index, places=self.places[counts[self.places] > 0], grader=grader)
 
     # --- Properties of the unchanged groups, available without reading groups.
 
@@ -161,7 +160,7 @@ class StoredGroups(Sequence[Group]):
             if self.grader is None:
                 completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)
                 group = group._replace(completions=completions)
-            for change in self._changes:
+            for change in self.changes:
                 group = change(group, own)
             groups.append(group)
             start += size
@@ -225,11 +224,8 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     ]
     del scanned
     columns["kinds"] = np.concatenate(kinds).astype(np.int32)
-    _, firsts, group = np.unique(columns.pop("group_id"), return_index=True, return_inverse=True)
-    # Number the groups by their first completions.
-    ranks = np.empty(len(firsts), np.int32)
-    ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
-    group, firsts = ranks[group], np.sort(firsts)
+    group, _ = pd.factorize(columns.pop("group_id"))  # numbers the groups in order of their first completions
+    _, firsts = np.unique(group, return_index=True)
     prompts, problems = columns.pop("prompt_key"), columns.pop("problem_key")
     if len(two := np.flatnonzero(prompts != prompts[firsts][group])):
         groups_of(store.read(columns["numbers"][[firsts[group[two[0]]], two[0]]]))  # raises an error that names them

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from recjax.experience.group import Completion, Group, Row, runs_of
+from recjax.experience.store import PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import encode_prompts
-from recjax.serving import bodies
-from recjax.serving.bodies import Asked
+from recjax.serving.bodies import Chat, Generate, ReplyBody, Text, read_body
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
 from recjax.serving.refusals import Refused
-from recjax.serving.replies import CALL_BEGINS, PREFIXES, Job, Prompt, place_of
+from recjax.serving.replies import CALL_BEGINS, PREFIXES, Job, Prompt, row_of_call
 from recjax.serving.sampler import Piece, Sampler
-from recjax.serving.served import Served
 from recjax.serving.units import Session
 from recjax.serving.versions import Versions
 
-READ = {"chat": bodies.read_chat, "text": bodies.read_text, "generate": bodies.read_generate}
+BODIES = {"chat": Chat, "text": Text, "generate": Generate}
 
 
 class Answering:
@@ -53,18 +53,18 @@ class Answering:
         Raises:
             Refused: the request is invalid.
         """
-        began, asked = time.monotonic(), READ[kind](body)
+        began, asked = time.monotonic(), read_body(BODIES[kind], body)
         if asked.model not in (None, self.name):
             raise Refused(404, f"model = {asked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
         held = None
         if session is not None:
             held = self.require_recorder().session(session)
-            check_sampling(held, session, asked.sampling)
+            check_sampling(held, session, asked.sampled.sampling())
         try:
             prompts = await self._prompts(asked, held)
         except ValueError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
-        limits = [self.sampler.limit(prompt.tokens, asked.max_tokens) for prompt in prompts]
+        limits = [self.sampler.limit(prompt.tokens, asked.sampled.limit) for prompt in prompts]
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
         created, version, tokenizer = int(time.time()), self.versions.version, self.sampler.policy.tokenizer
         return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
@@ -79,9 +79,9 @@ class Answering:
             raise Refused(404, "this server does not record (--norecording), so it has no sessions and no rewards")
         return self.recorder
 
-    async def _prompts(self, asked: Asked, session: Session | None) -> list[Prompt]:
+    async def _prompts(self, asked: ReplyBody, session: Session | None) -> list[Prompt]:
         tokenizer = self.sampler.policy.tokenizer
-        if asked.messages is None:
+        if not isinstance(asked, Chat):
             return [
                 Prompt(self._tokens(prompt, session), prompt, None)
                 if isinstance(prompt, str)
@@ -89,10 +89,10 @@ class Answering:
                 for prompt in asked.prompts
             ]
         messages = [as_written(message, session) for message in asked.messages]
-        given = {"tools": asked.tools, "variables": [asked.template]}
+        given = {"tools": asked.functions, "variables": [asked.chat_template_kwargs]}
         async with self._rendering:
             (text,) = await asyncio.to_thread(render_chats, tokenizer, [messages], TURN_SECONDS, **given)
-        says_it_all = not (asked.tools or asked.template) and all(
+        says_it_all = not (asked.functions or asked.chat_template_kwargs) and all(
             message.keys() == {"role", "content"} for message in messages
         )
         return [Prompt(self._tokens(text, session, rendered=True), text, messages if says_it_all else None)]
@@ -105,15 +105,18 @@ class Answering:
     # --- Completions.
 
     async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the pieces of each completion with its index as they arrive; closing the iterator frees all slots."""
-        asked = job.asked
-        keys, held = self.sampler.keys(asked.seed, job.count), [CALL_BEGINS] if asked.tools else []
+        """Yields pieces of completions with their index as they arrive; closing the iterator frees all slots.
+
+        The whole completions come last, in order, once all are on disk.
+        """
+        asked, held = job.asked.sampled, [CALL_BEGINS] if job.asked.functions else []
+        keys = self.sampler.keys(asked.seed, job.count)
         queue: asyncio.Queue = asyncio.Queue()
 
         async def follow(index: int) -> None:
             place = index // asked.n
             prompt, limit = job.prompts[place].tokens, job.limits[place]
-            options = prompt, keys[index], limit, asked.sampling, asked.stop, held
+            options = prompt, keys[index], limit, asked.sampling(), asked.stops, held
             try:
                 async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
                     async for piece in pieces:
@@ -122,54 +125,55 @@ class Answering:
                 queue.put_nowait((index, error))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(job.count)]
-        left, is_first = job.count, True
+        done, is_first = {}, True
         try:
-            while left:
+            while len(done) < job.count:
                 index, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
                 if is_first:
                     self._numbers.first_token.observe(time.monotonic() - job.began)
                 is_first = False
-                left -= piece.finish is not None
-                yield index, piece
+                if piece.finish is None:
+                    yield index, piece
+                else:
+                    done[index] = piece
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        whole = [done[index] for index in range(job.count)]
+        await self._record(job, whole)
+        for index, piece in enumerate(whole):
+            yield index, piece
 
-    async def record(self, job: Job, pieces: Sequence[Piece]) -> None:
-        """Records a request's completions; returns when all are on disk.
-
-        Args:
-            pieces: whole completions, in order.
-        """
-        n, prompts = job.asked.n, job.prompts
+    async def _record(self, job: Job, pieces: Sequence[Piece]) -> None:
         if self.recorder:
-            now, metadata = datetime.now(UTC), {"endpoint": job.kind} | job.asked.metadata
+            now, metadata = datetime.now(UTC), {"request": job.id, "endpoint": job.kind} | job.asked.recorded
             metadata |= {"session": job.session} if job.session else {}
             metadata |= {"run": self.versions.run} if self.versions.run else {}
-            served = [
-                Served(
-                    id=job.id if len(prompts) == 1 else f"{job.id}/prompt{place}",
-                    reply=job.id,
-                    first=place * n,
-                    session=job.session,
-                    time=now,
-                    tokenizer=self.recorder.tokenizer_name,
-                    messages=prompt.messages,
-                    text=prompt.text,
-                    prompt_tokens=prompt.tokens,
-                    sampling=job.asked.sampling,
-                    sampled=[piece.sampled for piece in pieces[place * n : (place + 1) * n]],
-                    texts=[piece.text for piece in pieces[place * n : (place + 1) * n]],
+            records = []
+            for index, (text, sampled) in enumerate((piece.text, piece.sampled) for piece in pieces):
+                place = index // job.asked.sampled.n
+                prompt, group = job.prompts[place], job.id if len(job.prompts) == 1 else f"{job.id}/prompt{place}"
+                completion = Completion(
+                    id=f"{job.id}/{index}",
+                    source=self.recorder.options.source,
+                    text=text,
+                    rows=(Row(prompt.tokens, *sampled.row_columns),),
+                    sampling=job.asked.sampled.sampling(),
+                    policy_version=int(sampled.versions.min()),
+                    truncated=sampled.truncated,
+                    version_runs=runs_of(sampled.versions),
                     metadata=metadata,
                 )
-                for place, prompt in enumerate(prompts)
-            ]
-            await self.recorder.record(served)
+                asked = prompt.messages or prompt.text or PROMPT_LEFT_OUT
+                group = Group(group, prompt.tokens, (completion,), asked)
+                records.append(Record(group, now, self.recorder.tokenizer_name))
+            texts = [prompt.text for prompt in job.prompts for _ in range(job.asked.sampled.n)]
+            await self.recorder.record(records, texts, job.session)
         self._numbers.whole.observe(time.monotonic() - job.began)
-        self._numbers.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in prompts))
+        self._numbers.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in job.prompts))
         self._numbers.tokens.inc(sum(len(piece.sampled.tokens) for piece in pieces))
         for piece in pieces:
             self._numbers.completions.labels(piece.finish).inc()
@@ -178,6 +182,5 @@ class Answering:
 def as_written(message: dict[str, Any], session: Session | None) -> dict[str, Any]:
     """Prepares a message for the template: a tool call from this session keeps the policy's exact text."""
     calls = message.get("tool_calls")
-    if calls and session and (place := place_of(calls[0].get("id"))) and (said := session.said(*place)) is not None:
-        return {"role": message["role"], "content": said}
-    return message
+    turn = session.turn_of(row_of_call(calls[0].get("id"))) if calls and session else None
+    return message if turn is None else {"role": message["role"], "content": session.turns[turn].completion.text}

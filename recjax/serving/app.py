@@ -63,44 +63,31 @@ class Server:
         async def answer(request: Request) -> Response:
             job = await self.answering.job(kind, await _body(request), _session(request))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.answering.sampler.places(job.count, job.asked.sampling))
+                stack.enter_context(self.answering.sampler.places(job.count, job.asked.sampled.sampling()))
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
             return JSONResponse(full_reply(job, pieces, self.answering.versions.tag))
 
         async def complete(job: Job) -> list[Piece]:
-            found: dict[int, Piece] = {}
             async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
-                async for index, piece in pieces:
-                    found[index] = piece
-            done = [found[index] for index in range(job.count)]
-            await self.answering.record(job, done)
-            return done
+                return [piece async for _, piece in pieces if piece.finish is not None]
 
         return answer
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        chunks = [Chunks(job, index) for index in range(job.count)]
+        chunks, whole = [Chunks(job, index) for index in range(job.count)], []
         for one in chunks:
             for chunk in one.first():
                 yield chunk
-        done: dict[int, Piece] = {}
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
-                if piece.finish is not None:
-                    done[index] = piece
-                    continue
+                whole += [piece] if piece.finish is not None else []
                 for chunk in chunks[index].next(piece):
                     yield chunk
-        ended = [done[index] for index in range(job.count)]
-        await self.answering.record(job, ended)
-        for one, piece in zip(chunks, ended, strict=True):
-            for chunk in one.next(piece):
-                yield chunk
-        if job.asked.usage:
-            yield last_chunk(job, ended)
+        if job.asked.stream_options.include_usage:
+            yield last_chunk(job, whole)
 
     # --- Feedback.
 
@@ -120,7 +107,7 @@ class Server:
     async def _rewarded(self, row: str, turn: int | None, body: RewardBody) -> Response:
         recorder = self.answering.require_recorder()
         if turn is None:
-            reward, is_new = await recorder.reward(row, body.feedback())
+            reward, is_new = await recorder.reward(row, body)
         else:
             reward = body.of_turn()
             is_new = await recorder.reward_turn(row, turn, reward)

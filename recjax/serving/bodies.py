@@ -2,17 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pydantic
 
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
+from recjax.experience.feedback import whole_grade
+from recjax.experience.group import Grade
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
-from recjax.serving.served import Feedback
 
 MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
 
@@ -119,26 +120,49 @@ def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
 
 
+def _prompts(value: str | list) -> list[str | list[int]]:
+    """One or several prompts, each text or token ids."""
+    prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
+    if len(prompts) > MOST_CHOICES:
+        raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
+    for one in prompts:
+        if not (isinstance(one, str) and one) and not _are_token_ids(one):
+            raise ValueError(f"{one!r:.100} takes token ids, at least one")
+    return prompts
+
+
+def _messages(messages: list) -> list[dict[str, Any]]:
+    return list(map(_message, messages))
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Converts a message for the template: joins its content into one text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise ValueError(f"{message!r:.100} is no message; it has a role, and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("content takes text, or only parts of type text")
+        content = "".join(parts)
+    if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+        raise ValueError(f"content = {content!r:.100}: takes text")
+    made = {"role": message["role"], "content": content or ""}
+    if calls := message.get("tool_calls"):
+        are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+        if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
+            raise ValueError(f"tool_calls = {calls!r:.100}: takes a list of calls")
+        made["tool_calls"] = calls
+    return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
-
-
-class ReplyBody(Body):
-    """Keys about the reply as a whole."""
-
-    model: text_field(1024) = None
-    stream: Flag = False
-    stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
-    return_token_ids: Flag = False
-    user: text_field(512) = None
-    metadata: fits(
-        dict[str, str],
-        "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
-        lambda value: len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items()),
-    ) = {}
 
 
 class SampledBody(Body):
@@ -168,11 +192,61 @@ class SampledBody(Body):
             return Sampling(0.0)  # top_k, top_p and min_p always keep the most likely token
         return Sampling(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a completion."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def limit(self) -> int | None:
+        """Limit on a completion's tokens; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the reply has log-probs; 0 of the most likely tokens also asks for those of the sampled tokens."""
+        return self.logprobs is not None and self.logprobs is not False
+
+
+class ReplyBody(Body):
+    """Keys about the reply as a whole."""
+
+    model: text_field(1024) = None
+    stream: Flag = False
+    stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
+    return_token_ids: Flag = False
+    user: text_field(512) = None
+    metadata: fits(
+        dict[str, str],
+        "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
+        lambda value: len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items()),
+    ) = {}
+
+    @property
+    def sampled(self) -> SampledBody:
+        """The keys about sampling."""
+        return self
+
+    @property
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        return None
+
+    @property
+    def wants_ids(self) -> bool:
+        """True if the reply has token ids."""
+        return self.return_token_ids
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Values that the client wants recorded."""
+        return {name: value for name, value in (("metadata", self.metadata), ("user", self.user)) if value}
+
 
 class Chat(ReplyBody, SampledBody):
     """The body of /v1/chat/completions."""
 
-    messages: fits(list, "a list of messages", bool)
+    messages: Annotated[fits(list, "a list of messages", bool), pydantic.AfterValidator(_messages)]
     tools: fits(
         list,
         f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}",
@@ -188,17 +262,35 @@ class Chat(ReplyBody, SampledBody):
     parallel_tool_calls: neutral(True) = None
     store: neutral(True) = None
 
+    @property
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    @property
+    def limit(self) -> int | None:
+        """Limit on a completion's tokens; None: as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
 
 class Text(ReplyBody, SampledBody):
     """The body of /v1/completions."""
 
-    prompt: fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
+    prompt: Annotated[
+        fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value)),
+        pydantic.AfterValidator(_prompts),
+    ]
     max_tokens: TokenLimit = 16
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
     logprobs: whole_field(0, 1) = None
     echo: neutral(False) = None
     suffix: neutral("") = None
     best_of: neutral(1) = None
+
+    @property
+    def prompts(self) -> list[str | np.ndarray]:
+        """Texts, or token ids."""
+        return [one if isinstance(one, str) else np.array(one, np.int32) for one in self.prompt]
 
 
 class Parameters(SampledBody):
@@ -224,6 +316,21 @@ class Generate(ReplyBody):
     cache_salt: neutral() = None
     kv_transfer_params: neutral() = None
 
+    @property
+    def sampled(self) -> SampledBody:
+        """The keys about sampling."""
+        return self.sampling_params
+
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        """The token ids of the only prompt."""
+        return [np.array(self.token_ids, np.int32)]
+
+    @property
+    def wants_ids(self) -> bool:
+        """True; the reply has no text."""
+        return True
+
 
 class PushedWeights(Body):
     """The body of SGLang's /update_weights_from_disk: a folder with new weights."""
@@ -248,9 +355,19 @@ class RewardBody(Body):
     turn_rewards: fits(list[fits(float, "a number", is_finite_number)], "a list of numbers, one for each turn") = None
     comment: text_field(10_000) = None
 
-    def feedback(self) -> Feedback:
-        """The reward without the key of its completion."""
-        return Feedback(self.reward, self.reward_parts, self.accurate, self.turn_rewards, self.comment)
+    def grade(self, turns: int, known: Sequence[float]) -> Grade:
+        """The grade of a completion.
+
+        Args:
+            turns: number of its turns.
+            known: reward of each turn that the turns have; empty if they have none.
+        Raises:
+            Refused: the reward is missing, or contradicts the turns or their rewards.
+        """
+        try:
+            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known)
+        except ValueError as error:
+            raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
 
     def of_turn(self) -> float:
         """The reward of a single turn.
@@ -279,123 +396,3 @@ class CompletionReward(RewardBody):
 
     id: text_field(512)
     index: whole_field(0, 2**31 - 1) = None
-
-
-class Asked(NamedTuple):
-    """A request for completions.
-
-    Attributes:
-        messages: messages of a chat; None: the request has prompts.
-        prompts: texts, or token ids.
-        n: number of completions of each prompt.
-        stop: strings that end a completion.
-        seed: random seed; None: the server's.
-        max_tokens: limit on a completion; None: as many tokens as there is room for.
-        usage: True if a stream ends with token counts.
-        metadata: extra values that the client wants recorded.
-        template: variables of the chat template.
-    """
-
-    messages: list[dict[str, Any]] | None
-    prompts: list[str | np.ndarray]
-    tools: list[dict[str, Any]] | None
-    sampling: Sampling
-    n: int
-    stop: tuple[str, ...]
-    seed: int | None
-    max_tokens: int | None
-    stream: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
-    model: str | None
-    metadata: dict[str, Any]
-    template: dict[str, Any] = {}
-
-
-def read_chat(values: Any) -> Asked:
-    """Parses the body of /v1/chat/completions.
-
-    Raises:
-        Refused: with the invalid key.
-    """
-    body = read_body(Chat, values)
-    return _asked(body, body)._replace(
-        messages=[_message(message) for message in body.messages],
-        tools=None if body.tool_choice == "none" else body.tools or None,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=body.logprobs,
-        template=body.chat_template_kwargs,
-    )
-
-
-def read_text(values: Any) -> Asked:
-    """Parses the body of /v1/completions.
-
-    Raises:
-        Refused: with the invalid key.
-    """
-    body = read_body(Text, values)
-    prompt = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
-    if len(prompt) > MOST_CHOICES:
-        raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
-    for one in prompt:
-        if not (isinstance(one, str) and one) and not _are_token_ids(one):
-            raise Refused(400, f"prompt = {one!r:.100}: takes token ids, at least one", param="prompt")
-    return _asked(body, body)._replace(
-        prompts=[one if isinstance(one, str) else np.array(one, np.int32) for one in prompt]
-    )
-
-
-def read_generate(values: Any) -> Asked:
-    """Parses the body of vLLM's /inference/v1/generate.
-
-    Raises:
-        Refused: with the invalid key.
-    """
-    body = read_body(Generate, values)
-    return _asked(body, body.sampling_params)._replace(prompts=[np.array(body.token_ids, np.int32)], token_ids=True)
-
-
-def _asked(reply: ReplyBody, sampled: SampledBody) -> Asked:
-    """The request without prompts."""
-    metadata = {"metadata": reply.metadata, "user": reply.user}
-    return Asked(
-        messages=None,
-        prompts=[],
-        tools=None,
-        sampling=sampled.sampling(),
-        n=sampled.n,
-        stop=(sampled.stop,) if isinstance(sampled.stop, str) else tuple(sampled.stop),
-        seed=sampled.seed,
-        max_tokens=sampled.max_tokens,
-        stream=reply.stream,
-        usage=reply.stream_options.include_usage,
-        logprobs=sampled.logprobs is not None,
-        token_ids=reply.return_token_ids,
-        model=reply.model,
-        metadata={name: value for name, value in metadata.items() if value},
-    )
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """Converts a message for the template: joins its content into one text."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise Refused(400, f"messages: {message!r:.100} is no message; it has a role, and content", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise Refused(400, "messages: content takes text, or parts of type text alone", param="messages")
-        content = "".join(parts)
-    if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
-        raise Refused(400, f"messages: content = {content!r:.100}: takes text", param="messages")
-    made = {"role": message["role"], "content": content or ""}
-    if calls := message.get("tool_calls"):
-        are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-        if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
-            raise Refused(400, f"messages: tool_calls = {calls!r:.100}: takes a list of calls", param="messages")
-        made["tool_calls"] = calls
-    return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}

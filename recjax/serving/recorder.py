@@ -11,20 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy
 from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.feedback import known_turns, whole_grade
-from recjax.experience.store import Change, Store
+from recjax.experience.feedback import known_turns
+from recjax.experience.group import Grade
+from recjax.experience.store import Change, Record, Store, record_from_plain, record_to_plain
 from recjax.experience.tokenize import tokenizer_name
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
+from recjax.serving.bodies import RewardBody
 from recjax.serving.refusals import Refused
-from recjax.serving.served import Feedback, Served
-from recjax.serving.units import Session, served_records, session_row, session_turns, turn_reward
+from recjax.serving.units import Session, session_row, without_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Recorder:
         self.options, self.error = options, None
         self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
         self.sessions: dict[str, Session] = {}
-        self._turns: dict[str, str] = {}  # names of open sessions by reply
+        self._turns: dict[str, Session] = {}  # open sessions by the ids of their turns
         self._locks: dict[str, asyncio.Lock] = {}  # a session does not end while its turn is written
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
@@ -89,16 +90,16 @@ class Recorder:
             self._store = opened.enter_context(Store(options.store, create=True))
             for name, content in self._store.turns(options.server):
                 plain = json.loads(content)
-                if "turn" in plain:
+                if "reward" in plain:
                     self.sessions[session_row(name)].rewards[plain["turn"]] = plain["reward"]
                     continue
-                served = Served.from_json(plain)
-                if served.tokenizer != self.tokenizer_name:
+                turn = record_from_plain(plain["turn"])
+                if turn.tokenizer != self.tokenizer_name:
                     raise ValueError(
                         f"{options.store}: session {name!r} is of another model's vocabulary; start the server with"
                         " that model once, or give another store with --record"
                     )
-                self._add(served)
+                self._add(name, turn, plain["prompt"])
             self._held = opened.pop_all()
 
     async def __aenter__(self) -> "Recorder":
@@ -150,13 +151,13 @@ class Recorder:
         Raises:
             Refused: the reply has several choices and `index` is missing, or a turn's reply has no such choice.
         """
-        session = self.sessions[session_row(self._turns[reply])] if reply in self._turns else None
-        has_more = session.turn_of(reply, 1) is not None if session else self._number(f"{reply}/1") is not None
+        session, row = self._turns.get(f"{reply}/0"), f"{reply}/{index or 0}"
+        has_more = f"{reply}/1" in self._turns if session else self._number(f"{reply}/1") is not None
         if index is None and has_more:
             raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
         if session is None:
-            return f"{reply}/{index or 0}", None
-        if (turn := session.turn_of(reply, index or 0)) is None:
+            return row, None
+        if (turn := session.turn_of(row)) is None:
             raise Refused(404, f"index = {index}: {reply!r} has no such choice", param="index")
         return session.name, turn
 
@@ -178,24 +179,29 @@ class Recorder:
 
     # --- Changes; each returns when it is on disk.
 
-    async def record(self, served: Sequence[Served]) -> None:
+    async def record(self, records: Sequence[Record], texts: Sequence[str], session: str | None) -> None:
         """Records completions of one request.
 
+        Args:
+            texts: text of each completion's prompt as the model read it.
+            session: name of the session whose turns they are; None: independent completions.
         Raises:
             Refused: the store cannot be written, or the session is over or has another distribution.
         """
-        kept = [one if self.options.prompts else one.without_prompt() for one in served]
-        name = served[0].session
-        if name is None:
-            records = [record for one in kept for record in served_records(one, self.options.source)]
-            await self._write(Change(records))
+        has_prompts = self.options.prompts
+        kept = records if has_prompts else list(map(without_prompt, records))
+        if session is None:
+            await self._write(Change(kept))
             return
-        async with self._lock(name):
-            for one in served:
-                check_sampling(self.session(name), name, one.sampling)
-            await self._write(Change(turns=session_turns(kept)))
-            for one in served:
-                self._add(one)
+        async with self._lock(session):
+            check_sampling(self.session(session), session, records[0].completion.sampling)
+            plain = [
+                {"prompt": text if has_prompts else None, "turn": record_to_plain(turn)}
+                for turn, text in zip(kept, texts, strict=True)
+            ]
+            await self._write(Change(turns=[(session, _json(turn)) for turn in plain]))
+            for turn, text in zip(records, texts, strict=True):
+                self._add(session, turn, text)
 
     async def reward_turn(self, row: str, turn: int, reward: float) -> bool:
         """Gives a turn of an open session its reward; returns True if the reward is new.
@@ -220,11 +226,11 @@ class Recorder:
                 problem = f"turn {turn} already has another reward, {before:g}; rewards cannot change"
                 raise Refused(409, problem, code="reward_given")
             if before is None:
-                await self._write(Change(turns=[turn_reward(name, turn, reward)]))
+                await self._write(Change(turns=[(name, _json({"turn": turn, "reward": reward}))]))
                 session.rewards[turn], session.changed = reward, time.monotonic()
             return before is None
 
-    async def reward(self, row: str, given: Feedback) -> tuple[float, bool]:
+    async def reward(self, row: str, given: RewardBody) -> tuple[float, bool]:
         """Gives a completion its reward, which ends a session; returns the reward, and True if it is new.
 
         Args:
@@ -233,10 +239,9 @@ class Recorder:
             Refused: the completion does not exist or has another reward, or the store cannot be written.
         """
         async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
-            if row in self.sessions:
-                with _invalid_rewards():
-                    grade = self.sessions[row].grade(given)
-                await self._end([self.sessions[row]], given)
+            if session := self.sessions.get(row):
+                grade = given.grade(len(session.turns), session.turn_rewards)
+                await self._end(session, grade, given.comment)
                 return grade.reward, True
         number = self._number(row)
         if number is None:
@@ -246,8 +251,7 @@ class Recorder:
                 rewards = self._store.rewards([number])
                 before, known = rewards.get(number), known_turns(self._store, [number], rewards)
                 (record,) = self._store.read([number], None)
-            with _invalid_rewards():
-                grade = whole_grade(*given[:4], len(record.completion.turns) or 1, known.get(number, ()))
+            grade = given.grade(len(record.completion.turns) or 1, known.get(number, ()))
             if before == (grade, given.comment):
                 return grade.reward, False
             if before is not None:
@@ -271,31 +275,27 @@ class Recorder:
             async with self._lock(one.name.removeprefix("session/")):
                 if one.name in self.sessions and one.changed <= before:
                     with contextlib.suppress(Refused):  # said in the log, and tried again
-                        await self._end([one], None)
+                        await self._end(one)
         if self.options.keep_days is not None:
             oldest = datetime.now(UTC) - timedelta(days=self.options.keep_days)
             with contextlib.suppress(Refused), self._reading():
                 await asyncio.to_thread(lambda: self._store.delete(self._store.older_than(oldest)))
 
-    async def _end(self, sessions: Sequence[Session], given: Feedback | None) -> None:
-        records = [one.record(self.options.source, self.options.prompts, given) for one in sessions]
-        names = [one.name.removeprefix("session/") for one in sessions]
-        await self._write(Change(records, ended=names))
-        for one, name in zip(sessions, names, strict=True):
-            del self.sessions[one.name]
-            self._locks.pop(name, None)
-            for served in one.served:
-                self._turns.pop(served.reply, None)
+    async def _end(self, session: Session, grade: Grade | None = None, comment: str | None = None) -> None:
+        record, name = session.record(self.options.prompts, grade, comment), session.name.removeprefix("session/")
+        await self._write(Change([record], ended=[name]))
+        del self.sessions[session.name]
+        self._locks.pop(name, None)
+        for turn in session.turns:
+            del self._turns[turn.completion.id]
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _add(self, served: Served) -> None:
-        row = session_row(served.session)
-        if row not in self.sessions:
-            self.sessions[row] = Session(served.session, self._tokenizer)
-        self.sessions[row].add(served)
-        self._turns[served.reply] = served.session
+    def _add(self, name: str, turn: Record, text: str | None) -> None:
+        session = self.sessions.setdefault(session_row(name), Session(name, self._tokenizer))
+        session.add(turn, text)
+        self._turns[turn.completion.id] = session
 
     # --- Changes that arrive during a write are written together in the next one.
 
@@ -332,12 +332,8 @@ class Recorder:
         return None
 
 
-@contextlib.contextmanager
-def _invalid_rewards() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def check_sampling(held: Session, session: str, sampling: Sampling) -> None:

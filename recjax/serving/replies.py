@@ -12,7 +12,7 @@ from recjax.experience.group import sets_to_lists
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tools import CALL, parsed_calls
-from recjax.serving.bodies import Asked
+from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 
 CALL_BEGINS = "<tool_call>"
@@ -45,7 +45,7 @@ class Job(NamedTuple):
     created: int
     model: str
     version: int
-    asked: Asked
+    asked: ReplyBody
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     limits: list[int]
@@ -55,14 +55,14 @@ class Job(NamedTuple):
     @property
     def count(self) -> int:
         """Number of completions."""
-        return len(self.prompts) * self.asked.n
+        return len(self.prompts) * self.asked.sampled.n
 
 
 def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dict[str, Any]:
     """The complete reply to a request.
 
     Args:
-        pieces: whole completions, `job.asked.n` for each prompt.
+        pieces: whole completions, `job.asked.sampled.n` for each prompt.
         tag: the client's name of the newest weights; None: no client pushed them.
     """
     choices = [_choice(job, index, piece) for index, piece in enumerate(pieces)]
@@ -73,7 +73,7 @@ def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dic
     reply["policy_version"] = oldest_sampled_version(pieces)
     if tag:
         reply["weight_version"] = tag
-    if job.asked.token_ids and len(job.prompts) == 1:
+    if job.asked.wants_ids and len(job.prompts) == 1:
         reply["prompt_token_ids"] = job.prompts[0].tokens.tolist()
     return reply
 
@@ -96,9 +96,9 @@ def usage(job: Job, pieces: Sequence[Piece]) -> dict[str, int]:
 
 def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
-    if job.asked.logprobs:
+    if job.asked.sampled.wants_logprobs:
         choice["logprobs"] = logprobs(job, piece.sampled, 0)
-    if job.asked.token_ids:
+    if job.asked.wants_ids:
         choice |= _token_lists(piece.sampled)
     if job.kind == "text":
         return choice | {"text": piece.text} | _prompt_ids(job, index)
@@ -114,7 +114,9 @@ def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
 
 def _prompt_ids(job: Job, index: int) -> dict[str, list[int]]:
     """The tokens of a choice's prompt, if the request asks for token ids."""
-    return {"prompt_token_ids": job.prompts[index // job.asked.n].tokens.tolist()} if job.asked.token_ids else {}
+    return (
+        {"prompt_token_ids": job.prompts[index // job.asked.sampled.n].tokens.tolist()} if job.asked.wants_ids else {}
+    )
 
 
 def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 
 def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
-    calls = parsed_calls(text) if job.asked.tools else []
+    calls = parsed_calls(text) if job.asked.functions else []
     if not calls or any(call.error for call in calls):
         return text, []
     written = [
@@ -187,12 +189,10 @@ def call_id(reply: str, index: int, place: int) -> str:
     return f"call_{reply}_{index}_{place}"
 
 
-def place_of(call: Any) -> tuple[str, int] | None:
-    """The reply and the choice's index that an id made by `call_id` encodes; None for other ids."""
-    _, _, rest = call.partition("_") if isinstance(call, str) else ("", "", "")
-    reply, _, numbers = rest.partition("_")
-    index = numbers.partition("_")[0]
-    return (reply, int(index)) if index.isdecimal() and len(index) < 9 else None
+def row_of_call(call: Any) -> str:
+    """The id of the completion that made the call with an id from `call_id`; of no completion for other ids."""
+    parts = call.split("_") if isinstance(call, str) else ()
+    return f"{parts[1]}/{parts[2]}" if len(parts) == 4 else ""
 
 
 # --- Streams.
@@ -215,7 +215,7 @@ class Chunks:
         """The new content of a piece; the last piece also has the finish reason."""
         self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
         text, calls = piece.text, []
-        if self._job.asked.tools and self._job.kind == "chat":
+        if self._job.asked.functions and self._job.kind == "chat":
             # Until the completion ends, only text before a tool call is certain.
             if piece.finish is None:
                 text = piece.text.partition(CALL_BEGINS)[0].rstrip()
@@ -224,16 +224,16 @@ class Chunks:
                 text = content or ""
         new = text[len(self._text) :] if text.startswith(self._text) else ""
         finish = _finish(piece, calls)
-        if not (new or finish or (self._job.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
+        if not (new or finish or (self._job.asked.wants_ids and len(piece.sampled.tokens) > self._tokens)):
             return []
         self._text += new
         delta = {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
         if calls:
             delta["delta"]["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         extra: dict[str, Any] = {"finish_reason": finish}
-        if self._job.asked.logprobs:
+        if self._job.asked.sampled.wants_logprobs:
             extra["logprobs"] = logprobs(self._job, piece.sampled, self._tokens)
-        if self._job.asked.token_ids:
+        if self._job.asked.wants_ids:
             extra |= _token_lists(piece.sampled, self._tokens)
         self._tokens = len(piece.sampled.tokens)
         return [self._chunk(delta, extra)]

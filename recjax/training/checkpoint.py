@@ -28,7 +28,7 @@ from recjax.training.metrics import read_metrics
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 6  # format version
+LAYOUT = 7  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 BATCH = "batch"  # checkpoint item with the batch that further updates train on
 

@@ -357,8 +357,8 @@ def test_what_is_no_store_is_refused(tmp_path, db):
         Store(tmp_path)
     append(db, ROWS)
     with sqlite3.connect(db) as database:
-        database.execute("update store set version = 5")
-    with pytest.raises(ValueError, match="has store version 5, and this recjax reads version 6; export it with"):
+        database.execute("update store set version = 6")
+    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 7; export it with"):
         Store(db)
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from recjax.experience.batch import Shape, pad, row_places
-from recjax.experience.exchange import _are_turns
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.packing import RowShape, pack
 from recjax.experience.store import groups_from_bytes, groups_of, groups_to_bytes, records_of
@@ -133,29 +132,6 @@ GROUPS = [
     Group("g0", LONG.prompt_tokens, (completion("a", [LONG, OTHER], 1.0), completion("b", [SHORT], 0.0)), "c", "x"),
     Group("g1", SHORT.prompt_tokens, (completion("c", [SHORT, LONG, OTHER], 0.5),), "d", "x"),
 ]
-
-
-TURN = [0, 2, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("turns", "kept"),
-    [
-        ([TURN, [1, 2, -1]], True),
-        ([TURN, [2, 1, 0.0]], False),
-        ([[0, 5, 0.5]], False),
-        ([[0, 0, 0.5]], False),
-        ([[0, 2, float("nan")]], False),
-        ([[0, 2, float("inf")]], False),
-        ([[0, 2, True]], False),
-        ([[0, 2]], True),
-        ([[0]], False),
-        ([[0, 2, 0.5, 1]], False),
-        ("turns", False),
-    ],
-)
-def test_turns_are_read_where_they_can_be_those_of_the_rows(turns, kept):
-    assert _are_turns(turns, GROUPS[0].completions[0].rows) == kept
 
 
 def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):

@@ -18,8 +18,8 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
-from recjax.serving.bodies import read_chat
-from recjax.serving.replies import Chunks, Job, Prompt, full_reply, message_parts, place_of
+from recjax.serving.bodies import Chat, read_body
+from recjax.serving.replies import Chunks, Job, Prompt, full_reply, message_parts, row_of_call
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, POLICY, SHAPE, TOKENIZER, chunks, initial, post, serve
@@ -154,7 +154,7 @@ def test_templates_get_the_arguments_of_calls_as_objects(client, monkeypatch):
         "{% if c.function.arguments is mapping %}{{ c.function.arguments | length }}{% endif %}": "2;0;;",
     }
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": CALLS}, HELLO[0]]
-    sent = read_chat({"messages": messages}).messages
+    sent = read_body(Chat, {"messages": messages}).messages
     for way, expected in ways.items():
         monkeypatch.setattr(TOKENIZER, "chat_template", loop.replace("%s", way))
         assert render_chats(TOKENIZER, [sent]) == [expected], way
@@ -281,11 +281,11 @@ PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
     ],
 )
 def test_tool_calls_are_read_and_streamed(written, content, names):
-    asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    asked = read_body(Chat, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
     job = Job("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER, [PROMPT], [16], None, 0.0)
     said, calls = message_parts(job, 2, written)
     assert said == content and [call["function"]["name"] for call in calls] == names
-    assert all(place_of(call["id"]) == ("chatcmpl-1", 2) for call in calls)
+    assert all(row_of_call(call["id"]) == "chatcmpl-1/2" for call in calls)
     one, deltas = Chunks(job, 2), []
     for size in range(1, len(written) + 1):
         deltas += one.next(a_piece(certain(written[:size], ["<tool_call>"]), None))
@@ -296,7 +296,7 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
     assert [{"index": place} | call for place, call in enumerate(calls)] == choices[-1]["delta"].get("tool_calls", [])
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
     assert _finishes(job, written, "length") == ["length"] * 2, "what was cut off says so, whatever it calls"
-    without = job._replace(asked=asked._replace(tools=None))
+    without = job._replace(asked=asked.model_copy(update={"tools": []}))
     assert message_parts(without, 0, written) == (written, []), "who gives no tools gets text"
 
 
@@ -314,7 +314,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     "more", ["", "\n", " and", "<tool_c", "\n<tool_call>", '<tool_call>{"name": "ad', f"{CALL}<tool_call>{{"]
 )
 def test_a_reply_that_is_cut_off_inside_a_call_says_length(more):
-    asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    asked = read_body(Chat, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
     job = Job("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER, [PROMPT], [16], None, 0.0)
     assert _finishes(job, CALL + more, "length") == ["length"] * 2
     assert _finishes(job, CALL + more, "stop") == ["tool_calls"] * 2

@@ -24,8 +24,8 @@ from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.serving.bodies import RewardBody
 from recjax.serving.recorder import Recorder, Recording
-from recjax.serving.served import Feedback
 from tests.experience.rows import read, same
 from tests.experience.test_feedback import give_rewards
 from tests.serving.some_server import POLICY, TOKENIZER, post, serve
@@ -352,8 +352,8 @@ def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
             await asyncio.sleep(0.25)
             await recorder.end_sessions(0.2)
             assert rewards(again) == {"session/s": None} and not recorder.sessions
-            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, True)
-            assert await recorder.reward("session/s", Feedback(0.0, comment="late")) == (0.0, False)
+            assert await recorder.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, True)
+            assert await recorder.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, False)
             assert rewards(again) == {"session/s": 0.0}
 
     asyncio.run(later())
