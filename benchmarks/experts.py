@@ -1,11 +1,15 @@
-"""Time and memory of a decode step and of an update: a mixture of experts next to a dense model of its active size.
+"""Time and memory of a decode step and an update: experts and delta nets next to a dense model of their active size.
 
-python -m benchmarks.experts [--hidden 256] [--layers 4] [--width 256] [--experts 16] [--per_token 2]
+    python -m benchmarks.experts [--hidden 256] [--layers 4] [--width 256] [--experts 16] [--per_token 2] [--rounds 9]
+
+Each round runs each phase of every model once, in an order that rotates, so that other load falls on all of them.
+Ratios are taken within a round; the table has their median, lowest and highest. Compiling is not measured.
 """
 
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,7 @@ from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.models.decoder import Decoder, init_params
-from recjax.models.decoder_config import DecoderConfig, ExpertOptions
+from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.sampling import Sampling
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training
 from recjax.rollout.decoding import SlotState, decode
@@ -28,38 +32,39 @@ PROMPTS, GROUP, PROMPT_TIME, TIME, VOCABULARY, ROUND = 8, 8, 32, 64, 512, 16
 OPTIMIZER = optax.adam(1e-4)
 
 
-def decoding(config: DecoderConfig) -> tuple[float, int]:
-    """Seconds of a decode step of all rows, and temporary bytes of its program."""
+def decoding(config: DecoderConfig) -> tuple[Callable[[], float], int]:
+    """A function that times a decode step of all rows, in seconds, and temporary bytes of its program."""
     decoder, params, rows = made_for_sampling(Decoder(config)), init_params(config, jax.random.key(0)), PROMPTS * GROUP
     params = unrolled_arrays(config, params) if decoder.unrolled else params
-    shape = rows, config.num_kv_heads, PROMPT_TIME, config.head_dim
 
-    def half(time: int):
-        size = (*shape[:2], time, shape[3])
-        if not decoder.unrolled:
-            return jnp.zeros((config.num_layers, *size))
-        return tuple(jnp.zeros(size) for _ in range(config.num_layers))
-
-    def cache(time: int):
-        return half(time), half(time)
+    def kept(time: int) -> tuple:
+        """Keys, values and states of `time` tokens of all rows."""
+        tokens = jnp.zeros((rows, time), jnp.int32), jnp.arange(time) + jnp.zeros((rows, 1), int)
+        forward = lambda params: decoder.apply({"params": params}, *tokens, jnp.ones((rows, time), bool))[1]  # noqa: E731
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(forward, params))
 
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), rows)))
     ones = np.ones(rows, np.int32)
     state = SlotState(ones > 0, PROMPT_TIME * ones, 0 * ones, ones, ones, 10_000 * ones, keys)
     options = {"decoder": decoder, "sampling": Sampling(), "stop_ids": (VOCABULARY,), "round_time": ROUND}
-    arguments = lambda: (params, Memory(cache(PROMPT_TIME), cache(TIME)), state, jnp.array(0))  # noqa: E731
+
+    def arguments() -> tuple:
+        keys, values, *states = kept(PROMPT_TIME)
+        return params, Memory((keys, values), kept(TIME)[:2], *states), state, jnp.array(0)
+
     compiled = decode.lower(*arguments(), **options).compile()
-    seconds = []
-    for _ in range(5):
+
+    def seconds() -> float:
         given = jax.block_until_ready(arguments())
         start = time.perf_counter()
         jax.block_until_ready(compiled(*given))
-        seconds.append((time.perf_counter() - start) / ROUND)
-    return min(seconds), compiled.memory_analysis().temp_size_in_bytes
+        return (time.perf_counter() - start) / ROUND
+
+    return seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
-def updating(config: DecoderConfig) -> tuple[float, int]:
-    """Seconds of an update, and temporary bytes of its program."""
+def updating(config: DecoderConfig) -> tuple[Callable[[], float], int]:
+    """A function that times an update, in seconds, and temporary bytes of its program."""
     random, rows = np.random.default_rng(0), PROMPTS * GROUP
     batch = Batch(
         prompts=random.integers(0, VOCABULARY, (PROMPTS, PROMPT_TIME)).astype(np.int32),
@@ -77,35 +82,55 @@ def updating(config: DecoderConfig) -> tuple[float, int]:
     recipe = Recipe(unrolled_for_training(Decoder(config)), build_algorithm("grpo", {}), OPTIMIZER, Sampling(), 1024)
     state = first_state(OPTIMIZER, init_params(config, jax.random.key(0)))
     compiled = update.lower(state, {}, None, batch, jax.random.key(1), Layout(), recipe=recipe).compile()
-    seconds = []
-    for _ in range(4):
+
+    def seconds() -> float:
+        nonlocal state
         start = time.perf_counter()
         state, *_ = jax.block_until_ready(compiled(state, {}, None, batch, jax.random.key(1), Layout()))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds), compiled.memory_analysis().temp_size_in_bytes
+        return time.perf_counter() - start
+
+    return seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"hidden": 256, "layers": 4, "width": 256, "experts": 16, "per_token": 2}.items():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"hidden": 256, "layers": 4, "width": 256, "experts": 16, "per_token": 2, "rounds": 9}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     chosen = parser.parse_args()
     heads, active = chosen.hidden // 32, chosen.per_token * chosen.width
     dense = DecoderConfig(VOCABULARY, chosen.hidden, active, chosen.layers, heads, heads, 32)
     experts = ExpertOptions(chosen.experts, chosen.per_token, True)
-    mixture = dataclasses.replace(dense, intermediate_size=chosen.width, experts=experts)
-    whole = dataclasses.replace(dense, intermediate_size=chosen.experts * chosen.width)
-    print("| model | weights of layers | active | decode step, ms | temporary MiB | update, s | temporary MiB |")
-    print("|---|---|---|---|---|---|---|")
-    names = "dense, the active size", f"{chosen.per_token} of {chosen.experts} experts", "dense, the whole size"
-    for name, config in zip(names, (dense, mixture, whole), strict=True):
-        (step, of_step), (seconds, of_update) = decoding(config), updating(config)
+    # Three delta nets for each attention, as in Qwen3.5.
+    net = DeltaNet(tuple(number % 4 != 3 for number in range(chosen.layers)), heads // 2, heads, 32, 32, 4)
+    models = {
+        "dense, the active size": dense,
+        f"{chosen.per_token} of {chosen.experts} experts": dataclasses.replace(
+            dense, intermediate_size=chosen.width, experts=experts
+        ),
+        "hybrid": dataclasses.replace(dense, delta=net, gated_attention=True, qk_norm=True, rotary_dim=8),
+        "dense, the experts' whole size": dataclasses.replace(dense, intermediate_size=chosen.experts * chosen.width),
+    }
+    phases = {name: (decoding(config), updating(config)) for name, config in models.items()}
+    measured = {name: np.zeros((chosen.rounds + 1, 2)) for name in models}
+    for number in range(chosen.rounds + 1):  # the first round warms up
+        names = [*models]
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            measured[name][number] = [seconds() for seconds, _ in phases[name]]
+    phase = "{0}, {1} | × dense | temporary MiB"
+    heads = phase.format("decode step", "ms"), phase.format("update", "s")
+    print(f"| model | weights of layers | active | {' | '.join(heads)} |\n|{'---|' * 9}")
+    first = measured["dense, the active size"][1:]
+    for name, config in models.items():
         weights, used = (chosen.layers * size for size in (config.layer_weights, config.active_layer_weights))
-        print(
-            f"| {name} | {weights:,} | {used:,} | {1e3 * step:.2f} | {of_step / 2**20:.1f} | {seconds:.2f} |"
-            f" {of_update / 2**20:.0f} |"
-        )
+        seconds, cells = measured[name][1:], [name, f"{weights:,}", f"{used:,}"]
+        for column, (scale, (_, temporary)) in enumerate(zip((1e3, 1), phases[name], strict=True)):
+            ratio = (seconds / first)[:, column]
+            cells.append(f"{scale * np.median(seconds[:, column]):.2f}")
+            cells.append(f"{np.median(ratio):.2f} ({ratio.min():.2f}–{ratio.max():.2f})")
+            cells.append(f"{temporary / 2**20:.1f}")
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from recjax.console import progress_bar
 from recjax.files import whole_folder
 from recjax.hub.families import FIELDS, SILU, text_fields
 from recjax.hub.weights import fused_rows, read_config, tensor_names
+from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 
@@ -131,6 +132,8 @@ def write_base(
 def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
+    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero.
+
     Args:
         folder: existing folder.
         config: decoder config with `lora`.
@@ -139,20 +142,29 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
     """
     plain = dataclasses.replace(config, lora=None)
     leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
-    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module and their place in the stack of layers
+    if config.experts and {"gate", "up", "down"} & {*config.lora.targets}:
+        targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
+        config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
+        leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
+    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module and their place in the stack
     for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
         for place, name in enumerate(names[path]):
             parts.setdefault((name.removesuffix(".weight"), place), []).append(path.removesuffix("/kernel"))
     tensors, ranks, rank = {}, {}, config.lora.rank
-    for (module, layer), kernels in parts.items():
+
+    def factor(kernel: str, side: str, place: int) -> np.ndarray:
+        stack = leaves[f"{kernel}_lora_{side}/kernel"]  # of layers, or of layers and experts
+        return stack.reshape(-1, *stack.shape[-2:])[place].T
+
+    for (module, place), kernels in parts.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
         ranks[module.split(".")[-1]] = rank * len(kernels)
-        a, b = ([leaves[f"{kernel}_lora_{side}/kernel"][layer].T for kernel in kernels] for side in ("a", "b"))
+        a, b = ([factor(kernel, side, place) for kernel in kernels] for side in ("a", "b"))
         if whole := rows.get(f"{kernels[0]}/kernel"):
             joint = np.zeros((whole[2], rank * len(kernels)), b[0].dtype)
-            for place, kernel in enumerate(kernels):
+            for number, kernel in enumerate(kernels):
                 first, end, _ = rows[f"{kernel}/kernel"]
-                joint[first:end, place * rank : (place + 1) * rank] = b[place]
+                joint[first:end, number * rank : (number + 1) * rank] = b[number]
             b = [joint]
         # safetensors writes the memory of an array, in whatever order it lies there.
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))

@@ -76,6 +76,8 @@ EXPERT_MODULES = {
     "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
     "block_sparse_moe": {"gate": "w1", "up": "w3", "down": "w2"},
 }
+# PEFT's parameters of all experts of a layer, as it nests their adapters, outermost first; and their projections.
+_JOINT_EXPERTS = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
 # Decoder modules that a checkpoint stores one below the other in a single tensor, if it fuses projections.
 FUSED_MODULES = {
     "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
@@ -388,7 +390,10 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no adapter config ({error}); fetch the file again") from error
     fixed = {name: (None, False) for name in fields.keys() - _ADAPTER_FIELDS} | _ADAPTER_FIXED
     for name, values in fixed.items():
-        if (value := fields.get(name, values[0])) not in values and value not in ([], {}):
+        value = fields.get(name, values[0])
+        if name == "target_parameters":
+            value = [one for one in value or () if str(one).split(".")[-1] not in _JOINT_EXPERTS]
+        if value not in values and value not in ([], {}):
             remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
             raise ValueError(f"{file}: {name} = {value!r:.80}: recjax does not compute such adapters; {remedy}")
     for name in ("r", "lora_alpha"):
@@ -426,34 +431,36 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        unread = {text_name(name.removeprefix("base_model.model.")): name for name in opened.keys()}
-        stored = dict(unread)
-        for kernel, names in tensor_names(plain).items():
-            target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
-            for layer, name in enumerate(names) if target in PROJECTIONS else ():
-                module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
-                both = [f"{module}.lora_{side}.weight" for side in "AB"]
-                if not stored.keys() & {*both}:
-                    continue
-                start, end, rows = fused.get(kernel, (0, units, units))
-                rank = of_module("rank_pattern", module, fields["r"])
-                for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
-                    found = tuple(opened.get_slice(stored[tensor]).get_shape()) if tensor in stored else "none"
-                    if found != shape:
-                        raise ValueError(
-                            f"{file}: tensor {tensor!r} has shape {found}, but {_ADAPTER_CONFIG} and the model ask for"
-                            f" {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
-                        )
-                    unread.pop(tensor, None)
-                a, b = (
-                    _read(file, opened, stored[tensor], shape, None).astype(np.float32)
-                    for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True)
-                )
-                used = b[start:end].any(0) | ~b.any(0)
-                scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
-                parts[kernel, layer] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
-    if unread or not parts:
-        name = min(map(str, unread.values()), default="none")
+        theirs = {text_name(name.removeprefix("base_model.model.")): name for name in opened.keys()}
+        stored = {
+            name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
+            for name, full in theirs.items()
+        }
+    joint = _split_experts(stored, fields, plain) if plain.experts else {}
+    unread = {*stored}
+    for kernel, names in tensor_names(plain).items():
+        target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
+        for place, name in enumerate(names) if target in PROJECTIONS else ():
+            module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
+            both = [f"{module}.lora_{side}.weight" for side in "AB"]
+            if not stored.keys() & {*both}:
+                continue
+            module = joint.get(module, module)
+            start, end, rows = fused.get(kernel, (0, units, units))
+            rank = of_module("rank_pattern", module, fields["r"])
+            for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
+                if (found := stored[tensor].shape if tensor in stored else "none") != shape:
+                    raise ValueError(
+                        f"{file}: tensor {tensor!r} has shape {found}, but {_ADAPTER_CONFIG} and the model ask for"
+                        f" {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
+                    )
+            unread -= {*both}
+            a, b = (stored[tensor] for tensor in both)
+            used = b[start:end].any(0) | (~b.any(0) & a.any(1))
+            scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
+            parts[kernel, place] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
+    if unread or not any(len(b) for _, b in parts.values()):
+        name = min((str(theirs.get(name, name)) for name in unread), default="none")
         raise ValueError(
             f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(PROJECTIONS)}); merge the adapter"
             " into its base with PEFT's merge_and_unload and set model.path to the result"
@@ -467,11 +474,38 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     )
     shapes = flatten(abstract_params(adapted(plain, lora)))
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
-    for (kernel, layer), (a, b) in parts.items():
+    for (kernel, place), (a, b) in parts.items():
         if kernel.split("/")[-2] in targets:
-            params[kernel.replace("/kernel", "_lora_a/kernel")][layer, :, : len(b)] = a
-            params[kernel.replace("/kernel", "_lora_b/kernel")][layer, : len(b)] = b
+            stacks = (params[kernel.replace("/kernel", f"_lora_{side}/kernel")] for side in "ab")
+            of_a, of_b = (stack.reshape(-1, *stack.shape[-2:])[place] for stack in stacks)  # views
+            of_a[:, : len(b)], of_b[: len(b)] = a, b
     return lora, unflatten(params)
+
+
+def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderConfig) -> dict[str, str]:
+    """Replaces PEFT's adapters of all experts of a layer by adapters of each projection of each expert, in `stored`.
+
+    Returns:
+        The name of PEFT's parameter, by the name of the projection's module.
+    """
+    count, module = config.experts.count, config.experts.module
+    ends, parameters = {str(one).split(".")[-1] for one in fields.get("target_parameters") or ()}, {}
+    for layer in range(config.num_layers):
+        place = f"model.layers.{layer}.mlp.experts"
+        nested = zip([name for name in _JOINT_EXPERTS if name in ends], ("", ".base_layer"), strict=False)
+        for parameter, wrapper in nested:
+            a, b = (stored.pop(f"{place}{wrapper}.lora_{side}.weight", None) for side in "AB")
+            if a is None or b is None or len(a) % count:
+                continue
+            a, b = a.reshape(count, -1, a.shape[-1]), np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
+            for part, rows in zip(
+                _JOINT_EXPERTS[parameter], np.split(b, len(_JOINT_EXPERTS[parameter]), 1), strict=True
+            ):
+                for expert in range(count):
+                    name = f"model.layers.{layer}.{module}.experts.{expert}.{EXPERT_MODULES[module][part]}"
+                    stored |= {f"{name}.lora_A.weight": a[expert], f"{name}.lora_B.weight": rows[expert]}
+                    parameters[name] = f"{place}.{parameter}"
+    return parameters
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

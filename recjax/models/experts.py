@@ -68,11 +68,18 @@ class Experts(nn.Module):
         self.sow(_COLLECTION, "chosen", chosen)
         counts = jax.nn.one_hot(chosen, options.count).sum(1)
         self.sow(_COLLECTION, "load", tuple((y * real[:, None]).sum(0) for y in (counts, probabilities)))
-        size, width = self.config.hidden_size, self.config.intermediate_size
-        kernels = tuple(
-            _Kernels((options.count, *shape), name=name)()
-            for name, shape in (("gate", (size, width)), ("up", (size, width)), ("down", (width, size)))
-        )
+        size, width, lora = self.config.hidden_size, self.config.intermediate_size, self.config.lora
+
+        def kernels_of(name: str, inputs: int, units: int) -> tuple[Array, ...]:
+            kernel = _Kernels((options.count, inputs, units), name=name)()
+            if lora is None or name not in lora.targets:
+                return (kernel,)
+            low = _Kernels((options.count, inputs, lora.rank), name=f"{name}_lora_a")()
+            added = _Kernels((options.count, lora.rank, units), name=f"{name}_lora_b")()
+            return kernel, low, added * (lora.alpha / lora.rank)
+
+        shapes = ("gate", size, width), ("up", size, width), ("down", width, size)
+        kernels = tuple(kernels_of(*shape) for shape in shapes)
         chosen = jnp.where(real[:, None], chosen, options.count)
         return _on_each_device(self.gated, x.astype(self.dtype), chosen, weights.astype(self.dtype), kernels)
 
@@ -90,19 +97,30 @@ def _mixed(
     x: Float[Array, "tokens hidden"],
     chosen: Int[Array, "tokens per_token"],
     weights: Float[Array, "tokens per_token"],
-    kernels: tuple[Array, Array, Array],
+    kernels: tuple[tuple[Array, ...], ...],
     first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "tokens hidden"]:
-    """The weighted outputs of the experts whose kernels these are, numbered from `first`; 0 for other experts."""
-    (tokens, per_token), count = chosen.shape, len(kernels[0])
+    """The weighted outputs of the experts whose kernels these are, numbered from `first`; 0 for other experts.
+
+    Args:
+        kernels: of gate, up and down: a kernel, or a kernel and the adapter's A and scaled B.
+    """
+    (tokens, per_token), count = chosen.shape, len(kernels[0][0])
     expert = (chosen - first).reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)
     order = jnp.argsort(expert, stable=True)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     sizes = jnp.bincount(expert, length=count)
     rows = _permuted(jnp.repeat(x, per_token, axis=0), order, places)
-    gate, up = (checkpoint_name(grouped_product(rows, kernel, sizes), PRODUCT) for kernel in kernels[:2])
-    outputs = checkpoint_name(grouped_product(gated(gate, up), kernels[2], sizes), PRODUCT)
+
+    def dense(rows: Array, kernel: Array, *adapter: Array) -> Array:
+        y = checkpoint_name(grouped_product(rows, kernel, sizes), PRODUCT)
+        for factor in adapter:
+            rows = grouped_product(rows, factor, sizes)
+        return y + rows if adapter else y
+
+    gate, up = (dense(rows, *each) for each in kernels[:2])
+    outputs = dense(gated(gate, up), *kernels[2])
     outputs = _permuted(outputs, places, order).reshape(tokens, per_token, -1)
     return jnp.einsum("tkh,tk->th", outputs, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
@@ -124,7 +142,7 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
     if mesh.size <= 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return _mixed(gated, x, chosen, weights, kernels)
 
-    sizes, (count, _, width) = {axis: size for axis, size in mesh.shape.items() if size > 1}, kernels[0].shape
+    sizes, (count, _, width) = {axis: size for axis, size in mesh.shape.items() if size > 1}, kernels[0][0].shape
     wanted = (ROWS, len(x)), (("expert",), count), (("tensor",), width)
     rows, owners, units = (dividing_axes(axes, length, sizes) for axes, length in wanted)
     sends = bool(owners) and owners[0] in rows  # the devices that share the experts have different tokens
@@ -132,15 +150,18 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
     def on_device(x: Array, chosen: Array, weights: Array, kernels: tuple) -> Array:
         if sends:
             x, chosen, weights = (jax.lax.all_gather(y, owners, tiled=True) for y in (x, chosen, weights))
-        first = jax.lax.axis_index(owners) * len(kernels[0]) if owners else 0
+        first = jax.lax.axis_index(owners) * len(kernels[0][0]) if owners else 0
         mixed = _mixed(gated, x, chosen, weights, kernels, first)
         if sends:
             mixed = jax.lax.psum_scatter(mixed, owners, tiled=True)
         added = units if sends else (*owners, *units)
         return jax.lax.psum(mixed, added) if added else mixed
 
-    tokens, into, out_of = PartitionSpec(rows), PartitionSpec(owners, None, units), PartitionSpec(owners, units)
-    specs = {"in_specs": (tokens, tokens, tokens, (into, into, out_of)), "out_specs": tokens}
+    tokens, whole = PartitionSpec(rows), PartitionSpec(owners)
+    into, out_of = PartitionSpec(owners, None, units), PartitionSpec(owners, units)
+    placed = (into, whole, into), (into, whole, into), (out_of, out_of, whole)  # kernel, A and B
+    of_kernels = tuple(axes[: len(each)] for axes, each in zip(placed, kernels, strict=True))
+    specs = {"in_specs": (tokens, tokens, tokens, of_kernels), "out_specs": tokens}
     return jax.shard_map(on_device, **specs, check_vma=False)(x, chosen, weights, kernels)
 
 

@@ -37,6 +37,10 @@ RULES = (
     (r"layers/experts/router/kernel", (None, "fsdp", None)),
     (r"layers/experts/(gate|up)/kernel", (None, "expert", "fsdp", "tensor")),
     (r"layers/experts/down/kernel", (None, "expert", "tensor", "fsdp")),
+    (r"layers/experts/(gate|up)_lora_a/kernel", (None, "expert", "fsdp", None)),
+    (r"layers/experts/(gate|up)_lora_b/kernel", (None, "expert", None, "tensor")),
+    (r"layers/experts/down_lora_a/kernel", (None, "expert", "tensor", None)),
+    (r"layers/experts/down_lora_b/kernel", (None, "expert", None, "fsdp")),
     (r"(layers/\w+_norm|norm)/scale|layers/delta_(kernel|log_speed|bias)", ()),
 )
 

@@ -25,16 +25,10 @@ def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
     """The decoder's config with adapters on its projections.
 
     Raises:
-        ValueError: a target that the decoder lacks, or adapters on experts.
+        ValueError: a target that the decoder lacks.
     """
     if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
         raise ValueError(f"model.lora.targets = {lora.targets}: the model has no {min(absent)}; remove it")
-    refused = [target for target in lora.targets if config.experts and target in ("gate", "up", "down")]
-    if refused:
-        raise ValueError(
-            f"model.lora.targets = {lora.targets}: {refused[0]} is a projection of experts, which take no adapters;"
-            " keep query, key, value and output, or remove model.lora to train all weights"
-        )
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 

@@ -19,7 +19,7 @@ from tests.training.tiny_run import TINY, train
 TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))
 
 
-@pytest.fixture(scope="module", params=["qwen2", "phi3", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2", "phi3", "qwen3_5", "qwen3_moe"])
 def run(request, tmp_path_factory):
     """A run of two steps that trained adapters next to a random model whose folder has a tokenizer."""
     folder = tmp_path_factory.mktemp("adapters")

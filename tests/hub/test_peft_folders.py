@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -13,12 +15,12 @@ from recjax.hub.export import write_adapters
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import adapter_fields, load_adapter, load_pretrained, read_config
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
 from recjax.planning.programs import resolve_shapes
 from recjax.training.trained import open_checkpoint, open_policy, with_start
 from tests.hub.test_export import our_logits
-from tests.hub.test_families import random_model
+from tests.hub.test_families import compiled_forward, random_model, torch_scores
 from tests.training.tiny_run import TINY, one_device, train
 
 CONFIG = DecoderConfig(11, 8, 12, 2, 4, 2, 6)
@@ -92,12 +94,16 @@ def test_merged_adapters_change_each_kernel_by_the_scaled_product(
     assert changed == {*lora.targets}
 
 
-@pytest.mark.parametrize("config", [CONFIG, FUSED])
+def noisy_adapters(config, lora):
+    leaves = flatten(abstract_params(adapted(config, lora)))
+    return {path: random.normal(0, 0.3, x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
+
+
+@pytest.mark.parametrize("config", [CONFIG, FUSED, dataclasses.replace(CONFIG, experts=ExpertOptions(3, 2, True))])
 @pytest.mark.parametrize("targets", [["query", "value", "up"], ["gate"]])
 def test_exported_adapters_come_back_bit_equal(tmp_path, config, targets):
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
-    leaves = flatten(abstract_params(adapted(config, lora)))
-    adapters = {path: random.normal(size=x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
+    adapters = noisy_adapters(config, lora)
     write_adapters(tmp_path, adapted(config, lora), unflatten(adapters), "base")
     again, params = load_adapter(tmp_path, config)
     assert again == lora and flatten(params).keys() == adapters.keys()
@@ -189,6 +195,17 @@ PEFT = {  # options of peft.LoraConfig, by family
     },
     "phi3": {"all": {"r": 4, "lora_alpha": 3, "target_modules": "all-linear"}},
 }
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PEFT["qwen3_moe"] = {
+    name: {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"]} | options
+    for name, options in {
+        "experts": {"target_parameters": EXPERTS, "use_rslora": True},
+        "gate and up": {"target_parameters": EXPERTS[:1]},
+        "down": {"target_parameters": EXPERTS[1:]},
+        "projections": {"target_modules": ["gate_proj", "up_proj", "down_proj", "v_proj"]},
+    }.items()
+}
+PEFT["mixtral"] = {"projections": {"r": 2, "lora_alpha": 5, "target_modules": ["w1", "w2", "w3"]}}
 
 
 @pytest.mark.slow
@@ -216,7 +233,65 @@ def test_logits_are_those_of_peft(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_gradients_of_experts_adapters_are_those_of_peft(family, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    tokens, rank, base = random.integers(0, 40, (2, 9)), 3, random_model(family, tmp_path / "base")
+    config, params = load_pretrained(tmp_path / "base")
+    lora = LoraConfig(rank=rank, alpha=5.0, targets=["query", "gate", "up", "down"])
+    noise = noisy_adapters(config, lora)
+    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    total = model(input_ids=torch.tensor(tokens)).logits[:, :-1].log_softmax(-1)
+    total.gather(-1, torch.tensor(tokens)[:, 1:, None]).sum().backward()
+    theirs = {name: one.grad.numpy() for name, one in model.named_parameters() if "lora" in name}
+
+    def summed(adapters):
+        inputs = map(jnp.asarray, (tokens, np.broadcast_to(np.arange(9), tokens.shape), np.ones(tokens.shape, bool)))
+        policy = combine(params, unflatten(adapters)), adapted(config, lora)
+        scores = jax.nn.log_softmax(compiled_forward.__wrapped__(*policy, *inputs))
+        return jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], -1).sum()
+
+    ours, count = jax.device_get(jax.jit(jax.grad(summed))(noise)), config.experts.count
+    for layer in range(2):
+        place = f"base_model.model.model.layers.{layer}"
+
+        def factors(module, experts, place=place):
+            a, b = (theirs[f"{place}.{module}.lora_{side}.default.weight"] for side in "AB")
+            return a.reshape(experts, -1, a.shape[-1]), np.moveaxis(b.reshape(len(b), -1, experts), 2, 0)
+
+        gate_up, down = factors("mlp.experts.base_layer", count), factors("mlp.experts", count)
+        half = gate_up[1].shape[1] // 2
+        expected = {"query": factors("self_attn.q_proj", 1), "experts/down": down}
+        expected["experts/gate"] = gate_up[0][:, :rank], gate_up[1][:, :half, :rank]
+        expected["experts/up"] = gate_up[0][:, rank:], gate_up[1][:, half:, rank:]
+        for name, pair in expected.items():
+            for side, gradient in zip("ab", pair, strict=True):
+                found = ours[f"layers/{name}_lora_{side}/kernel"][layer].swapaxes(-1, -2)
+                difference = np.abs(found - gradient).max() / np.abs(gradient).max()
+                assert difference < 1e-3, (layer, name, side, difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["gate"], ["up", "down"], ["query", "down"]])
+def test_peft_computes_exported_adapters_of_some_projections_of_experts(targets, tmp_path):
+    """PEFT joins adapters of an expert's projections; it loads no others."""
+    peft, tokens, base = pytest.importorskip("peft"), random.integers(0, 40, (2, 9)), random_model("olmoe", tmp_path)
+    config, params = load_pretrained(tmp_path)
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
+    noise = noisy_adapters(config, lora)
+    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), "base")
+    again, read = load_adapter(tmp_path, config)
+    assert again == lora
+    jax.tree.map(np.testing.assert_array_equal, flatten(read), noise)
+    ours = our_logits(adapted(config, lora), combine(params, read), tokens)
+    assert np.abs(ours - our_logits(config, params, tokens)).max() > 0.1
+    theirs = torch_scores(peft.PeftModel.from_pretrained(base, tmp_path), tokens)
+    np.testing.assert_allclose(theirs, ours, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe"])
 def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
     """Export, start: equal. The sampler, a resumed run, a run in a new folder and an export all have the adapter."""
     base = tmp_path / "base"

@@ -7,19 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from recjax.config import LoraConfig
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
+from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.experts import EXPERTS, Experts, Load, apply_routed, balance_loss, load_metrics, load_of
 from recjax.models.products import grouped_product
 from recjax.models.sampling import Sampling
-from recjax.models.trainable import adapted, in_compute_dtype
+from recjax.models.trainable import adapted, flatten, in_compute_dtype, merged, unflatten
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from tests.hub.test_families import random_model, torch_scores
 from tests.rollout.padded import sample_completions
 
 CONFIG = DecoderConfig(13, 32, 24, 2, 4, 2, 8, tie_embeddings=False, experts=ExpertOptions(6, 2, True))
@@ -86,9 +89,34 @@ def test_balance_by_hand():
     assert load_metrics(load, 1)["expert_load_max"] == pytest.approx((1 + 2) / 2)
 
 
-def test_adapters_on_experts_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"model.lora.targets = \['query', 'up'\]: up is a projection of experts"):
-        adapted(CONFIG, LoraConfig(targets=["query", "up"]))
+def layer_params(random, adapters=()):
+    """Random parameters of the experts of CONFIG, with adapters of rank 2 on the projections in `adapters`."""
+    shapes = {"router": (32, 6), "gate": (6, 32, 24), "up": (6, 32, 24), "down": (6, 24, 32)}
+    factors = {f"{name}_lora_a": (*shapes[name][:2], 2) for name in adapters}
+    factors |= {f"{name}_lora_b": (6, 2, shapes[name][2]) for name in adapters}
+    return {name: {"kernel": random.normal(size=x).astype(np.float32) / 5} for name, x in (shapes | factors).items()}
+
+
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def test_adapters_of_experts_add_their_product_to_the_kernels():
+    random = np.random.default_rng(0)
+    config = adapted(CONFIG, LoraConfig(rank=2, alpha=3.0, targets=["query", "gate", "down"]))
+    params, x, real = (
+        layer_params(random, ("gate", "down")),
+        random.normal(size=(9, 32)).astype(np.float32),
+        np.ones(9, bool),
+    )
+    whole = flatten(merged(config, {"experts": params})["experts"])
+    assert {path.split("/")[0] for path in whole} == {"router", "gate", "up", "down"}
+    base = {name: params[name] for name in ("router", "gate", "up", "down")}
+    adapted_layer, layer = (jax.jit(Experts(one, jnp.float32, gated).apply) for one in (config, CONFIG))
+    found = adapted_layer({"params": params}, x, real, None)
+    expected, plain = (layer({"params": one}, x, real, None) for one in (unflatten(whole), base))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(found - plain).max() > 0.1
     assert adapted(CONFIG, LoraConfig()).lora.targets == ("query", "key", "value", "output")
 
 
@@ -109,8 +137,11 @@ class Replayed(NamedTuple):
 @pytest.fixture(scope="module")
 def sampled():
     """Completions of a bfloat16 engine, with their experts, as the update's batch."""
-    decoder = Decoder(CONFIG, jnp.bfloat16, replays_routing=True)
-    params = init_params(CONFIG, jax.random.key(0))
+    return completed(Decoder(CONFIG, jnp.bfloat16, replays_routing=True), init_params(CONFIG, jax.random.key(0)))
+
+
+def completed(decoder, params):
+    """Completions of an engine, with their experts, as the update's batch."""
     random = np.random.default_rng(0)
     prompts, mask = random.integers(0, 13, (PROMPTS, 5)), np.arange(5) < random.integers(1, 6, (PROMPTS, 1))
     engine = Engine(decoder, (12,), slots=None, prefix_time=5)
@@ -170,11 +201,52 @@ def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
         np.testing.assert_allclose(one.log_ratios(params, packed=True)[1], replayed, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_stale_completions_have_the_logprobs_of_transformers_with_their_recorded_experts(family, tmp_path):
+    """Older weights sample and route; newer weights score. In transformers, a hook forces each router's choice."""
+    torch = pytest.importorskip("torch")
+    model = random_model(family, tmp_path / "older")
+    config, params = load_pretrained(tmp_path / "older")
+    old = completed(Decoder(config, replays_routing=True), params)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(1))
+    model.save_pretrained(tmp_path / "newer")
+    newer, forced = load_pretrained(tmp_path / "newer")[1], {}
+
+    def forcing(layer):
+        def hook(router, inputs, output):
+            probabilities = (inputs[0].reshape(-1, config.hidden_size) @ router.weight.T).softmax(-1)
+            chosen = torch.where(forced[layer] < 0, output[2], forced[layer])
+            weights = probabilities.gather(-1, chosen)
+            return output[0], weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+
+        return hook
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.gate.register_forward_hook(forcing(layer))
+    expected, batch = [], old.batch
+    for row, (tokens, mask) in enumerate(zip(batch.completions, batch.completion_mask, strict=True)):
+        prompt = batch.prompts[row // GROUP][batch.prompt_mask[row // GROUP]]
+        sequence, recorded = np.concatenate([prompt, tokens[mask]]), batch.recorded[EXPERTS][row][mask]
+        # The pass at a token chooses the experts that the next token's record holds.
+        of_passes = np.full((len(sequence), *recorded.shape[1:]), -1)
+        of_passes[len(prompt) : -1] = recorded[1:]
+        forced |= {layer: torch.tensor(of_passes[:, layer]) for layer in range(config.num_layers)}
+        scores = torch_scores(model, sequence)[0, len(prompt) - 1 : -1]
+        expected.append(log_softmax(scores, -1)[np.arange(mask.sum()), tokens[mask]])
+    expected = np.concatenate(expected)
+    for packed in (False, True):
+        np.testing.assert_allclose(old.log_ratios(newer, packed)[1], expected, atol=1e-4)
+    assert np.abs(old.log_ratios(newer, replay=False)[1] - expected).max() > 0.05, "the weights change no expert"
+    assert np.abs(old.log_ratios(newer)[0]).max() > 0.05, "the weights are the sampler's"
+
+
 def test_replayed_experts_have_the_probabilities_of_the_current_router():
     random = np.random.default_rng(0)
     x, recorded = random.normal(size=(5, 32)).astype(np.float32), np.array([[0, 3], [5, 1], [-1, -1], [2, 4], [4, 2]])
-    options = {"router": (32, 6), "gate": (6, 32, 24), "up": (6, 32, 24), "down": (6, 24, 32)}
-    params = {name: {"kernel": random.normal(size=shape).astype(np.float32) / 5} for name, shape in options.items()}
+    params = layer_params(random)
     kernels = {name: value["kernel"].astype(float) for name, value in params.items()}
     expected = np.zeros((5, 32))
     for row, token in enumerate(x.astype(float)):
@@ -184,6 +256,6 @@ def test_replayed_experts_have_the_probabilities_of_the_current_router():
             gate, up = (token @ kernels[name][expert] for name in ("gate", "up"))
             share = scores[expert] / scores[chosen].sum()
             expected[row] += share * (gate / (1 + np.exp(-gate)) * up) @ kernels["down"][expert]
-    layer = Experts(CONFIG, jnp.float32, lambda gate, up: jax.nn.silu(gate) * up)
+    layer = Experts(CONFIG, jnp.float32, gated)
     found = jax.jit(layer.apply)({"params": params}, x, np.ones(5, bool), recorded)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

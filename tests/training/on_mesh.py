@@ -22,7 +22,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
-from recjax.models.decoder_config import DecoderConfig, ExpertOptions
+from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions, Lora
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
@@ -33,7 +33,12 @@ from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False, qkv_bias=True)
-EXPERTS = dataclasses.replace(CONFIG, experts=ExpertOptions(4, 2, True))
+EXPERTS = dataclasses.replace(
+    CONFIG, experts=ExpertOptions(4, 2, True), lora=Lora(2, 3.0, ("query", "gate", "up", "down"))
+)
+HYBRID = dataclasses.replace(
+    CONFIG, gated_attention=True, num_layers=4, delta=DeltaNet((True, False, True, False), 2, 4, 4, 6, 3)
+)
 PROMPTS, GROUP, TIME = 3, 4, 6  # three prompts: no mesh divides them
 # A reference, an entropy bonus and a random drop: everything that an update can read.
 ALGORITHM = build_algorithm(

@@ -17,7 +17,7 @@ from recjax.rollout import engine, plan
 from recjax.training import checkpoint
 from recjax.training.run import State
 from tests import commands
-from tests.training.on_mesh import CONFIG, EXPERTS, batch_of, drawn, numbers, on, start, under_pmap, updated
+from tests.training.on_mesh import CONFIG, EXPERTS, HYBRID, batch_of, drawn, numbers, on, start, under_pmap, updated
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 
@@ -44,18 +44,25 @@ def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
 
 
 @functools.cache
-def experts_on_one_device():
-    return numbers(None, 1, config=EXPERTS)
+def of_one_device(config, packed=False):
+    return numbers(None, 1, packed, config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 2, 2)])
-def test_meshes_change_no_number_of_a_model_with_experts(sizes):
-    found, expected = numbers(sizes, 1, config=EXPERTS), experts_on_one_device()
+@pytest.mark.parametrize(
+    ("config", "sizes", "packed"),
+    [
+        *((EXPERTS, sizes, False) for sizes in [(1, 1, 1, 4), (1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 2, 2)]),
+        *((HYBRID, sizes, False) for sizes in [(4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2)]),
+        (HYBRID, (2, 1, 2), True),
+    ],
+)
+def test_meshes_change_no_number_of_models_with_experts_or_delta_nets(config, sizes, packed):
+    found, expected = numbers(sizes, 1, packed, config), of_one_device(config, packed)
     # Adam's first step is ± the learning rate, so parameters whose gradient is almost 0 differ by rounding.
     assert_equal(*({name: one for name, one in each.items() if "params/" not in name} for each in (found, expected)))
     for name, value in found.items():
-        if name.startswith("gradient/"):
+        if config.experts and name.startswith("gradient/"):  # delta nets magnify rounding
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
