@@ -5,8 +5,9 @@
 The config has the model (`model.run` for that of a run), task, sampling distribution and mesh, as for training.
 The engine samples completions of four prompts, and the update's forward pass scores them with the same weights: in each
 layout, in float32 and bfloat16, under cuts with recorded sets, with adapters, as a second turn with and without cached
-keys and values, and on one device of a mesh. The command writes numerics.html and numerics.json to the folder `output`,
-and exits with status 1 if a case fails its gate.
+keys and values, and on one device of a mesh. With `rollout.engine`, it also compares that engine's log-probs, which
+have no gate; --engine_only skips all other cases. The command writes numerics.html and
+numerics.json to the folder `output`, and exits with status 1 if a case fails its gate.
 """
 
 import base64
@@ -38,6 +39,7 @@ from recjax.models.unrolling import unrolled_for_training
 from recjax.plots.style import COLORS, finish, new_figure
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
+from recjax.rollout.remote import RemoteEngine
 from recjax.rollout.requests import Request
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, encode_problems
@@ -110,9 +112,10 @@ class _Report:
         layout: str = "shared",
         policy: Policy | None = None,
         params: dict | None = None,
+        has_gate: bool = True,
         **changes: Any,
     ) -> None:
-        """Scores groups and adds a case; a case with `changes` of the batch has no gate."""
+        """Scores groups and adds a case, with `changes` of the batch."""
         policy, params = policy or self.policy, self.params if params is None else params
         if layout == "padded":
             groups = [group._replace(completions=(one,)) for group in groups for one in group.completions]
@@ -130,7 +133,7 @@ class _Report:
         self.cases.append(
             {"case": name, "layout": layout, "dtype": dtype, "sampling": list(sampling), "tokens": len(update)}
             | found
-            | {"passes": None if changes else all(is_within)}
+            | {"passes": all(is_within) if has_gate else None}
             | {
                 "by_depth": [
                     {"below": FIRST_DEPTH * 2 ** int(n), "tokens": int((level == n).sum())}
@@ -140,49 +143,63 @@ class _Report:
             }
         )
 
+    def add_own(self, plain: Sampling) -> None:
+        """Adds the cases of recjax's own engine."""
+        config, policy = self.config, self.policy
+        sampled = self.sample(policy, self.params, plain)
+        for layout in ("shared", "padded", "packed"):
+            self.add("as configured", sampled, plain, layout)
+        (dtype,) = GATES.keys() - {jnp.dtype(policy.decoder.dtype).name}
+        other = policy._replace(decoder=policy.decoder.clone(dtype=jnp.dtype(dtype)))
+        self.add("other dtype", self.sample(other, self.params, plain), plain, policy=other)
+        cut = config.rollout.sampling() if config.rollout.sampling().has_cuts else plain._replace(top_p=0.8)
+        groups = self.sample(policy._replace(kept_ids=policy.kept_ids or policy.vocabulary), self.params, cut)
+        for layout in ("shared", "packed"):
+            self.add("cuts, recorded sets", groups, cut, layout)
+        self.add("cuts, sets of the update's policy", groups, cut, has_gate=False, recorded={})
+        self.add("cuts, all tokens", groups, plain, has_gate=False, recorded={})
+        decoder, params = with_adapters(
+            policy.decoder, self.params, config.model.lora or LoraConfig(), jax.random.key(config.seed)
+        )
+        leaves = flatten(params)
+        for number, (path, leaf) in enumerate(leaves.items()):
+            if path.endswith("_lora_b/kernel"):  # new adapters are 0 and change nothing
+                leaves[path] = 0.02 * jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype)
+        adapted, params = policy._replace(decoder=decoder), unflatten(leaves)
+        self.add("adapters", self.sample(adapted, params, plain), plain, policy=adapted, params=params)
+        for is_cached, name in ((True, "second turn, cached"), (False, "second turn, not cached")):
+            self.add(name, self.second_turns(plain, is_cached), plain, "padded")
+        mesh = jax.sharding.get_mesh()
+        if mesh.size > 1 and jax.process_count() == 1:
+            held = params_on_host(self.params)
+            with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+                self.add("scored on one device", sampled, plain, params=put_params(held))
 
-def measure(config: Config) -> dict[str, Any]:
+
+def measure(config: Config, engine_only: bool = False) -> dict[str, Any]:
     """Samples and scores in all cases; returns the content of numerics.json.
 
+    Args:
+        engine_only: True to measure only the log-probs of `rollout.engine`.
     Raises:
-        ValueError: the model or the task cannot be used.
+        ValueError: the model, the task or the engine cannot be used.
     """
+    if engine_only and not config.rollout.engine:
+        raise ValueError("--engine_only: the config has no rollout.engine; set it, or remove the flag")
     opened = open_policy(None, config)
     policy, problems = opened.policy._replace(stop_ids=()), load_task(config, "held_out").evaluation[:PROMPTS]
     prompts = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
-    report, plain = _Report(config, policy, opened.params, prompts), Sampling(config.rollout.temperature)
-    sampled = report.sample(policy, opened.params, plain)
-    for layout in ("shared", "padded", "packed"):
-        report.add("as configured", sampled, plain, layout)
-    (dtype,) = GATES.keys() - {jnp.dtype(policy.decoder.dtype).name}
-    other = policy._replace(decoder=policy.decoder.clone(dtype=jnp.dtype(dtype)))
-    report.add("other dtype", report.sample(other, opened.params, plain), plain, policy=other)
-    cut = config.rollout.sampling() if config.rollout.sampling().has_cuts else plain._replace(top_p=0.8)
-    groups = report.sample(policy._replace(kept_ids=policy.kept_ids or policy.vocabulary), opened.params, cut)
-    for layout in ("shared", "packed"):
-        report.add("cuts, recorded sets", groups, cut, layout)
-    report.add("cuts, sets of the update's policy", groups, cut, recorded={})
-    report.add("cuts, all tokens", groups, plain, recorded={})
-    decoder, params = with_adapters(
-        policy.decoder, opened.params, config.model.lora or LoraConfig(), jax.random.key(config.seed)
-    )
-    leaves = flatten(params)
-    for number, (path, leaf) in enumerate(leaves.items()):
-        if path.endswith("_lora_b/kernel"):  # new adapters are 0 and change nothing
-            leaves[path] = 0.02 * jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype)
-    adapted, params = policy._replace(decoder=decoder), unflatten(leaves)
-    report.add("adapters", report.sample(adapted, params, plain), plain, policy=adapted, params=params)
-    for is_cached, name in ((True, "second turn, cached"), (False, "second turn, not cached")):
-        report.add(name, report.second_turns(plain, is_cached), plain, "padded")
-    mesh = jax.sharding.get_mesh()
-    if mesh.size > 1 and jax.process_count() == 1:
-        held = params_on_host(opened.params)
-        with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-            report.add("scored on one device", sampled, plain, params=put_params(held))
+    report = _Report(config, policy, opened.params, prompts)
+    if config.rollout.engine:
+        with RemoteEngine.of_config(config, opened.policy) as engine:
+            groups = engine.sample_tokens(prompts, GROUP, config.seed, name="numerics", source="engine", version=0)
+        report.add(f"rollout.engine, {engine.api}", groups, config.rollout.sampling(), has_gate=False)
+    if not engine_only:
+        report.add_own(Sampling(config.rollout.temperature))
     return {
         "model": opened.name,
         "device": jax.devices()[0].device_kind,
-        "mesh": dict(mesh.shape),
+        "mesh": dict(jax.sharding.get_mesh().shape),
         "gates": GATES,
         "passes": all(case["passes"] is not False for case in report.cases),
         "cases": report.cases,
@@ -227,7 +244,7 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     config = load_config(FLAGS.config, argv[1:])
     with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
-        report = measure(config)
+        report = measure(config, FLAGS.engine_only)
     if hosts.is_first():
         folder = Path(config.output)
         with writing(folder):
@@ -242,5 +259,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("config", None, "YAML file of a training run, for its model, task and settings.", required=True)
+    flags.DEFINE_bool("engine_only", False, "Measure only the log-probs of rollout.engine.")
     define_process_flags()
     start(main)

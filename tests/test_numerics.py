@@ -47,11 +47,11 @@ def test_the_page_has_every_case_and_its_figure_and_no_markup_of_others():
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_the_exit_status_is_that_of_the_gates(file, tmp_path, monkeypatch, capsys, passes):
-    options = {"config": str(file)} | dict.fromkeys(("coordinator", "processes", "process_id"))
+    options = {"config": str(file), "engine_only": False} | dict.fromkeys(("coordinator", "processes", "process_id"))
     monkeypatch.setattr(numerics, "FLAGS", SimpleNamespace(**options))
     monkeypatch.setattr(numerics, "keep_compiled_programs", lambda: None)
     monkeypatch.setattr(numerics.hosts, "together", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(numerics, "measure", lambda config: report_of(CASE | {"passes": passes}))
+    monkeypatch.setattr(numerics, "measure", lambda config, engine_only: report_of(CASE | {"passes": passes}))
     with contextlib.nullcontext() if passes else pytest.raises(SystemExit, match="1"):
         numerics.main(["numerics"])
     assert json.loads((tmp_path / "out" / "numerics.json").read_text())["passes"] == passes

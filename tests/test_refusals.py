@@ -5,7 +5,7 @@ import pytest
 from recjax.config import load_config
 from tests.training.tiny_run import TINY
 
-ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
+ASYNC, ENGINE = ["regime.mode=async", "regime.max_staleness=2"], "rollout.engine=http://127.0.0.1:9"
 CONTEXT = "rollout.max_context_tokens=32"
 AGENT = ["task.agent=tests.rollout.some_agents:one_turn", CONTEXT]
 STORE = "experience.store=somewhere"
@@ -204,6 +204,8 @@ CASES = [
     ("regime.swap_within=true", "swap_within = True: applies only with regime.mode = async"),
     ("regime.address=auto", "address = 'auto': applies only with regime.mode = async"),
     ("regime.generator_seconds=5", "generator_seconds = 5.0: applies only with regime.mode = async"),
+    ([*ASYNC, ENGINE, "regime.generators=2"], "generators = 2: does not work with rollout.engine; remove one"),
+    ([*ASYNC, ENGINE, "regime.swap_within=true"], "swap_within = True: does not work with rollout.engine"),
     ("regime.mode=async", "max_staleness = None: is required with regime.mode = async"),
     ([*ASYNC, "regime.offline=true"], "offline = True: does not work with regime.mode = async"),
     ([*ASYNC, "regime.sync_offset=1"], "sync_offset = 1: does not work with regime.mode = async"),

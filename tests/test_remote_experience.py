@@ -36,19 +36,25 @@ def policy_of(config):
 
 
 @contextmanager
-def fake(answer):
-    """A server that answers what `answer` makes of a path and a body: a status and an object."""
+def fake(answer, owner="", posts=()):
+    """A server that answers what `answer` makes of a path and a body: a status, and an object or None for no body.
+
+    It lists one model with its owner. A path in `posts` takes no GET.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.reply(200, {"data": [{"id": "sums"}]})
+            if owner and self.path != "/v1/models":
+                self.reply(*((405, None) if self.path in posts else answer(self.path, None)))
+            else:
+                self.reply(200, {"data": [{"id": "sums", "owned_by": owner}]})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             self.reply(*answer(self.path, body))
 
         def reply(self, status, said):
-            content = json.dumps(said).encode()
+            content = b"" if said is None else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(content)))
             self.end_headers()

@@ -21,6 +21,7 @@ from recjax.config.fields import (
 from recjax.models.sampling import Sampling
 
 _ASYNC, _STORE, _FOLLOW = "regime.mode = async", "experience.store", "experience.follow"
+_ENGINE = "rollout.engine"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
@@ -53,8 +54,6 @@ class EngineConfig(ConfigBlock):
         yield config.task.agent, "rollout.engine.url", problem
         stored = config.experience and config.experience.store
         yield stored, "rollout.engine.url", "does nothing with experience.store, whose run samples nothing; remove it"
-        problem = "works with regime.mode=sync only; remove it, or sample with recjax's engine"
-        yield config.regime.mode == "async", "rollout.engine.url", problem
 
 
 class RolloutConfig(ConfigBlock):
@@ -185,7 +184,7 @@ class RegimeConfig(ConfigBlock):
         excludes="regime.mode = async or experience.store",
     )
     mode: Literal["sync", "async"] = key(
-        "sync", "async: other processes sample during the updates, on Ray", excludes="experience.store"
+        "sync", "async: processes on Ray, or rollout.engine, sample during the updates", excludes="experience.store"
     )
     max_staleness: Int | None = key(
         None,
@@ -194,13 +193,18 @@ class RegimeConfig(ConfigBlock):
         required=_ASYNC,
         ge=0,
     )
-    generators: Int = key(1, "Processes that sample", needs=_ASYNC, ge=1)
+    generators: Int = key(1, "Processes that sample", needs=_ASYNC, excludes=_ENGINE, ge=1)
     swap_within: Bool = key(
-        False, "Generators take new weights in the middle of completions; false: only between batches", needs=_ASYNC
+        False,
+        "Generators take new weights in the middle of completions; false: only between batches",
+        needs=_ASYNC,
+        excludes=_ENGINE,
     )
-    address: str | None = key(None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC)
+    address: str | None = key(
+        None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC, excludes=_ENGINE
+    )
     generator_seconds: Float = key(
-        600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, ge=1
+        600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, excludes=_ENGINE, ge=1
     )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:

@@ -253,19 +253,21 @@ def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
 
 
 def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, np.ndarray]:
-    """The sets of a server's reply as recorded arrays; empty unless each token has a list of ids that contains it.
+    """The sets of a server's reply as recorded arrays; empty unless each list of ids has its token or is empty.
 
     Args:
-        lists: decoded JSON of any form.
+        lists: decoded JSON of any form; a token with an empty list has no set.
         most: largest set to keep; a token with a larger set has none.
     """
     are_lists = isinstance(lists, list) and len(lists) == len(tokens) and all(isinstance(ids, list) for ids in lists)
-    if not most or not are_lists or not all(token in ids for token, ids in zip(tokens, lists, strict=True)):
+    if not most or not are_lists or not any(lists):
+        return {}
+    if not all(not ids or token in ids for token, ids in zip(tokens, lists, strict=True)):
         return {}
     if not all(type(one) is int and 0 <= one < 2**31 for ids in lists for one in ids):
         return {}
     lists = [ids if len(ids) <= most else [] for ids in lists]
-    kept = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+    kept = np.full((len(lists), max(map(len, lists))), -1, np.int32)
     for row, ids in zip(kept, lists, strict=True):
         row[: len(ids)] = ids
     return {"kept_ids": kept}

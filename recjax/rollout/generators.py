@@ -65,7 +65,7 @@ def require_ray(config: Config) -> None:
     Raises:
         ValueError: with the command that installs Ray.
     """
-    if config.regime.mode == "sync":
+    if config.regime.mode == "sync" or config.rollout.engine:
         return
     if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
         raise ValueError("regime.mode = 'async': needs Ray; pip install -e \".[async]\"")
@@ -185,6 +185,11 @@ class Generators:
         if not loads[generator]:
             self._since[generator] = time.monotonic()
         self._send(number, generator)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The restarts, as a metric."""
+        return {"generators/restarts": self.restarts}
 
     @property
     def are_busy(self) -> bool:

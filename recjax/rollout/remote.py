@@ -1,6 +1,7 @@
 """Completions from a server with an OpenAI-compatible API, with or without token ids and log-probs."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -36,9 +37,11 @@ KEY_VARIABLE = "RECJAX_API_KEY"  # environment variable with the API key, for cl
 _SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
 _REMEDIES = {
     "recjax": f"start recjax.serve with --push_root and a key; {_SHARED}",
-    "vllm": f"start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
+    "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1, or for model.lora with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True,"
+    f" --enable-lora and --max-lora-rank; {_SHARED}",
     "sglang": f"with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; {_SHARED}",
 }
+_GENERATE = "/inference/v1/generate"
 _PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that may not recur when the request is sent again
 
 
@@ -106,6 +109,14 @@ class RemoteEngine(contextlib.AbstractContextManager):
             self.__exit__()
             raise
 
+    @classmethod
+    def of_config(cls, config: Config, policy: Policy) -> "RemoteEngine":
+        """Connects to the server in `rollout.engine`."""
+        engine = config.rollout.engine
+        key = next(iter(read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")), None)
+        limits = engine.concurrency, engine.reply_seconds, engine.retries
+        return cls(Address(engine.url, engine.model, key, *limits, "rollout.engine.url"), policy, config)
+
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests, then logs how many replies were skipped, by reason."""
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -140,6 +151,17 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     # --- The trained policy: weights out, tokens in.
 
+    @functools.cached_property
+    def takes_folders(self) -> bool:
+        """True if the server takes whole weights from a folder, and says later which weights it has."""
+        has_versions = self.api == "vllm" and self._sent("GET", f"{self._place}/weight_info").is_success
+        return self.api in ("recjax", "sglang") or has_versions
+
+    @functools.cached_property
+    def _takes_tokens(self) -> bool:
+        """True if the server has vLLM's endpoint for tokens: its path exists, but takes only POST requests."""
+        return self._sent("GET", f"{self._place}{_GENERATE}").status_code == 405
+
     def push(self, folder: Path, version: int, is_adapter: bool) -> None:
         """Gives the server new weights from a folder on a disk that both share; the server must acknowledge them.
 
@@ -157,6 +179,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             if self._adapter:
                 self._sent("POST", f"{self._place}/{place}unload_lora_adapter", {"lora_name": self._adapter})
             self._adapter = tag
+        elif self.api == "vllm":
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self._acknowledged("collective_rpc", call)
+            self._acknowledged("reset_prefix_cache?reset_running_requests=true", {})
+            self._acknowledged("update_weight_version", {"new_version": tag})
         else:
             self._acknowledged("update_weights_from_disk", {"model_path": str(folder), "weight_version": tag})
         self.version, self._tag = version, tag
@@ -169,7 +196,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             if reply.is_success and not (isinstance(parsed, dict) and parsed.get("success") is False):
                 return
             said = str(parsed.get("message", said))[:300] if isinstance(parsed, dict) else said
-        if reply.is_success and "success" in reply.text.lower():  # vLLM answers with plain text
+        if reply.is_success and (not reply.text or "success" in reply.text.lower()):  # vLLM's replies are no JSON
             return
         raise ValueError(
             f"{self._at}: the server did not take new weights (/{path} with {body}, status {reply.status_code}:"
@@ -240,15 +267,22 @@ class RemoteEngine(contextlib.AbstractContextManager):
             asked = {"prompt": tokens, "n_predict": rollout.max_completion_tokens, "seed": seed % 2**32}
             asked |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
             reply = self._read_tokens(self._sent("POST", f"{self._place}/completion", body | asked))
+            # Tokens that end within a character have no log-prob; such a completion is unusable.
             values = [one.get("logprob") for one in reply.get("completion_probabilities") or ()]
             reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
             return [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]
-        body |= {"model": self._adapter or self.model, "prompt": tokens, "n": count, "seed": seed}
-        body |= {"max_tokens": rollout.max_completion_tokens, "logprobs": 0, "return_token_ids": True}
+        body |= {"n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens, "logprobs": 0}
         body |= {} if self.api == "recjax" else {"stop_token_ids": stops}
-        reply = self._read_tokens(self._sent("POST", "completions", body))
-        choices = reply.get("choices") if isinstance(reply, dict) else None
-        return [{**choice, "tag": reply.get("weight_version")} for choice in choices or () if isinstance(choice, dict)]
+        asked = {"model": self._adapter or self.model}
+        if self._takes_tokens:
+            path, asked = f"{self._place}{_GENERATE}", asked | {"token_ids": tokens, "sampling_params": body}
+        else:
+            path, asked = "completions", asked | body | {"prompt": tokens, "return_token_ids": True}
+        reply = self._read_tokens(self._sent("POST", path, asked))
+        tag = reply.get("weight_version")
+        if self.api == "vllm" and self._tag and not self._adapter:  # vLLM's replies do not name their weights
+            tag = self._read(self._sent("GET", f"{self._place}/weight_info")).get("weight_version")
+        return [{**choice, "tag": tag} for choice in reply.get("choices") or () if isinstance(choice, dict)]
 
     def _read_tokens(self, reply: httpx.Response) -> Any:
         if reply.status_code == 404 and self._adapter:

@@ -3,6 +3,7 @@
 A source gives groups to the queue, round by round. Groups of a store at rest join a step's batch directly.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine, merged
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
-from recjax.rollout.generators import Generators
-from recjax.rollout.remote import Address, LostWeightsError, RemoteEngine, read_keys
+from recjax.rollout.generators import AT_A_TIME, Generators
+from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
@@ -114,7 +116,7 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
             f" and this run has {jax.process_count()}; start a single process"
         )
     if run.config.regime.mode == "async":
-        return GeneratorSource(Generators(run.config.regime))
+        return GeneratorSource(EngineBatches(run) if run.config.rollout.engine else Generators(run.config.regime))
     if run.config.rollout.engine and run.own[0]:
         return EngineSource()
     return PolicySource(sample) if run.own[0] else Source()
@@ -228,65 +230,75 @@ def kept_records(run: Run, groups: list[Group]) -> list[Record]:
 # --- Another engine samples for the policy.
 
 
-class EngineSource(PolicySource):
-    """A server samples a batch when it is due, with weights that it gets before the batch."""
+class EngineSampler:
+    """Samples batches on a server, which gets new weights before a batch; a context.
 
-    def __init__(self):
+    Attributes:
+        counts: the pushes and the server's unusable replies, as metrics.
+    """
+
+    def __init__(self, run: Run):
         """Connects to no server yet."""
-        super().__init__(self._sample)
-        self._pushes = 0
+        self._run, self._pushes = run, 0
 
-    @contextlib.contextmanager
-    def opened(self, run: Run, state: State) -> Iterator[None]:
-        """Connects to the server. Its first batch gets the weights again, also after a resume."""
-        config = run.config
-        engine = config.rollout.engine
-        key = next(iter(read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")), None)
-        limits = engine.concurrency, engine.reply_seconds, engine.retries
-        address = Address(engine.url, engine.model, key, *limits, "rollout.engine.url")
-        with RemoteEngine(address, run.policy, config) as self._engine:
-            takes = {"recjax": True, "sglang": True, "vllm": config.model.lora is not None and config.model.path}
-            self._takes_weights = takes.get(self._engine.api, False)
-            if not (self._takes_weights or config.regime.offline):
-                remedy = "train adapters of a model (model.lora and model.path)" if self._engine.api == "vllm" else ""
-                raise ValueError(
-                    f"rollout.engine.url = {engine.url!r}: {self._engine.api or 'this server'} cannot take whole"
-                    f" weights over HTTP; {remedy}{' or ' * bool(remedy)}set regime.offline=true to train on samples"
-                    " from its own weights"
-                )
-            yield
+    def __enter__(self) -> "EngineSampler":
+        """Connects to the server. Its first batch gets the weights again, also after a resume.
 
-    def _sample(
-        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float] | None = None
-    ) -> tuple[list[Group], Grades]:
-        """Like `sample_batch`, with the server instead of recjax's engine."""
-        config, (count, group_size) = run.config, run.own
-        prompts, engine = batch_prompts(run.train, config, count, number, rates), self._engine
+        Raises:
+            ValueError: the server does not answer, or takes no weights although the sampler's weights change.
+        """
+        config = self._run.config
+        self._engine = engine = RemoteEngine.of_config(config, self._run.policy)
+        takes_adapters = engine.api == "vllm" and config.model.lora is not None and config.model.path is not None
+        self._takes_weights = engine.takes_folders or takes_adapters
+        if not (self._takes_weights or config.regime.offline):
+            engine.__exit__()
+            remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
+            raise ValueError(
+                f"rollout.engine.url = {config.rollout.engine.url!r}: {engine.api or 'this server'} cannot take whole"
+                f" weights over HTTP; {remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples"
+                " from its own weights"
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for replies to current requests."""
+        self._engine.__exit__(*exception)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The pushes and the server's unusable replies, as metrics."""
+        return {"engine/pushes": self._pushes, "engine/unusable": self._engine.left_out.total()}
+
+    def sample(self, prompts: Prompts, weights: dict, version: int, number: int) -> list[Group]:
+        """The groups of a batch, without grades; see `sample_batch`.
+
+        Raises:
+            ValueError: the server keeps losing the weights, or sends no usable replies.
+        """
+        config, (count, group_size), engine = self._run.config, self._run.own, self._engine
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
-        with run.phases.phase("sample"):
-            for tries in range(config.rollout.engine.retries, -1, -1):
-                try:
-                    if self._takes_weights and engine.version != version:
-                        self._push(run, weights, version)
-                    names = {"name": f"{number:06d}", "source": "policy", "version": version}
-                    groups = engine.sample_tokens(prompts, group_size, seed, **names)
-                    break
-                except LostWeightsError as error:
-                    if not tries:
-                        raise ValueError(
-                            f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
-                            " own that stays up"
-                        ) from error
-                    logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
-                    engine.version = None
-            return groups, submit(groups, prompts, run.grading)
+        for tries in range(config.rollout.engine.retries, -1, -1):
+            try:
+                if self._takes_weights and engine.version != version:
+                    self._push(weights, version)
+                names = {"name": f"{number:06d}", "source": "policy", "version": version}
+                return engine.sample_tokens(prompts, group_size, seed, **names)
+            except LostWeightsError as error:
+                if not tries:
+                    raise ValueError(
+                        f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
+                        " own that stays up"
+                    ) from error
+                logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
+                engine.version = None
 
-    def _push(self, run: Run, weights: dict, version: int) -> None:
-        config, decoder = run.config, run.policy.decoder.config
+    def _push(self, weights: dict, version: int) -> None:
+        config, decoder = self._run.config, self._run.policy.decoder.config
         place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
         folder, path = place / str(version), config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, run.frozen))
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, self._run.frozen))
         is_adapter = config.model.lora is not None and self._engine.api != "recjax" and path is not None
         if is_adapter:
             with whole_folder(folder) as partial:
@@ -296,7 +308,7 @@ class EngineSource(PolicySource):
             decoder = dataclasses.replace(decoder, lora=None)
             with tempfile.TemporaryDirectory() as base:
                 if path is None:
-                    write_base(Path(base), decoder, run.policy.tokenizer, run.policy.stop_ids)
+                    write_base(Path(base), decoder, self._run.policy.tokenizer, self._run.policy.stop_ids)
                 export_model(folder, decoder, params, model_folder(path) if path else Path(base))
         self._engine.push(folder, version, is_adapter)
         self._pushes += 1
@@ -304,10 +316,83 @@ class EngineSource(PolicySource):
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)
 
+
+class EngineSource(PolicySource):
+    """A server samples a batch when it is due."""
+
+    def __init__(self):
+        """Connects to no server yet."""
+        super().__init__(self._sample)
+
+    @contextlib.contextmanager
+    def opened(self, run: Run, state: State) -> Iterator[None]:
+        """Connects to the server."""
+        with EngineSampler(run) as self._sampler:
+            yield
+
+    def _sample(
+        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float] | None = None
+    ) -> tuple[list[Group], Grades]:
+        prompts = batch_prompts(run.train, run.config, run.own[0], number, rates)
+        with run.phases.phase("sample"):
+            groups = self._sampler.sample(prompts, weights, version, number)
+            return groups, submit(groups, prompts, run.grading)
+
     def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
-        """The server's unusable replies and the pushes so far."""
-        counts = {"engine/pushes": self._pushes, "engine/unusable": self._engine.left_out.total()}
-        return super().metrics(queue, groups, step) | counts
+        """The metrics of `PolicySource` and of the server."""
+        return super().metrics(queue, groups, step) | self._sampler.counts
+
+
+class EngineBatches(EngineSampler):
+    """Batches that a server samples one after another while the trainer trains, like `Generators`; a context.
+
+    The server gets the weights of a batch after the previous batch, so all tokens of a completion are from one version.
+
+    Attributes:
+        in_flight, waited_seconds: see `Generators`.
+    """
+
+    def __init__(self, run: Run):
+        """Connects to no server yet."""
+        super().__init__(run)
+        self._thread, self._futures = ThreadPoolExecutor(1, thread_name_prefix="batches"), {}
+        self.in_flight, self.waited_seconds = {}, 0.0
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for replies to current requests, and samples no more batches."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        super().__exit__(*exception)
+        self._thread.shutdown()
+
+    def publish(self, version: int, weights: dict) -> None:
+        """Sets the weights, held on the host, for batches issued from here on."""
+        self._newest = version, weights
+
+    def issue(self, number: int) -> None:
+        """Samples a batch after all batches that were issued before."""
+        prompts = batch_prompts(self._run.train, self._run.config, self._run.own[0], number)
+        version, weights = self._newest
+        self.in_flight = {**self.in_flight, number: version}
+        self._futures[number] = prompts, self._thread.submit(self.sample, prompts, weights, version, number)
+
+    @property
+    def are_busy(self) -> bool:
+        """True if a batch waits for another batch."""
+        return len(self.in_flight) >= AT_A_TIME
+
+    def receive(self, wait: bool) -> list[tuple[int, tuple[list[Group], Grades]]]:
+        """Number, groups and pending grades of every batch that is done; see `Generators.receive`."""
+        began, futures = time.monotonic(), self._futures
+        if wait:
+            concurrent.futures.wait([future for _, future in futures.values()], return_when=FIRST_COMPLETED)
+            self.waited_seconds += time.monotonic() - began
+        done, received = [number for number, (_, future) in futures.items() if future.done()], []
+        for number in done:
+            prompts, future = futures.pop(number)
+            groups = future.result()
+            received.append((number, (groups, submit(groups, prompts, self._run.grading))))
+        self.in_flight = {number: version for number, version in self.in_flight.items() if number not in done}
+        return received
 
 
 # --- Generators sample numbered batches, which arrive in any order.
@@ -316,13 +401,13 @@ Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters 
 
 
 class GeneratorSource(Source):
-    """Other processes sample, at the same time as the updates.
+    """Other processes or a server sample, at the same time as the updates.
 
     Attributes:
-        generators: the processes.
+        generators: the processes, or the server.
     """
 
-    def __init__(self, generators: Generators):
+    def __init__(self, generators: Generators | EngineBatches):
         """Starts no process."""
         self.generators, self._published = generators, None
 
@@ -334,7 +419,9 @@ class GeneratorSource(Source):
         """
         in_flight = state.source.get("in_flight", [])
         with self.generators as generators:
-            generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
+            if isinstance(generators, Generators):
+                frozen = params_on_host(run.frozen)
+                generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, frozen)
             self.begin_step(run, state)
             issued = state.queue.counts["batches"] + len(in_flight)
             if run.record and hosts.is_first():
@@ -390,7 +477,7 @@ class GeneratorSource(Source):
         return {
             "generators/waited_seconds": self.generators.waited_seconds,
             "generators/in_flight": len(self.generators.in_flight),
-            "generators/restarts": self.generators.restarts,
+            **self.generators.counts,
             **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
         }
 

@@ -189,7 +189,8 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
     assert sets_to_lists({name: np.asarray(one) for name, one in bits.items()}) == [[0, 2]]
     for wrong in (None, {}, [[2], [7]], [[2], [7], [1]], [[2], [7], ["4", 4]], [[2], [7], [4, -1]], [[2], 7, [4]]):
         assert sets_from_lists(wrong, tokens, 3) == {}
-    assert sets_from_lists(lists, tokens, 0) == {}
+    assert sets_from_lists(lists, tokens, 0) == {} and sets_from_lists([[], [], []], tokens, 3) == {}
+    assert sets_from_lists([[5, 2], [], [4]], tokens, 3)["kept_ids"].tolist() == [[5, 2], [-1, -1], [4, -1]]
 
 
 TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)

@@ -1,22 +1,34 @@
 """Another server as the rollout engine: unusable replies, lost weights, pushed weights, and a real server."""
 
 import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+import venv
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from recjax.config import RegimeConfig, load_config
+from recjax.config.experience import EngineConfig
 from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
-from recjax.models.decoder import init_params
+from recjax.models.decoder import Decoder, init_params
 from recjax.rollout import remote
 from recjax.rollout.remote import Address, LostWeightsError, RemoteEngine
 from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.metrics import read_metrics
+from recjax.training.run import Run
+from recjax.training.sources import EngineSampler
+from tests.commands import ROOT
 from tests.serving.some_server import POLICY, SHAPE, listening, post, serve
 from tests.test_remote_experience import config, fake, policy_of
 from tests.training.tiny_run import TINY, train
@@ -163,26 +175,240 @@ def test_a_server_takes_pushed_weights_whole_or_not_at_all(tmp_path):
         assert client.post(url, json=body).status_code == 403
 
 
-@pytest.mark.slow
-def test_another_recjax_server_is_an_exact_engine(tmp_path, monkeypatch):
-    from recjax.config import load_config
-    from recjax.models.decoder import Decoder
-
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    """A function from settings to the config of a run that a second server, with other weights, samples for."""
     monkeypatch.setenv("RECJAX_API_KEY", KEY)
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    config = load_config(path, [f"output={tmp_path / 'run'}", "model.dtype=float32", "training.steps=4"])
-    policy = policy_of(config)
+    policy = policy_of(load_config(path, ["model.dtype=float32"]))
     policy = policy._replace(decoder=Decoder(policy.decoder.config))
     params = init_params(policy.decoder.config, jax.random.key(5))
     options = {"policy": policy, "params": params, "pushed": pushed_reader(tmp_path, policy)}
     with listening(None, guarded=Guarded((KEY,)), **options) as (port, _):
-        url = f"rollout.engine=http://127.0.0.1:{port}"
-        rows = train(load_config(path, [f"output={tmp_path / 'run'}", "model.dtype=float32", "training.steps=4", url]))
-        assert [row["engine/pushes"] for row in rows[1:]] == [1, 2, 3, 4]
-        for row in rows[1:]:
-            assert row["staleness"] == 0
-            assert abs(row["ratio/max"] - 1) < 1e-4 and abs(row["ratio/q01"] - 1) < 1e-4
-        # A resumed run gives its weights again.
-        rows = train(load_config(path, [f"output={tmp_path / 'run'}", "model.dtype=float32", "training.steps=6", url]))
-        assert rows[5]["engine/pushes"] == 1 and abs(rows[5]["ratio/max"] - 1) < 1e-4
+        settings = [f"output={tmp_path / 'run'}", "model.dtype=float32", f"rollout.engine=http://127.0.0.1:{port}"]
+        yield lambda *more: load_config(path, [*settings, *more])
+
+
+@pytest.mark.slow
+def test_another_recjax_server_is_an_exact_engine(loaded):
+    rows = train(loaded("training.steps=4"))
+    assert [row["engine/pushes"] for row in rows[1:]] == [1, 2, 3, 4]
+    for row in rows[1:]:
+        assert row["staleness"] == 0
+        assert abs(row["ratio/max"] - 1) < 1e-4 and abs(row["ratio/q01"] - 1) < 1e-4
+    # A resumed run gives its weights again.
+    rows = train(loaded("training.steps=6"))
+    assert rows[5]["engine/pushes"] == 1 and abs(rows[5]["ratio/max"] - 1) < 1e-4
+
+
+@pytest.mark.slow
+def test_an_engine_samples_while_the_run_trains(loaded, tmp_path):
+    regime = "regime.mode=async", "regime.max_staleness=2"
+    rows = train(loaded("training.steps=8", *regime))[1:]
+    assert len(rows) == 8 and all(0 <= row["staleness"] <= 2 for row in rows)
+    assert max(row["staleness"] for row in rows) > 0 and rows[-1]["engine/pushes"] > 1
+    # A fresh batch has ratio 1, as each completion is from the pushed weights that its version names.
+    assert all(abs(row["ratio/max"] - 1) < 1e-4 for row in rows if row["staleness"] == 0)
+    rows = train(loaded("training.steps=10", *regime))[9:]  # resumed
+    assert len(rows) == 2 and rows[0]["engine/pushes"] == 1 and all(row["staleness"] <= 2 for row in rows)
+    waiting = train(loaded("training.steps=2", *regime[:1], "regime.max_staleness=0", f"output={tmp_path / 'waiting'}"))
+    assert all(row["staleness"] == 0 and abs(row["ratio/max"] - 1) < 1e-4 for row in waiting[1:])
+
+
+def scripted_engine(api, config, policy, replies, calls, has_tokens=False):
+    """A server of the given software; `replies` by path, in the shapes that its documentation has."""
+
+    def answer(path, body):
+        if body is not None:
+            calls.append((path, body))
+        reply = replies.get(path, lambda body: (404, {"detail": "Not Found"}))
+        return reply(body) if callable(reply) else (200, reply)
+
+    return fake(answer, owner=api, posts=(remote._GENERATE,) if has_tokens else ())
+
+
+def vllm_choice(tokens, logprobs, index=0, reason="stop"):
+    """A choice of vLLM's /inference/v1/generate: log-probs as in chats, whose tokens are named by id."""
+    content = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in zip(tokens, logprobs, strict=True)
+    ]
+    more = {"logprobs": {"content": content}, "finish_reason": reason, "routed_experts": None}
+    return {"index": index, "token_ids": tokens} | more
+
+
+def sglang_reply(tokens, logprobs, reason="stop", tag="default"):
+    """One completion of SGLang's /generate."""
+    finish = {"type": "length", "length": 3} if reason == "length" else {"type": "stop", "matched": tokens[-1]}
+    values = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
+    meta = {"id": "1", "finish_reason": finish, "prompt_tokens": 4, "weight_version": tag, "cached_tokens": 0}
+    return {"text": "", "output_ids": tokens, "meta_info": meta | {"output_token_logprobs": values}}
+
+
+def llamacpp_reply(tokens, logprobs, reason="eos"):
+    """A reply of llama.cpp's /completion; `logprobs` may be short, as llama.cpp gives none to half a character."""
+    values = [
+        {"id": token, "token": "", "bytes": [], "logprob": value, "top_logprobs": []}
+        for token, value in zip(tokens, logprobs, strict=False)
+    ]
+    more = {"stop": True, "stop_type": reason, "truncated": False, "tokens_predicted": len(tokens)}
+    return {"index": 0, "content": "", "tokens": tokens, "completion_probabilities": values} | more
+
+
+RIGHT, BROKEN = [-1.0, -2.0, -3.0], [-1.0, -9999.0, -3.0]
+FORMS = {  # software: a path, a reply with two completions from tokens and log-probs, and a reply without ids
+    "vllm": (
+        remote._GENERATE,
+        lambda *values: {"request_id": "1", "choices": [vllm_choice(*values, place) for place in range(2)]},
+        {"request_id": "1", "choices": [{"index": 0, "logprobs": None, "finish_reason": "stop", "token_ids": None}]},
+    ),
+    "sglang": ("/generate", lambda *values: [sglang_reply(*values)] * 2, [{"text": "7", "meta_info": {}}]),
+    "llamacpp": ("/completion", llamacpp_reply, {"content": "7", "stop_type": "eos"}),
+}
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_replies_of_other_software_are_read_in_their_own_form(config, api):
+    policy, (path, form, without_ids), calls = policy_of(config), FORMS[api], []
+    tokens = choice_of(policy)["token_ids"]
+    bad = [without_ids, form(tokens, BROKEN), form(tokens * 2, RIGHT * 2)]
+    bad += [form([10**6, *tokens[1:]], RIGHT), form(tokens[:1], RIGHT[:1])]
+    bad += [form(tokens, RIGHT[:2])] if api == "llamacpp" else []
+    replies = iter(bad)
+    reply = {path: lambda body: (200, next(replies, form(tokens, RIGHT)))}
+    prompts = prompts_of(config, policy).take(np.arange(1))
+    names = {"name": "1", "source": "policy", "version": 4}
+    with scripted_engine(api, config, policy, reply, calls, has_tokens=api == "vllm") as url:
+        with engine_of(url, config, policy, retries=len(bad)) as engine:
+            (group,) = engine.sample_tokens(prompts, 2, 7, **names)
+            assert engine.api == api and sum(engine.left_out.values()) >= len(bad)
+    assert {called for called, _ in calls} == {path}
+    for one in group.completions:
+        assert one.rows[0].tokens.tolist() == tokens and one.rows[0].behavior_logprobs.tolist() == RIGHT
+    prefix, body = prompts.tokens[0][prompts.mask[0]].tolist(), calls[0][1]
+    asked = body.get("sampling_params", body)
+    assert body.get("token_ids", body.get("input_ids", body.get("prompt"))) == prefix
+    assert asked.get("max_tokens", asked.get("max_new_tokens", asked.get("n_predict"))) == 3
+    assert asked["temperature"] == 1.0 and asked["top_p"] == 1.0
+    assert api == "llamacpp" or asked["stop_token_ids"] == list(policy.stop_ids)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, api):
+    policy, calls, tags = policy_of(config), [], ["default"]
+    tokens = choice_of(policy)["token_ids"]
+    (path, form, _), prompts = FORMS[api], prompts_of(config, policy)
+
+    def took(body):
+        tags.append(body.get("new_version") or body["weight_version"])
+        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def sampled(body):
+        return 200, [sglang_reply(tokens, RIGHT, tag=tags[-1])] * 2 if api == "sglang" else form(tokens, RIGHT)
+
+    replies = {
+        "/collective_rpc": {"results": [None]},
+        "/reset_prefix_cache?reset_running_requests=true": lambda body: (200, None),
+        "/update_weight_version": took,
+        "/update_weights_from_disk": took,
+        "/weight_info": lambda body: (200, {"weight_version": tags[-1]}),
+        path: sampled,
+    }
+    names = {"name": "1", "source": "policy", "version": 5}
+    with scripted_engine(api, config, policy, replies, calls, has_tokens=api == "vllm") as url:
+        with engine_of(url, config, policy) as engine:
+            assert engine.takes_folders
+            engine.push(Path("/there/5"), 5, False)
+            assert len(engine.sample_tokens(prompts, 2, 0, **names)) == 2
+            tags.append("default")  # it restarted
+            with pytest.raises(LostWeightsError, match="'default', which this run did not push"):
+                engine.sample_tokens(prompts, 2, 0, **names)
+    bodies = dict(reversed(calls))
+    if api == "vllm":
+        assert bodies["/collective_rpc"] == {"method": "reload_weights", "kwargs": {"weights_path": "/there/5"}}
+        assert [called for called, _ in calls[:3]] == [*replies][:3]
+    else:
+        assert bodies["/update_weights_from_disk"]["model_path"] == "/there/5"
+
+
+def test_sglang_and_vllm_name_the_adapter_in_each_request(config):
+    policy = policy_of(config)
+    tokens, prompts = choice_of(policy)["token_ids"], prompts_of(config, policy).take(np.arange(1))
+    for api, prefix in (("vllm", "/v1"), ("sglang", "")):
+        path, form, _ = FORMS[api]
+        calls, done = [], "Success: LoRA adapter 'a' added successfully." if api == "vllm" else {"success": True}
+        replies = {f"{prefix}/{name}_lora_adapter": done for name in ("load", "unload")}
+        replies |= {path: form(tokens, RIGHT), "/weight_info": lambda body: (404, {"detail": "Not Found"})}
+        with scripted_engine(api, config, policy, replies, calls, has_tokens=api == "vllm") as url:
+            with engine_of(url, config, policy) as engine:
+                assert engine.takes_folders == (api == "sglang")
+                for version in (5, 6):
+                    engine.push(Path(f"/there/{version}"), version, True)
+                    engine.sample_tokens(prompts, 2, 0, name="1", source="policy", version=version)
+        loads = [body for called, body in calls if called.endswith("/load_lora_adapter")]
+        assert [body["lora_path"] for body in loads] == ["/there/5", "/there/6"]
+        sampled = [body for called, body in calls if called == path]
+        named = [body["model"] if api == "vllm" else body["lora_path"] for body in sampled]
+        assert named == [body["lora_name"] for body in loads]
+        assert [body["lora_name"] for called, body in calls if "unload" in called] == named[:1]
+
+
+@pytest.mark.parametrize(
+    ("api", "remedy"), [("vllm", "DEV_MODE=1, or train .*, or set regime"), ("llamacpp", "; set regime")]
+)
+def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api, remedy):
+    def answer(path, body):
+        return 404, {"detail": "Not Found"}
+
+    with fake(answer, owner=api) as url:
+        engine = EngineConfig(url=url, retries=0)
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+        run = Run(config, policy_of(config), None, None, None, None)
+        with pytest.raises(ValueError, match=f"{api} cannot take whole weights over HTTP.*{remedy}"):
+            EngineSampler(run).__enter__()
+        offline = config.model_copy(update={"regime": RegimeConfig(offline=True)})
+        with EngineSampler(run._replace(config=offline)) as sampler:
+            assert sampler.counts == {"engine/pushes": 0, "engine/unusable": 0}
+
+
+@pytest.fixture
+def llama_cpp(tmp_path):
+    """URL of llama.cpp's server on SmolLM2's quantized weights, from an environment of its own."""
+    from experiments.smollm2 import packaged_gguf
+
+    venv.create(tmp_path / "llama", with_pip=True)
+    python = tmp_path / "llama" / "bin" / "python"
+    done = subprocess.run([python, "-m", "pip", "install", "-q", "xllamacpp"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install xllamacpp: {done.stderr.strip()[-300:]}")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [python, ROOT / "experiments" / "llama_cpp_server.py", packaged_gguf(), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_smollm2_learns_from_the_samples_of_llama_cpp(smollm2_folder, llama_cpp, tmp_path):
+    """The samples are from quantized weights that never change: the report and the ratios say how far away they are."""
+    settings = [f"model.path={smollm2_folder}", f"rollout.engine={llama_cpp}"]
+    unset = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # set for tests, which compute little
+    variables = {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": str(ROOT)}
+    file = ROOT / "experiments" / "llama_cpp.yaml"
+    for name in ("numerics", "train"):
+        flags = ["--config", file, *(["--engine_only"] if name == "numerics" else [])]
+        command = [sys.executable, "-m", f"recjax.{name}", *flags, *settings, f"output={tmp_path / name}"]
+        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    (apart,) = json.loads((tmp_path / "numerics/numerics.json").read_text())["cases"]
+    assert apart["case"] == "rollout.engine, llamacpp" and apart["passes"] is None
+    assert 1e-4 < apart["kl"] < 0.05 and 0.8 < apart["mean_ratio"] < 1.2
+    rows = read_metrics(tmp_path / "train" / "metrics.jsonl")
+    assert [row["staleness"] for row in rows[1:]] == [*range(len(rows) - 1)]
+    assert rows[-1]["engine/pushes"] == 0 and rows[-1]["engine/unusable"] < 0.05 * 64 * len(rows)
+    assert 0.9 < rows[1]["effective_sample_size"] < 0.9999 and rows[1]["ratio/q01"] < 0.95 < 1.05 < rows[1]["ratio/max"]
+    assert rows[-1]["evaluation/accuracy"] > rows[0]["evaluation/accuracy"] + 0.05

@@ -251,6 +251,7 @@ def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
 def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(generators.importlib.util, "find_spec", lambda name: None)
     generators.require_ray(tiny("run"))
+    generators.require_ray(tiny("run", *ASYNC, "rollout.engine=http://127.0.0.1:9"))
     with pytest.raises(ValueError, match=r"pip install -e \"\.\[async\]\""):
         generators.require_ray(tiny("run", *ASYNC))
 
