@@ -190,12 +190,13 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     else:
         require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
         # The config of the run determines the policy, the config of the command the prompts.
-        _, policy, params, version, _ = open_checkpoint(Path(run), step)
+        opened = open_checkpoint(Path(run), step)
+        policy, params, version = opened.policy, opened.params, opened.version
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
-        sampler = sampler._replace(agents=Agents(config, policy) if config.task.agent else None)
+        sampler = sampler._replace(agents=Agents(config, policy, opened.older_params) if config.task.agent else None)
         params = put_params(params)
     return sampler, for_sampling(sampler.policy, params), version
 

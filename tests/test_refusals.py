@@ -14,6 +14,9 @@ TURNS = "algorithm.advantage={name: turn_returns}"
 SHOWN = ["model={decoder: ~, path: base}", "warm_start.demonstrations=shown.jsonl"]
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 
+SEATS = [*AGENT, "task.seats={a: policy, b: initial, c: 3, d: 'a:b'}"]
+BOTH = [*SEATS, "task.train_seats=[a, b]"]
+
 # One override, a list of them, and parts of the message.
 CASES = [
     # Keys and values.
@@ -193,6 +196,26 @@ CASES = [
         "task.environment = None: is required with task.agent = environment; set it: module:class",
     ),
     ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
+    ("task.seats={a: policy}", "task.seats = {'a': 'policy'}: applies only with task.agent; set it"),
+    (
+        [*AGENT, "task.seats={a: me}"],
+        "task.seats.a = 'me': takes policy, initial, a number of steps, or module:function",
+    ),
+    ([*SEATS, "task.keep={}"], "task.seats = {'a': 'policy'", "does not work with task.keep; remove one of them"),
+    ([*AGENT, "task.seats={a: initial}"], "task.seats = {'a': 'initial'}: the policy plays no seat; set one to policy"),
+    ([*AGENT, "task.seats={a: policy, b: 4}"], "task.seats.b = 4: must be a multiple of training.checkpoint_every = 3"),
+    ([*AGENT, "task.train_seats=[a]"], "task.train_seats = ['a']: applies only with task.seats; set it"),
+    (
+        [*SEATS, "task.train_seats=[a, a]"],
+        "task.train_seats = ['a', 'a']: names seats of task.seats, each once: a, b, c, d",
+    ),
+    ([*SEATS, "task.train_seats=[x]"], "task.train_seats = ['x']: names seats of task.seats, each once"),
+    ([*SEATS, "task.train_seats=[a, d]"], "task.train_seats = ['a', 'd']: a script plays one of them", "remove it"),
+    ([*BOTH, "rollout.prompts_per_step=5"], "rollout.prompts_per_step = 5: must be a multiple of the 2 seats to train"),
+    (
+        [*BOTH, *ASYNC],
+        "task.train_seats = ['a', 'b']: does not work with regime.max_staleness, which the frozen weights",
+    ),
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
     # Sampling and staleness.

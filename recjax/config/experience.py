@@ -59,7 +59,7 @@ class EngineConfig(ConfigBlock):
 class RolloutConfig(ConfigBlock):
     """Sampling of completions."""
 
-    prompts_per_step: Int = key(16, "Prompts in a batch", ge=1)
+    prompts_per_step: Int = key(16, "Prompts in a batch; with task.seats, pairs of a prompt and a trained seat", ge=1)
     group_size: Int = key(8, "Completions of each prompt", ge=1)
     max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the data's longest prompt", ge=1)
     long_prompts: Literal["refuse", "drop"] = key(
@@ -146,8 +146,7 @@ class ReplayConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """A buffer that cannot give a batch its groups, and one of a store that does not grow."""
-        mix, sampled = config.experience.mix, config.rollout.prompts_per_step
-        sampled -= round(mix.share * sampled) if mix and mix.of == "batch" else 0
+        sampled = config.sampled_groups
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
         least, limit = config.training.updates - 1, self.max_staleness

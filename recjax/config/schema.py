@@ -410,6 +410,12 @@ class Config(ConfigBlock):
         """True if a batch row is a whole sequence, and a completion may have several rows."""
         return self.task.agent is not None or self.follows
 
+    @property
+    def sampled_groups(self) -> int:
+        """Number of groups in a batch that come from no store, in a run that samples."""
+        count, mix = self.rollout.prompts_per_step, self.experience and self.experience.mix
+        return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
+
     def micro_batches(self, positions: int, shards: int = 1) -> int:
         """Number of micro-batches of a step whose completions are not packed.
 

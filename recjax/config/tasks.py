@@ -1,13 +1,13 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from recjax.algorithms.options import did_you_mean
-from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key
+from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key, value_of
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym import check_gym
 
@@ -91,6 +91,14 @@ class ReasoningGymTask(ConfigBlock):
 
 def _no_agent(text: str) -> str | None:
     return None if text in ("tools", "environment") or ":" in text else "takes module:function, tools or environment"
+
+
+POLICY, INITIAL = "policy", "initial"
+
+
+def _no_seat(value: str | int) -> str | None:
+    is_known = value >= 1 if isinstance(value, int) else value in (POLICY, INITIAL) or ":" in value
+    return None if is_known else "takes policy, initial, a number of steps, or module:function"
 
 
 class OneTask(ConfigBlock):
@@ -250,6 +258,14 @@ class TaskConfig(OneTask):
     agent_failure_reward: Float | None = key(
         None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
     )
+    seats: dict[str, checked(Int | str, _no_seat)] = key(
+        dict,
+        "Seats by name, for agents that call policy.seat(name), and who plays them. policy: the policy; initial: the"
+        " policy before the first step; N: the policy after the last step that N divides; module:function: a script",
+        needs="task.agent",
+        excludes="task.agent = tools or task.agent = environment or task.keep or task.curriculum",
+    )
+    train_seats: list[str] = key(list, "Seats to train on; empty: those that the policy plays", needs="task.seats")
     tools: list[Place] = key(
         list,
         "module:function of each tool that the model may call; tools run in grading.workers",
@@ -294,10 +310,47 @@ class TaskConfig(OneTask):
         names = (task.reward_name() for task in self.tasks().values())
         return ", ".join(dict.fromkeys(names)) if self.mixture else super().reward_name()
 
+    @property
+    def trained_seats(self) -> list[str]:
+        """The seats to train on; without seats, the agent's only one, with the name ""."""
+        of_policy = [name for name, player in self.seats.items() if player == POLICY]
+        return (self.train_seats or of_policy) if self.seats else [""]
+
+    def seat_version(self, seat: str, version: int) -> int:
+        """Optimizer updates of the weights that play a seat, other than a script's.
+
+        Args:
+            version: optimizer updates of the sampler's weights.
+        """
+        player = self.seats.get(seat, POLICY)
+        steps = {POLICY: 1, INITIAL: version + 1}.get(player, player)
+        return version // steps * steps
+
+    def older_versions(self, versions: Iterable[int]) -> set[int]:
+        """Versions of frozen weights that play a seat while the sampler's weights have one of `versions`."""
+        frozen = [name for name, player in self.seats.items() if player == INITIAL or isinstance(player, int)]
+        return {self.seat_version(name, version) for name in frozen for version in versions}
+
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Refuses unknown rewards, and settings that nothing would read."""
+        """Refuses unknown rewards, seats that cannot be played or trained, and settings that nothing would read."""
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
+        every, trained, place = config.training.checkpoint_every, self.trained_seats, "task.train_seats"
+        for name, player in self.seats.items():
+            problem = f"must be a multiple of training.checkpoint_every = {every}, as checkpoints have its weights"
+            yield isinstance(player, int) and player % every, f"task.seats.{name}", problem
+        problem = f"names seats of task.seats, each once: {', '.join(self.seats)}; remove the others"
+        yield len({*trained} & {*(self.seats or [""])}) < len(trained), place, problem
+        players = [self.seats.get(name, POLICY) for name in trained]
+        problem = "a script plays one of them, whose replies have no log-probs; remove it"
+        yield any(":" in str(player) for player in players), place, problem
+        yield not trained, "task.seats", "the policy plays no seat; set one to policy, or name one in task.train_seats"
+        problem = f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups"
+        yield trained and config.sampled_groups % len(trained), "rollout.prompts_per_step", problem
+        limits = ("regime.max_staleness", "experience.replay.max_staleness")
+        bound = next((name for name in limits if value_of(config, name) is not None), None)
+        problem = f"does not work with {bound}, which the frozen weights of such a seat exceed; remove one of them"
+        yield bound and any(player != POLICY for player in players), place, problem
 
 
 def named_task(value: Any) -> Any:

@@ -86,7 +86,7 @@ class Completion(NamedTuple):
     version_runs: pairs (policy version, number of tokens) for the sampled tokens of all rows in order, if the weights
         changed during sampling; empty: all tokens have `policy_version`.
     turns: turns of an agent's trajectory, in order; empty: the tokens of its only row are a single turn.
-    metadata: JSON values from the source, by name.
+    metadata: JSON values from the source, by name; `task` of a mixture, `seat` of an agent with seats.
     """
 
     id: str
@@ -120,6 +120,11 @@ class Group(NamedTuple):
     completions: tuple[Completion, ...]
     prompt: str | list[dict[str, str]]
     answer: str | None = None
+
+    @property
+    def seat(self) -> str | None:
+        """The seat of an agent that sampled the completions; None without seats."""
+        return next((one.metadata.get("seat") for one in self.completions), None)
 
 
 def completion_turns(completion: Completion) -> tuple[Turn, ...]:

@@ -188,11 +188,11 @@ class ByPrompt:
         self._groups, self._keys = groups, keys[self._order]
 
     def get(self, group: Group) -> list[Completion]:
-        """The completions of all groups with the prompt of a group; empty if no completion has it."""
+        """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
         content = self._content(group)
         begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = [self._groups[place] for place in self._order[begin:end]]
-        groups = [other for other in groups if self._content(other) == content]
+        groups = [other for other in groups if self._content(other) == content and other.seat == group.seat]
         return [one for other in groups for one in other.completions if one.grade]
 
 

@@ -420,7 +420,8 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
-        problems, taken = len(result.task.train), rollout.prompts_per_step / updates
+        problems, seats = len(result.task.train), len(config.task.trained_seats)
+        taken = rollout.prompts_per_step / seats / updates
         print_line(
             f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"
             f" {problems / taken:.1f} steps an epoch, {steps * taken / problems:.2f} epochs in {steps} steps"

@@ -1,7 +1,9 @@
 """The policy as an agent uses it: the agent requests replies, and recjax records them as its trajectory."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,8 +70,65 @@ def is_reward(value: Any) -> bool:
         return False
 
 
+class Seats:
+    """The seats of an agent, which gets this object instead of a policy if `task.seats` has any; and its time limit.
+
+    Attributes:
+        players: the seats by name.
+        timeout: the time limit, whose clock stands still while tasks wait for replies in any seat.
+    """
+
+    def __init__(self):
+        """Has no seats and no time limit yet."""
+        self.players: dict[str, AgentPolicy | Script] = {}
+        self.timeout: asyncio.Timeout | None = None
+        self._left, self._waiting, self._ended = 0.0, set[asyncio.Task](), False
+
+    def seat(self, name: str) -> "AgentPolicy | Script":
+        """Returns a seat, which has the methods of a policy; its replies are a trajectory of its own.
+
+        Raises:
+            ValueError: `task.seats` has no such seat.
+        """
+        if name not in self.players:
+            known = ", ".join(filter(None, self.players)) or "no seats"
+            raise ValueError(f"policy.seat({name!r}): task.seats has {known}; add {name} there")
+        return self.players[name]
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuses the use of the policy without a seat, with the remedy."""
+        raise AttributeError(f"policy.{name}: the agent has seats; call policy.seat(name).{name}")
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """A context in which the current task waits for a reply.
+
+        Raises:
+            asyncio.CancelledError: the agent has ended or reached its time limit.
+        """
+        if self._ended or self.timeout.expired():
+            raise asyncio.CancelledError("this agent has ended or reached its time limit")
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        if not self._waiting:
+            self._left = self.timeout.when() - loop.time()
+            self.timeout.reschedule(None)
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+            if not self._waiting and not self._ended:
+                self.timeout.reschedule(loop.time() + self._left)
+
+    def end(self) -> None:
+        """Cancels waiting requests: their slots are free in the next round, and the trajectories get no more turns."""
+        self._ended = True
+        for task in self._waiting:
+            task.cancel()
+
+
 class AgentPolicy:
-    """The policy for one agent. The agent may request replies one after another or concurrently."""
+    """The policy for one seat of an agent. The agent may request replies one after another or concurrently."""
 
     def __init__(
         self,
@@ -79,6 +138,7 @@ class AgentPolicy:
         config: Config,
         keys: UInt32[np.ndarray, "turns words"],
         template: Mapping[str, Any] = MappingProxyType({}),
+        seats: Seats | None = None,
     ):
         """Stores the engine and everything that sampling needs.
 
@@ -86,14 +146,14 @@ class AgentPolicy:
             config: limits of replies, of prompts with their replies, and of the number of replies.
             keys: key data of each turn.
             template: variables that the problem gives the chat template, including `tools`.
+            seats: all seats of the agent; None: this one only.
         """
         self._live, self._policy, self._sampling = live, policy, sampling
         self._config, self._keys, self._template, self._asked = config, keys, template, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
         self.rewards: dict[int, float] = {}  # by turn
-        # The agent's time limit. The clock stands still while tasks wait for the policy.
-        self.clock: asyncio.Timeout | None = None
-        self._left, self._waiting, self._ended = 0.0, set[asyncio.Task](), False
+        self.seats = seats or Seats()
+        self.seat = self.seats.seat
 
     async def chat(
         self,
@@ -156,29 +216,12 @@ class AgentPolicy:
             raise TurnsSpent(f"task.agent_turns = {turns}")
         turn, self._asked = self._asked, self._asked + 1
         limit = min(longest, max_tokens or longest)
-        if self._ended or self.clock.expired():
-            raise asyncio.CancelledError("this agent has ended or reached its time limit")
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        if not self._waiting:
-            self._left = self.clock.when() - loop.time()
-            self.clock.reschedule(None)
-        self._waiting.add(task)
-        try:
+        with self.seats.standing_still():
             sampled = await self._live.sample(Request(ids, self._keys[turn], limit, self._sampling))
-        finally:
-            self._waiting.discard(task)
-            if not self._waiting and not self._ended:
-                self.clock.reschedule(loop.time() + self._left)
         sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
-
-    def stop(self) -> None:
-        """Cancels waiting requests: their slots are free in the next round, and the trajectory gets no more turns."""
-        self._ended = True
-        for task in self._waiting:
-            task.cancel()
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Gives a reply a reward, which is added to the agent's return value; several rewards of one reply add up.
@@ -200,3 +243,31 @@ class AgentPolicy:
     def rewarded(self) -> float | None:
         """The sum of all rewards of turns, in order of the turns; None if the agent gave no reward."""
         return sum(self.rewards[turn] for turn in sorted(self.rewards)) if self.rewards else None
+
+
+class Script:
+    """A seat that a function plays: `function(prompt, generator)` returns a reply, which is not recorded."""
+
+    def __init__(self, function: Callable, keys: UInt32[np.ndarray, "turns words"]):
+        """Stores the function and the key data of each turn, which seeds its `random.Random` generator."""
+        self._function, self._keys, self._asked = function, keys, 0
+
+    async def complete(self, prompt: Any, **options: Any) -> Reply:
+        """Returns the function's reply to a prompt or to messages, without tokens; ignores options of sampling.
+
+        Raises:
+            TurnsSpent: the agent has had all its replies.
+            TypeError: the function returned no text.
+        """
+        turn, self._asked = self._asked, self._asked + 1
+        if turn == len(self._keys):
+            raise TurnsSpent(f"task.agent_turns = {turn}")
+        text = self._function(prompt, random.Random(self._keys[turn].tobytes()))
+        if not isinstance(text, str):
+            raise TypeError(f"the script {self._function.__name__} returned {text!r:.200}; return a text")
+        return Reply(text, text, np.zeros(0, np.int32), np.zeros(0, np.int32), False, turn)
+
+    chat = complete
+
+    def reward(self, value: float, reply: Reply | None = None) -> None:
+        """Does nothing, because scripts are not trained."""

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +16,20 @@ import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.algorithms.options import described
-from recjax.config import Config
+from recjax.config import Config, TaskConfig
+from recjax.config.tasks import POLICY
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent, is_reward
+from recjax.rollout.agent_policy import (
+    AgentPolicy,
+    ContextFull,
+    InvalidReward,
+    Script,
+    Seats,
+    TurnsSpent,
+    is_reward,
+)
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -51,12 +62,18 @@ _LAST = 2**32 - 1
 
 
 class Tried(NamedTuple):
-    """The result of one agent: its policy, its return value, and the kind and words of its failure, or None and ""."""
+    """The result of one seat of an agent; an agent without seats has one, with the name "".
+
+    policy: the seat's policy, with its trajectory.
+    returned: the agent's return value for the seat.
+    failure, words: the kind and words of the agent's failure, or None and "".
+    """
 
     policy: AgentPolicy
     returned: Any
     failure: str | None
     words: str
+    seat: str
 
     @property
     def needs_reward(self) -> bool:
@@ -71,11 +88,12 @@ class Agents(contextlib.AbstractContextManager):
     sleeping without `await`, holds up all agents, and recjax cannot end it.
     """
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: Policy, older_params: Callable[[int], dict] | None = None):
         """Loads the agent and its tools.
 
         Args:
             policy: policy before adapters are added.
+            older_params: reads all parameters after an earlier step, in the compute dtype, for frozen seats.
         Raises:
             ValueError: the agent or a tool cannot be loaded, or the run has several processes.
         """
@@ -89,6 +107,9 @@ class Agents(contextlib.AbstractContextManager):
         self._config, self.last_failure = config, ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
+        places = {name: player for name, player in task.seats.items() if ":" in str(player)}
+        self._scripts = {name: named(f"task.seats.{name}", place) for name, place in places.items()}
+        self.older_params, self._older = older_params, dict[int, dict]()
 
     def __exit__(self, *exception: object) -> None:
         """Ends the processes."""
@@ -113,29 +134,43 @@ class Agents(contextlib.AbstractContextManager):
     ) -> tuple[list[Group], Grades]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
 
+        With seats, each problem has a group for each trained seat, one after the other. A group lacks the seats that
+        an agent did not use.
+
         Args:
             key: sampling key. Turn 0 of agent i, in the order of the problems, uses fold_in(key, i), like a single-turn
-                completion; turn k uses fold_in(fold_in(key, 2^32 − 1 − k), i).
+                completion; turn k uses fold_in(fold_in(key, 2^32 − 1 − k), i). Seat j of n has i · n + j instead of i.
             grading: pool that grades the last messages of agents that return None.
             fatal: True raises an error if all agents fail by their own mistakes without `task.agent_failure_reward`.
             (others): see `collecting.sample_groups`.
         Raises:
-            ValueError: all agents failed, see `fatal`.
+            ValueError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
             RuntimeError: the engine failed.
         """
-        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
-        engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
-        engine.replace_weights(params, version)
+        task, sizes = self._config.task, {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+        lives: dict[int | None, LiveEngine] = {}  # by version; None: the policy's, which gets newer weights
+        for at, weights in [(None, params), *self._older_weights(params, version, newer is not None)]:
+            options = {"kept_ids": policy.kept_ids, "newer": newer if at is None else None}
+            engine = Engine(policy.decoder, policy.stop_ids, **sizes, **options)
+            engine.replace_weights(weights, version if at is None else at)
+            lives[at] = LiveEngine(engine)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
-        keys = turn_keys(key, self._config.task.agent_turns, len(problems))
-        tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
-        self._report_failures(tried, fatal)
-        sampled = [completion_of(one, source, sampling) for one in tried]
-        starts = range(0, len(sampled), group_size)
-        groups = problem_groups(name, prompts.problems, [sampled[at : at + group_size] for at in starts])
-        completions = [one for group in groups for one in group.completions]
-        texts = [text for text in prompts.texts for _ in range(group_size)]
+        keys = turn_keys(key, task.agent_turns, len(problems) * max(len(task.seats), 1))
+        tried_seats = finished(self._all_tried(lives, version, policy, problems, keys, sampling))
+        self._report_failures([agent[0] for agent in tried_seats], fatal)
+        by_group = [
+            [one for one in seat if one.failure or one.policy.trajectory.turns]
+            for at in range(0, len(tried_seats), group_size)
+            for seat in zip(*tried_seats[at : at + group_size], strict=True)
+        ]
+        seats = len(task.trained_seats)
+        played = [problem for problem in prompts.problems for _ in range(seats)]
+        sampled = [[completion_of(one, source, sampling) for one in group] for group in by_group]
+        groups = problem_groups(name, played, sampled)
+        tried, completions = list(itertools.chain(*by_group)), [one for group in groups for one in group.completions]
+        places = [place // seats for place, group in enumerate(by_group) for _ in group]
+        problems, texts = ([column[place] for place in places] for column in (prompts.problems, prompts.texts))
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
         answered = [
             Answered.to(problem, text, done.text, done.sampled_tokens, done.id, opening_of(done))
@@ -145,22 +180,53 @@ class Agents(contextlib.AbstractContextManager):
         grades_of = functools.partial(self._grades, tried, completions)
         return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
 
+    def _older_weights(self, params: dict, version: int, swaps: bool) -> list[tuple[int, dict]]:
+        """Versions and weights of frozen seats, without the sampler's version if it stays the same in a batch."""
+        older = self._config.task.older_versions([version])
+        try:
+            read = {each: self._older.get(each) or self.older_params(each) for each in sorted(older - {version})}
+        except Exception as error:  # Orbax raises types of its own for missing files
+            raise ValueError(
+                f"task.seats = {self._config.task.seats}: the checkpoint of step {min(older)} cannot be read"
+                f" ({type(error).__name__}); restore it, or play these seats by policy"
+            ) from error
+        self._older = read
+        return [*read.items(), *([(version, params)] if swaps and version in older else [])]
+
     async def _all_tried(
         self,
-        live: LiveEngine,
+        lives: Mapping[int | None, LiveEngine],
+        version: int,
         policy: Policy,
         problems: Sequence[Problem],
-        keys: UInt32[np.ndarray, "turns agents words"],
+        keys: UInt32[np.ndarray, "turns seats words"],
         sampling: Sampling,
-    ) -> list[Tried]:
-        async with live:
-            trials = []
+    ) -> list[list[Tried]]:
+        """The results of each agent's trained seats, in order.
+
+        Args:
+            lives: engines by version of frozen weights; None: the policy's engine.
+            keys: key data of each seat of each agent, agent by agent.
+        """
+        task, names, trials = self._config.task, [*self._config.task.seats] or [""], []
+        async with contextlib.AsyncExitStack() as stack:
+            for live in lives.values():
+                await stack.enter_async_context(live)
             for place, problem in enumerate(problems):
-                one = AgentPolicy(live, policy, sampling, self._config, keys[:, place], problem.template)
-                trials.append(_tried(self._agent, problem, one, self._config.task.agent_seconds))
+                seats = Seats()
+                for number, name in enumerate(names, place * len(names)):
+                    if name in self._scripts:
+                        seats.players[name] = Script(self._scripts[name], keys[:, number])
+                        continue
+                    is_frozen = task.seats.get(name, POLICY) != POLICY
+                    live = lives.get(task.seat_version(name, version) if is_frozen else None, lives[None])
+                    options = self._config, keys[:, number], problem.template, seats
+                    seats.players[name] = AgentPolicy(live, policy, sampling, *options)
+                trials.append(_tried(self._agent, problem, seats, task))
             tried = await asyncio.gather(*trials)
-            if live.error is not None:
-                raise RuntimeError("the engine has failed while agents ran") from live.error
+            for live in lives.values():
+                if live.error is not None:
+                    raise RuntimeError("the engine has failed while agents ran") from live.error
         return tried
 
     def _report_failures(self, tried: Sequence[Tried], fatal: bool) -> None:
@@ -210,7 +276,7 @@ class Agents(contextlib.AbstractContextManager):
             if not one.needs_reward:
                 parts[LENGTH] = completion.sampled_tokens / self._config.rollout.max_completion_tokens
                 unknown = [part for part in task.reward_weights if part not in {*parts, TURNS, ROWS}]
-                if unknown:
+                if unknown and not task.seats:  # a part may be of another seat
                     raise ValueError(
                         f"task.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
                         f" {', '.join(parts)}"
@@ -238,8 +304,9 @@ def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float
     return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
 
 
-async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: float) -> Tried:
-    """Runs one agent to its end or its time limit, even if the agent itself keeps running."""
+async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig) -> list[Tried]:
+    """Runs one agent to its end or its time limit, even if it keeps running; returns the results of trained seats."""
+    policy, trained = seats if task.seats else seats.players[""], task.trained_seats
 
     async def outcome() -> tuple[Any, str | None, str]:
         try:
@@ -249,29 +316,40 @@ async def _tried(agent: Agent, problem: Problem, policy: AgentPolicy, seconds: f
         except BaseException as error:  # an agent may raise SystemExit, which must not end the run
             return None, "raised", described(error)
         finally:
-            policy.stop()
+            seats.end()
 
-    task = asyncio.create_task(outcome())
+    running = asyncio.create_task(outcome())
     try:
-        async with asyncio.timeout(seconds) as policy.clock:
-            await asyncio.wait([task])
-        returned, failure, words = task.result()
+        async with asyncio.timeout(task.agent_seconds) as seats.timeout:
+            await asyncio.wait([running])
+        returned, failure, words = running.result()
     except TimeoutError:
-        words = f"it spent task.agent_seconds = {seconds} without waiting for the policy"
+        words = f"it spent task.agent_seconds = {task.agent_seconds} without waiting for the policy"
         returned, failure = None, "timeout"
     finally:
-        policy.stop()
-        task.cancel()
-        task._log_destroy_pending = False  # some agents do not end when canceled
-    if failure is None and not policy.trajectory.turns:
+        seats.end()
+        running.cancel()
+        running._log_destroy_pending = False  # some agents do not end when canceled
+    if failure is None and not any(seats.players[name].trajectory.turns for name in trained):
         failure, words = "silent", "it returned without a call of the policy"
-    if failure is None and returned is not None:
-        values = [*returned.values()] if isinstance(returned, Mapping) else [returned]
-        named_parts = not isinstance(returned, Mapping) or all(isinstance(name, str) for name in returned)
-        if not values or not named_parts or not all(map(is_reward, values)):
-            form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
-            failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
-    return Tried(policy, returned, failure, words)
+    rewards, form = [returned], "" if not task.seats else f" for each of the seats {', '.join(trained)}"
+    if task.seats:
+        by_seat = dict.fromkeys(trained) if returned is None else returned
+        has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
+        rewards = [by_seat[name] if has_all else math.nan for name in trained]
+    if failure is None and not all(map(_is_graded, rewards)):
+        form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
+        failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
+    return [
+        Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
+    ]
+
+
+def _is_graded(returned: Any) -> bool:
+    """True for a reward, a dict of rewards by the names of their parts, and None."""
+    if not isinstance(returned, Mapping):
+        return returned is None or is_reward(returned)
+    return bool(returned) and all(isinstance(name, str) and is_reward(value) for name, value in returned.items())
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:
@@ -293,4 +371,5 @@ def completion_of(tried: Tried, source: str, sampling: Sampling) -> Completion:
         truncated=trajectory.truncated,
         version_runs=trajectory.version_runs,
         turns=tuple(Turn(*end) for end in trajectory.ends),
+        metadata={"seat": tried.seat} if tried.seat else {},
     )

@@ -150,13 +150,14 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     Raises:
         ValueError: with the remedy.
     """
-    count, found = config.rollout.prompts_per_step, Counter(problem.task for problem in problems)
+    seats, found = len(config.task.trained_seats), Counter(problem.task for problem in problems)
+    count, divided = config.rollout.prompts_per_step / seats, f" / {seats} seats" if seats > 1 else ""
     for name, share in config.task.shares().items():
         if found[name] < math.ceil(share * count - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
             raise ValueError(
-                f"the {task} has {found[name]} train problems, fewer than rollout.prompts_per_step = {count}{share};"
-                f" {remedy}"
+                f"the {task} has {found[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
+                f" {count:g}{share}; {remedy}"
             )
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,12 @@ def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig) -> None:
+def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig, older: Collection[int] = ()) -> None:
     """Writes a checkpoint and its manifest to disk, then deletes all that the config does not keep.
 
     Args:
         state: run state between two steps, with all grades in its queue.
+        older: steps of checkpoints to keep, because an agent's frozen seats read their weights.
     Raises:
         ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
             `training.keep_best`.
@@ -92,7 +94,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig)
     hosts.wait_for_all("the checkpoint's manifest")
     best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
     for step in sorted(manager.all_steps())[: -training.keep_checkpoints]:
-        if step != best:
+        if step != best and step not in older:
             manager.delete(step)
 
 

@@ -39,11 +39,15 @@ _PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
 
 
 class AnsweredPart(NamedTuple):
-    """Consecutive problems with all of their graded completions; `first` is the index of the first problem."""
+    """Consecutive problems with all of their graded completions; `first` is the index of the first problem.
+
+    With `task.seats`, each problem occurs once for each trained seat, with the group of that seat.
+    """
 
     first: int
     prompts: Prompts
     groups: list[Group]
+    seats: int = 1
 
 
 def answered(
@@ -55,6 +59,7 @@ def answered(
     step: int,
     agents: Agents | None = None,
     done: Container[int] = (),
+    version: int | None = None,
 ) -> Iterator[AnsweredPart]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
@@ -64,29 +69,31 @@ def answered(
         grading: open grading pool.
         agents: open agents; None if the config names none.
         done: indices of first prompts of parts that are not sampled.
+        version: optimizer updates of `params`; None: `step`.
     Raises:
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    policy = policy._replace(kept_ids=0)  # no update reads the sets
+    policy, seats = policy._replace(kept_ids=0), len(config.task.trained_seats)  # no update reads the sets
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
     for start in (start for start in range(0, count, size) if start not in done):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
         key, sampling = part_key(config.seed, step, start), settings.sampling()
-        names = {"name": f"{start:06d}", "source": "policy", "version": step}
+        names = {"name": f"{start:06d}", "source": "policy", "version": step if version is None else version}
         if agents:
             asked = asked.take(np.arange(problems))
             groups, pending = agents.sample_groups(
                 policy, params, asked, key, settings.samples, sampling, grading, **names, fatal=False
             )
+            asked = asked.take(np.repeat(np.arange(problems), seats))
         else:
             longest = config.rollout.max_completion_tokens
             keys = row_keys(key, size * settings.samples)
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             pending = submit(groups, asked, grading)
-        part = AnsweredPart(start, asked, with_grades(groups, pending.result()))
+        part = AnsweredPart(start, asked, with_grades(groups, pending.result()), seats)
         grades = [completion.grade for group in part.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(part)
@@ -112,9 +119,9 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
     """One row per completion: the problem's index, the prompt, the completion and its grade."""
     return [
         {
-            "problem": done.first + place,
+            "problem": done.first * done.seats + place,
             "prompt": done.prompts.texts[place],
-            **({"task": done.prompts.problems[place].task} if done.prompts.problems[place].task else {}),
+            **{name: completion.metadata[name] for name in ("task", "seat") if name in completion.metadata},
             "question": question_of(done.prompts.problems[place].prompt),
             "completion": completion.text,
             "answer": group.answer,

@@ -140,7 +140,7 @@ def train(
                 "step": step,
                 **batch_metrics(step, batch, learned, config.rollout.sampling().has_cuts),
                 **task_metrics(
-                    (one.metadata.get("task"), one.grade.accurate, one.grade.reward)
+                    (one.metadata, one.grade.accurate, one.grade.reward)
                     for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
                     for one in group.completions
                 ),
@@ -276,8 +276,10 @@ def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
     all_there = queue.counts["groups_without_reward"] == 0
     if run.config.experience is None and run.config.regime.mode == "sync" and all_there:
         measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        expected = expected_staleness(step, run.config.regime, run.config.training.updates)
-        if (measured != expected).any():
+        sampler = step - 1 - expected_staleness(step, run.config.regime, run.config.training.updates)
+        task = run.config.task
+        expected = sorted({step - 1 - task.seat_version(seat, sampler) for seat in task.trained_seats})
+        if not np.isin(measured, expected).all():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
 
 
@@ -289,7 +291,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {name: getattr(result, name) for name in ("accuracy", "right_and_ended", "reward", "initial_kl")}
-    measured |= task_metrics((one["task"], one["accurate"], one["reward"]) for one in result.samples if "task" in one)
+    measured |= task_metrics((one, one["accurate"], one["reward"]) for one in result.samples)
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 
@@ -301,7 +303,9 @@ def _saved(run: Run, state: State) -> State:
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
         state = state._replace(totals=state.totals | seconds | {"metrics": run.metrics.written})
-        checkpoint.save(run.manager, state, run.config.training)
+        oldest = max(state.version - (run.config.regime.max_staleness or 0), 0)
+        older = run.config.task.older_versions(range(oldest, state.step + 1))
+        checkpoint.save(run.manager, state, run.config.training, older)
     return state
 
 

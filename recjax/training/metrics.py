@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +252,16 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     }
 
 
-def task_metrics(rows: Iterable[tuple[str | None, bool | None, float | None]]) -> dict[str, float]:
-    """The mean accuracy and reward of each task of a mixture.
+def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
+    """The mean accuracy and reward of each task of a mixture, and of each seat of agents.
 
     Args:
-        rows: a completion's task (None without one), accuracy, and reward (None without one).
+        rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy; its reward or None.
     """
     found: dict[str, list] = defaultdict(list)
-    for task, accurate, reward in rows:
-        if task is not None:
-            found[task].append((bool(accurate), math.nan if reward is None else reward))
+    for names, accurate, reward in rows:
+        for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
+            found[name].append((bool(accurate), math.nan if reward is None else reward))
     columns = {task: np.array(found[task]).T for task in sorted(found)}
     known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
     return {

@@ -49,6 +49,7 @@ from recjax.tasks.prompts import Prompts, batch_prompts
 from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
+from recjax.training.trained import older_params
 
 _TOGETHER = 32  # batches whose keys are made at once
 POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
@@ -178,7 +179,7 @@ def sample_batch(
     """
     config = run.config
     count, group_size = run.own
-    prompts = batch_prompts(run.train, config, count, number, rates)
+    prompts = batch_prompts(run.train, config, count // len(config.task.trained_seats), number, rates)
     names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
     with run.phases.phase("sample"):
         params = combine(weights, run.frozen)
@@ -509,6 +510,8 @@ def sampler(
                 return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), latest)
 
             with one_at_a_time:
+                if agents:
+                    agents.older_params = older_params(run, weights)
                 groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
             return groups, grades.result()
 

@@ -26,7 +26,7 @@ from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
 from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
-from recjax.training.trained import with_start
+from recjax.training.trained import older_params, with_start
 
 STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
 
@@ -144,6 +144,8 @@ def begin(
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
     run, trained = learner.begin(run, params)
+    if run.agents:
+        run.agents.older_params = older_params(run, trained.params)
     del params
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": config.model_dump(), "metrics": None, "warm_start": losses}

@@ -47,7 +47,7 @@ from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.run import characters, initial_policy, prompts_of
+from recjax.training.run import Run, characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 from recjax.training.warm_start import FOLDER
 
@@ -61,6 +61,7 @@ class OpenedPolicy(NamedTuple):
     name: short name, for results.
     version: optimizer steps that made the parameters.
     run: config of the run that trained the policy; None for a model that no run trained.
+    older_params: reads the parameters of another checkpoint of the run, as `for_sampling` returns them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class OpenedPolicy(NamedTuple):
     params: dict
     version: int = 0
     run: Config | None = None
+    older_params: Callable[[int], dict] | None = None
 
 
 def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
@@ -127,12 +129,13 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         grading = stack.enter_context(Grading(config, task.reward))
         bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
         stack.enter_context(bar)
-        agents = Agents(config, evaluated.policy) if config.task.agent else None
+        agents = Agents(config, evaluated.policy, evaluated.older_params) if config.task.agent else None
         stack.enter_context(agents or contextlib.nullcontext())
-        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, agents=agents):
+        options = {"step": 0, "agents": agents, "version": evaluated.version}
+        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             rows += sample_rows(done)
             openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
-            bar.update(len(done.groups))
+            bar.update(len(done.groups) // done.seats)
         frame = pd.DataFrame(rows).assign(parsed=None)
         tasks = np.array([row.get("task", "") for row in rows])
         for name in np.unique(tasks) if hosts.is_first() else ():
@@ -140,6 +143,21 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
             texts, opened = ([column[place] for place in own] for column in (frame["completion"], openings))
             frame.loc[own, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), own, dtype=object)
     return frame
+
+
+def older_params(run: Run, like: dict) -> Callable[[int], dict]:
+    """A function that reads all parameters after an earlier step of a run, in the compute dtype, from its checkpoint.
+
+    Args:
+        like: trained parameters, or arrays of their shapes.
+    """
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+
+    def read(step: int) -> dict:
+        trained = put_params(_restored(Path(run.config.output), step, like))
+        return combine(in_compute_dtype(run.policy.decoder, trained, copy=False), run.frozen)
+
+    return read
 
 
 def for_sampling(policy: Policy, params: dict) -> dict:
@@ -334,7 +352,8 @@ def open_checkpoint(run: Path, step: int | str | None = None) -> OpenedPolicy:
     config = run_config(run)
     step = _whole_step(run, config, step)
     policy, read_params = checkpoint_reader(run, config)
-    return OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, config)
+    older_params = lambda step: for_sampling(policy, put_params(read_params(step)))  # noqa: E731
+    return OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, config, older_params)
 
 
 def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Policy, Callable[[int], dict]]:

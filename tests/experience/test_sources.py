@@ -297,3 +297,10 @@ def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
     groups = stored(tmp_path / "s.db", *agents, other)
     for of_problems, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
         assert [one.id for one in ByPrompt(groups, of_problems).get(ours)] == expected
+
+
+def test_the_seats_of_a_problem_do_not_join(tmp_path):
+    known = dict(prompt="say", answer="7", tokenizer="t")
+    ours, *rows = (make_row(place, place, **known, metadata={"seat": seat}) for place, seat in enumerate("abab"))
+    found = ByPrompt(stored(tmp_path / "s.db", *rows), of_problems=True).get(group_of(ours))
+    assert [one.id for one in found] == ["row 2"]

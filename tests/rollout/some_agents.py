@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
-from recjax.rollout.agent_policy import AgentPolicy
+from recjax.rollout.agent_policy import AgentPolicy, Seats
 from recjax.tasks.problems import Problem
 
 events: list[str] = []
@@ -162,7 +162,7 @@ async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
             await asyncio.Event().wait()
         case "overruns":
             # Its clock stands still while it waits for the policy, so its time is ended from outside.
-            asyncio.get_running_loop().call_later(0.02, policy.clock.reschedule, 0)
+            asyncio.get_running_loop().call_later(0.02, policy.seats.timeout.reschedule, 0)
             await ask_long()
     return 0.5
 
@@ -278,3 +278,28 @@ class Closing(Countdown):
         if self.does == "break at the end":
             raise KeyError("a mistake")
         return asyncio.sleep(0) if self.does == "end later" else None
+
+
+def rule(prompt: str, generator) -> str:
+    """A script that answers with a random digit."""
+    return str(generator.randrange(10))
+
+
+async def duel(problem: Problem, policy: Seats) -> dict[str, float]:
+    """A zero-sum game of two seats, which a script watches; the column `do` says what goes wrong."""
+    what = problem.columns.get("do")
+    first = await policy.seat("first").complete(problem.prompt)
+    if what == "alone":
+        return {"first": 1.0, "second": -1.0}
+    second = await policy.seat("second").complete(problem.prompt + first.raw)
+    drawn = await policy.seat("rule").complete("1+1=")
+    match what:
+        case "no seat":
+            await policy.seat("third").complete("1")
+        case "policy":
+            await policy.complete("1")
+        case "one number":
+            return 1.0
+    policy.seat("second").reward(0.25)
+    won = 1.0 if (int(drawn.text) + int(first.tokens.sum() + second.tokens.sum())) % 2 else -0.5
+    return {"first": {"won": won}, "second": -won}

@@ -102,7 +102,7 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
 
     async def replied(asked):
-        async with asyncio.timeout(60) as asker.clock:
+        async with asyncio.timeout(60) as asker.seats.timeout:
             return await asked
 
     reply = asyncio.run(replied(asker.chat(chat)))
