@@ -78,7 +78,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
     run, config, prepared, _ = finished
-    older, (_, policy, newer, version, _) = open_checkpoint(run, 1).params, open_checkpoint(run)
+    older, (_, policy, newer, version, *_) = open_checkpoint(run, 1).params, open_checkpoint(run)
     assert version == 2 and policy.decoder.config.lora is None
     moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}
     attention = {f"layers/{name}/kernel" for name in ("query", "key", "value", "output")}

@@ -192,7 +192,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "devices.md": 1_000,  # plans for absent devices, the paper's models
     "memory.md": 880,  # dry runs for several devices, lower bounds of time
     # Reference
-    "configuration.md": 4_400,  # keys of the features above; how overrides are read
+    "configuration.md": 4_440,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
     "papers.md": 2_500,
     "metrics.md": 640,  # agents, mixtures, following

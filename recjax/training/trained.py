@@ -476,7 +476,8 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
     check_output(output)
     if adapters:
         return f"adapters of {run} after step {_export_adapters(run, output, step)}"
-    _, policy, params, step, config = open_checkpoint(run, step)
+    opened = open_checkpoint(run, step)
+    policy, params, step, config = opened.policy, opened.params, opened.version, opened.run
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:

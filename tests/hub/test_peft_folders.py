@@ -305,7 +305,7 @@ def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
         return tmp_path / name
 
     def logits(name, step):
-        _, policy, params, _, _ = open_checkpoint(tmp_path / name, step)
+        _, policy, params, *_ = open_checkpoint(tmp_path / name, step)
         return our_logits(policy.decoder.config, params, tokens)
 
     first = run("first", f"model.path={base}", lora, "training.steps=2")

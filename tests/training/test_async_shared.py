@@ -87,8 +87,8 @@ def watched(run, state, step):
         print(step, *(group.id for group in groups), file=file)
     return state, groups
 
-def saved(manager, state, keep):
-    save(manager, state, keep)
+def saved(manager, state, *options):
+    save(manager, state, *options)
     own = [shard.data for leaf in jax.tree.leaves(state.trained.params) for shard in leaf.addressable_shards]
     np.savez(f"{folder}/weights{number}.npz", *own)
 

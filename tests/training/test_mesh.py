@@ -20,7 +20,8 @@ EVERYTHING = DecoderConfig(
     *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
 )
 EXPERTS = dataclasses.replace(EVERYTHING, experts=ExpertOptions(4, 2, True))
-EVERYTHING = adapted(EVERYTHING, LoraConfig(rank=2, targets=["query", "output", "gate", "down"]))
+LORA = LoraConfig(rank=2, targets=["query", "output", "gate", "down"])
+EVERYTHING = adapted(EVERYTHING, LORA)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_sizes_that_do_not_are_refused_with_their_names(sizes):
 
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
     shapes = abstract_params(EVERYTHING)
-    shapes["layers"]["experts"] = abstract_params(EXPERTS)["layers"]["experts"]
+    shapes["layers"]["experts"] = abstract_params(adapted(EXPERTS, LORA))["layers"]["experts"]
     shapes["score"] = {"kernel": shapes["head"]["kernel"].update(shape=(16, 4))}  # of a reward model
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     shardings = flatten(param_shardings(mesh, shapes))

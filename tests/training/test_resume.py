@@ -116,9 +116,9 @@ def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch
             count(config, sample=killed_in_batch(at=2))
 
     def killed_at(step, is_saved):
-        def kills(manager, state, keep):
+        def kills(manager, state, *options):
             if is_saved or state.step != step:
-                save(manager, state, keep)
+                save(manager, state, *options)
             if state.step == step:
                 raise KeyboardInterrupt
 

@@ -241,9 +241,9 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
     append_columns(tmp_path / "one", read_columns(drawn)[:16])
     saved, save = [], loop.checkpoint.save
 
-    def kept(manager, state: State, keep):
+    def kept(manager, state: State, *options):
         saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(state.trained.params)]))
-        save(manager, state, keep)
+        save(manager, state, *options)
 
     monkeypatch.setattr(loop.checkpoint, "save", kept)
     options = ["training.steps=1", "evaluation.every=0"]
