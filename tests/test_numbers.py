@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from benchmarks.tables import SYSTEMS, chart, step_ratios
 from experiments.claims.page import TABLES, read_runs, two_runs
 from recjax.algorithms.presets import PRESETS
+from recjax.analysis.compare import RESAMPLES
 from recjax.config import OptimizerConfig, load_config
+from recjax.planning.dry_run import dry_run
 from recjax.planning.targets import ACCELERATORS, CHIPS, GPUS
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +121,23 @@ def test_activations_are_those_of_the_recomputation_table():
     shown = numbers(page("docs/memory.md").split("activations take")[1].split("`model.lora`")[0])
     measured = rows(page("benchmarks/RESULTS.md"), "Recomputation in the backward pass")[0][1:]
     assert shown == [round(float(cell), 1) for cell in measured]
+
+
+@pytest.mark.slow
+def test_memory_of_updates_is_that_of_dry_runs(smollm2_folder):
+    shown = re.findall(r"^\| (unchanged|`.*`) \| ([\d.]+) \| [\d.]+ \|$", page("docs/memory.md"), re.MULTILINE)
+    assert len(shown) == 4
+    for changes, gibibytes in shown:
+        overrides = [] if changes == "unchanged" else re.split(r" (?=\w+\.)", changes.strip("`"))
+        path = ROOT / "experiments/smollm2_arithmetic.yaml"
+        config = load_config(path, [f"model.path={smollm2_folder}", "model.dtype=float32", *overrides])
+        of_update = sum(item.bytes for item in dry_run(config).memory if item.phase == "update")
+        assert round(of_update / 2**30, 2) == float(gibibytes), changes
+
+
+def test_resamples_of_intervals():
+    shown = re.search(r"\(([\d,]+) resamples; (\d+) for quantiles\)", page("docs/evaluation.md"))
+    assert shown[1] == f"{RESAMPLES:,}" and f"resamples={shown[2]})" in page("recjax/analysis/samples.py")
 
 
 def test_counts_of_faults_add_up():
