@@ -182,6 +182,7 @@ def test_the_engine_records_the_experts_of_each_token_after_the_first(sampled):
     assert known.min() >= 0 and known.max() < 6 and (known[..., 0] != known[..., 1]).all()
 
 
+@pytest.mark.slow
 def test_replay_removes_the_ratios_of_routing_that_differs(sampled):
     """bfloat16 rounds differently in packed rows; a token that then takes another expert has another probability."""
     worst = {replay: np.abs(sampled.log_ratios(packed=True, replay=replay)[0]).max() for replay in (False, True)}

@@ -240,6 +240,7 @@ def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
     assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)
 
 
+@pytest.mark.slow
 def test_several_updates_of_a_batch_age_it_step_by_step(tiny, capsys):
     updates = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=60"]
     config = tiny(*updates, "regime.sync_interval=3", "regime.sync_offset=2")

@@ -350,6 +350,7 @@ def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
     same(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_failure_may_have_a_reward_and_too_many_mistakes_end_the_run(made):
     asked = [Problem("1+2=", "3", columns={"do": "raise"})]
     _, grades = sampled(*made("by_column", "task.agent_failure_reward=-1.0"), asked, group_size=6)
@@ -381,6 +382,7 @@ def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
     assert cut
 
 
+@pytest.mark.slow
 def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
     """asyncio's locks, and connections, work in the event loop that first used them."""
     parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
@@ -434,6 +436,7 @@ def test_a_slow_agent_holds_up_nobody(made):
     assert [grade.reward for grade in grades] == [1.0, *[0.0] * 5]
 
 
+@pytest.mark.slow
 def test_weights_are_of_what_agents_return_and_of_their_turns(made):
     parts = made("several_turns", "task.reward_weights={digits: 2.0, turns: -0.25, accuracy: 0.0}")
     _, grades = sampled(*parts)

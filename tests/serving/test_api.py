@@ -231,6 +231,7 @@ def pieces_client():
 
 
 @pytest.mark.parametrize("kind", [TEXT, CHAT])
+@pytest.mark.slow
 def test_spaces_between_a_prompt_and_its_completion_are_kept(pieces_client, kind):
     tokenizer, client = pieces_client
     prompt = {"prompt": "x="} if kind == TEXT else {"messages": [{"role": "user", "content": "x="}]}

@@ -185,6 +185,7 @@ SCORED = ["m2po", "bapo", "clip_cov", "high_entropy", "p3o"]
 
 @pytest.mark.parametrize("preset", slow_except(["dapo", "pairwise_consistency", *SCORED], "high_entropy"))
 @pytest.mark.parametrize("packs", slow_except([False, True], False))
+@pytest.mark.slow
 def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_groups(preset, packs):
     batch = off_policy_batch()
     layout = layout_of(batch, 1, packs=packs)

@@ -73,6 +73,7 @@ def config(tmp_path, monkeypatch):
     return load_config(tmp_path / "tiny.yaml", [start, "task.reward=recjax.tasks.rewards:number_match"])
 
 
+@pytest.mark.slow
 def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
     made, params = run.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
