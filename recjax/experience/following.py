@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from recjax.config import Config
 from recjax.experience.queue import Arrival
 from recjax.experience.sources import problem_with_sampling
-from recjax.experience.store import Last, Record, Store, exists, store_name
+from recjax.experience.store import Last, Record, Store, exists, has_no_tables, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -171,10 +171,11 @@ class Follower:
     def _refresh(self) -> None:
         """Reads the rows that were added since the last call, or that were not taken if this is the first call."""
         if self._store is None:
-            if not exists(self._config.experience.store):
+            place = self._config.experience.store
+            if not exists(place) or has_no_tables(place):
                 return
             # A server of databases may not have the tables yet.
-            self._store = Store(self._config.experience.store, create="://" in self._config.experience.store)
+            self._store = Store(place, create="://" in place)
         if self._resumed.get("store", "") not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"

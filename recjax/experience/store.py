@@ -609,6 +609,18 @@ def exists(place: str | Path) -> bool:
     return "://" in str(place) or Path(place).exists()
 
 
+def has_no_tables(place: str | Path) -> bool:
+    """True for a database file without tables: another process creates a store in it at this moment."""
+    if "://" in str(place):
+        return False
+    try:
+        uri = f"file:{urllib.parse.quote(str(Path(place).absolute()))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, _LOCKED_SECONDS, uri=True)) as database:
+            return database.execute("select count(*) from sqlite_master").fetchone() == (0,)
+    except sqlite3.Error:  # `Store` has the error's remedy
+        return False
+
+
 def store_name(place: str | Path) -> str:
     """The name of a store for messages: its file, or its URL without the password."""
     if "://" not in str(place):

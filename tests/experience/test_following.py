@@ -50,7 +50,11 @@ def taken(reader, room=9, step=1):
 
 def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
     reader, live = following(), tmp_path / "live"
-    assert taken(reader) == [] and reader.state() == {}  # there is no folder yet
+    assert taken(reader) == [] and reader.state() == {}  # there is no file yet
+    live.touch()  # another process creates the store, which has no tables yet
+    assert taken(reader) == [] and reader.state() == {}
+    sqlite3.connect(live).execute("pragma journal_mode=wal").connection.close()
+    assert taken(reader) == [] and reader.state() == {}
     append(live, [row(0), row(1), row(2, 1, reward=None), row(3, 1)])
     assert taken(reader, room=0) == [] and reader.rewarded == 1 and reader.waiting == (1, 2, 1)
     assert taken(reader) == [[0, 1]] and taken(reader) == [] and reader.state()["left"] == [[3, 4]]

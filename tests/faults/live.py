@@ -72,7 +72,7 @@ def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
     finally:
         load.end()
         both.kill("server"), both.kill("trainer")
-    for which in killed:
+    for which in killed or ["nobody"]:
         yield Outcome(f"SIGKILL, live, {which}", "NOT" if wrong else "as without", wrong)
     steps, answers = both.steps(), len(load.answered)
     print(f"live: {len(killed)} kills, {steps} steps, {answers} replies, {len(load.rewarded)} rewards", file=sys.stderr)
