@@ -58,6 +58,14 @@ SCHEMA = pa.schema(
     ],
     metadata={_VERSION: _CURRENT},
 )
+# Version 4, a folder of files. Each row of a completion with several has the id of the completion in `trajectory`.
+_OLD = pa.schema(
+    [
+        *(SCHEMA.field(number) for number in range(SCHEMA.get_field_index("metadata") + 1)),
+        ("trajectory", pa.string()),
+    ],
+    metadata={_VERSION: b"4"},
+)
 # Columns with lists of numbers, as bytes in the store, and columns with JSON.
 _LISTS = {"prompt_tokens": "<i4", "completion_tokens": "<i4", "completion_mask": "bool", "behavior_logprobs": "<f4"}
 _JSON = ("metadata", "token_versions", "turns", "row_lengths", "other_rewards")
@@ -94,9 +102,9 @@ def read_exported(path: Path) -> Iterator[Record] | None:
     Raises:
         ValueError: a file that is damaged or cannot be read; the message names file, row and column.
     """
-    is_ours = False
     if path.is_dir():
         return itertools.starmap(_imported, _old_rows(_parts(path)))
+    is_ours = False
     if path.suffix == ".parquet" and path.is_file():
         try:
             is_ours = _VERSION in (pq.read_schema(path).metadata or {})
@@ -112,7 +120,7 @@ def read_exported(path: Path) -> Iterator[Record] | None:
     return itertools.starmap(_imported, _rows(path)) if is_ours else None
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -129,11 +137,13 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     try:
         file = pq.ParquetFile(path)
-        if (found := file.schema_arrow.metadata[_VERSION]) != _CURRENT:
-            words = f"has store version {found.decode()!r}, and this recjax imports {_CURRENT.decode()}"
+        if (found := (file.schema_arrow.metadata or {}).get(_VERSION, b"none")) != (
+            wanted := schema.metadata[_VERSION]
+        ):
+            words = f"has store version {found.decode()!r}, and this recjax imports {wanted.decode()}"
             raise ValueError(f"{path}: {words}; import it with the recjax that wrote it")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-        for field in SCHEMA:
+        for field in schema:
             if field.name not in types:
                 raise ValueError(f"{path}: column {field.name} is missing; export the store again")
             if (kind := types[field.name]) != field.type:
@@ -159,33 +169,48 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _old_rows(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of version 4, in which a completion has a row for each of its rows, joined into one."""
-    prompts: dict[str, list[int]] = {}
-    rows = ((part, number, row) for part in parts for number, row in enumerate(pq.read_table(part).to_pylist()))
-    for _, members in itertools.groupby(rows, lambda one: one[2]["trajectory"] or one[2]["id"]):
-        (part, number, first), *others = members
-        rows_of, prompt = [first, *(row for *_, row in others)], first["prompt_tokens"] or []
-        if first["trajectory"]:  # the group's prompt is that of its first row
-            prompt = prompts.setdefault(first["group_id"], prompt)
-        owns = [None if row["prompt_tokens"] == prompt else row["prompt_tokens"] for row in rows_of]
-        lengths = [
-            [own and len(own), len(row["completion_tokens"] or ())] for own, row in zip(owns, rows_of, strict=True)
-        ]
-        joined = {name: list(itertools.chain.from_iterable(row[name] or () for row in rows_of)) for name in _LISTS}
-        joined |= {"prompt_tokens": [*prompt, *itertools.chain.from_iterable(own or () for own in owns)]}
-        metadata = json.loads(first["metadata"] or "{}")
-        # A user's metadata may have the same names.
-        turns, versions = (
-            metadata.pop(name) if _are_numbers(metadata.get(name)) else None for name in ("turns", "token_versions")
-        )
-        new = {
-            "metadata": json.dumps(metadata) if metadata else None,
-            "token_versions": versions and json.dumps(versions),
-            "turns": json.dumps([turn[:2] for turn in turns]) if turns else None,
-            "turn_rewards": [float(reward) for turn in turns or () for reward in turn[2:]],
-            "row_lengths": json.dumps([len(prompt), *lengths]) if first["completion_tokens"] is not None else None,
-        }
-        yield f"{part}: row {number}", dict.fromkeys(SCHEMA.names) | first | joined | new
+    """The completions of an earlier recjax's store, each as one row."""
+    prompts: dict[str, list[int]] = {}  # of groups
+    rows = (row for part in parts for row in _rows(part, _OLD))
+    for name, members in itertools.groupby(rows, lambda one: one[1]["trajectory"] or one[1]["id"]):
+        (place, first), *others = members
+        if first["id"] != name:
+            raise ValueError(
+                f"{place}: row {first['id']!r}: the first row of its trajectory {name!r} is not before it; restore the"
+                " first row, or remove all rows of the trajectory"
+            )
+        try:
+            yield place, _joined([first, *(row for _, row in others)], prompts)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def _joined(rows: Sequence[Mapping[str, Any]], prompts: dict[str, list[int]]) -> dict[str, Any]:
+    """The row of a completion whose rows these are."""
+    first, chain = rows[0], itertools.chain.from_iterable
+    prompt = first["prompt_tokens"] or []
+    if first["trajectory"]:  # the group's prompt is that of its first row
+        prompt = prompts.setdefault(first["group_id"], prompt)
+    own = [None if row["prompt_tokens"] == prompt else row["prompt_tokens"] for row in rows]
+    sizes = [None if tokens is None else len(tokens) for tokens in own]
+    lengths = [[size, len(row["completion_tokens"] or ())] for size, row in zip(sizes, rows, strict=True)]
+    metadata = json.loads(first["metadata"] or "{}")
+    # A user's metadata may have the same names.
+    turns, versions = (
+        metadata.pop(name) if _are_numbers(metadata.get(name)) else None for name in ("turns", "token_versions")
+    )
+    return {
+        **dict.fromkeys(SCHEMA.names),
+        **first,
+        **{name: list(chain(row[name] or () for row in rows)) for name in _LISTS},
+        "prompt_tokens": [*prompt, *chain(tokens or () for tokens in own)],
+        "min_p": first["min_p"] or 0.0,  # a missing min_p counts as 0
+        "metadata": json.dumps(metadata) if metadata else None,
+        "token_versions": versions and json.dumps(versions),
+        "turns": json.dumps([turn[:2] for turn in turns]) if turns else None,
+        "turn_rewards": [float(reward) for turn in turns or () for reward in turn[2:]],
+        "row_lengths": json.dumps([len(prompt), *lengths]) if first["completion_tokens"] is not None else None,
+    }
 
 
 def _are_numbers(value: Any) -> bool:
