@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from recjax.config import Config
 from recjax.experience.queue import Arrival
 from recjax.experience.sources import problem_with_sampling
-from recjax.experience.store import Last, Record, Store, exists, has_no_tables, store_name
+from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -172,7 +172,7 @@ class Follower:
         """Reads the rows that were added since the last call, or that were not taken if this is the first call."""
         if self._store is None:
             place = self._config.experience.store
-            if not exists(place) or has_no_tables(place):
+            if not exists(place):
                 return
             # A server of databases may not have the tables yet.
             self._store = Store(place, create="://" in place)

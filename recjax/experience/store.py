@@ -605,20 +605,18 @@ _RESTORE = "restore the store from a backup"
 
 
 def exists(place: str | Path) -> bool:
-    """True if there is a file or a folder; for a URL, always."""
-    return "://" in str(place) or Path(place).exists()
+    """True if there is a file or a folder, but not for a database without tables, in which a process creates a store.
 
-
-def has_no_tables(place: str | Path) -> bool:
-    """True for a database file without tables: another process creates a store in it at this moment."""
+    For a URL, always True.
+    """
     if "://" in str(place):
-        return False
+        return True
     try:
         uri = f"file:{urllib.parse.quote(str(Path(place).absolute()))}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, _LOCKED_SECONDS, uri=True)) as database:
-            return database.execute("select count(*) from sqlite_master").fetchone() == (0,)
-    except sqlite3.Error:  # `Store` has the error's remedy
-        return False
+            return database.execute("select count(*) from sqlite_master").fetchone() != (0,)
+    except sqlite3.Error:  # `Store` gives the remedy
+        return Path(place).exists()
 
 
 def store_name(place: str | Path) -> str:
