@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
@@ -28,7 +29,7 @@ from recjax.rollout.keys_values import Memory
 from recjax.training.learner import first_state
 from recjax.training.update import Recipe, update
 
-PROMPTS, GROUP, PROMPT_TIME, TIME, VOCABULARY, ROUND = 8, 8, 32, 64, 512, 16
+PROMPTS, GROUP, PROMPT_TIME, TIME, VOCABULARY, ROUND = 4, 8, 32, 64, 512, 16
 OPTIMIZER = optax.adam(1e-4)
 
 
@@ -110,11 +111,10 @@ def main() -> None:
             dense, intermediate_size=chosen.width, experts=experts
         ),
         "hybrid": dataclasses.replace(dense, delta=net, gated_attention=True, qk_norm=True, rotary_dim=8),
-        "dense, the experts' whole size": dataclasses.replace(dense, intermediate_size=chosen.experts * chosen.width),
     }
     phases = {name: (decoding(config), updating(config)) for name, config in models.items()}
     measured = {name: np.zeros((chosen.rounds + 1, 2)) for name in models}
-    for number in range(chosen.rounds + 1):  # the first round warms up
+    for number in tqdm(range(chosen.rounds + 1), unit="round"):  # the first round warms up
         names = [*models]
         for name in names[number % len(names) :] + names[: number % len(names)]:
             measured[name][number] = [seconds() for seconds, _ in phases[name]]
