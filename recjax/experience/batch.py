@@ -314,6 +314,5 @@ def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batc
     parts = {name: values for name, values in batch.reward_parts.items() if weights.get(name, 1.0) != 0}
     rows = len(batch.rewards)
     return batch._replace(
-        reward_parts=parts,
-        part_weights={name: np.full(rows, weights.get(name, 1.0), np.float32) for name in parts},
+        reward_parts=parts, part_weights={name: np.full(rows, weights.get(name, 1.0), np.float32) for name in parts}
     )

@@ -60,10 +60,7 @@ SCHEMA = pa.schema(
 )
 # Version 4, a folder of files. Each row of a completion with several has the id of the completion in `trajectory`.
 _OLD = pa.schema(
-    [
-        *(SCHEMA.field(number) for number in range(SCHEMA.get_field_index("metadata") + 1)),
-        ("trajectory", pa.string()),
-    ],
+    [*(SCHEMA.field(number) for number in range(SCHEMA.get_field_index("metadata") + 1)), ("trajectory", pa.string())],
     metadata={_VERSION: b"4"},
 )
 # Columns with lists of numbers, as bytes in the store, and columns with JSON.
@@ -194,11 +191,13 @@ def _joined(rows: Sequence[Mapping[str, Any]], prompts: dict[str, list[int]]) ->
     own = [None if row["prompt_tokens"] == prompt else row["prompt_tokens"] for row in rows]
     sizes = [None if tokens is None else len(tokens) for tokens in own]
     lengths = [[size, len(row["completion_tokens"] or ())] for size, row in zip(sizes, rows, strict=True)]
-    metadata = json.loads(first["metadata"] or "{}")
-    # A user's metadata may have the same names.
-    turns, versions = (
-        metadata.pop(name) if _are_numbers(metadata.get(name)) else None for name in ("turns", "token_versions")
-    )
+    metadata, ours = json.loads(first["metadata"] or "{}"), {}
+    for name in ("turns", "token_versions"):  # lists of two or three numbers; a user's metadata may have the same names
+        each = metadata.get(name)
+        are_lists = isinstance(each, list) and all(isinstance(one, list) and len(one) in (2, 3) for one in each)
+        if are_lists and all(type(number) in (int, float) for one in each for number in one):
+            ours[name] = metadata.pop(name)
+    turns, versions = ours.get("turns"), ours.get("token_versions")
     return {
         **dict.fromkeys(SCHEMA.names),
         **first,
@@ -211,14 +210,6 @@ def _joined(rows: Sequence[Mapping[str, Any]], prompts: dict[str, list[int]]) ->
         "turn_rewards": [float(reward) for turn in turns or () for reward in turn[2:]],
         "row_lengths": json.dumps([len(prompt), *lengths]) if first["completion_tokens"] is not None else None,
     }
-
-
-def _are_numbers(value: Any) -> bool:
-    """True for lists of two or three numbers: a run of versions, or a turn."""
-    return isinstance(value, list) and all(
-        isinstance(one, list) and len(one) in (2, 3) and all(type(number) in (int, float) for number in one)
-        for one in value
-    )
 
 
 def _exported(record: Record) -> dict[str, Any]:

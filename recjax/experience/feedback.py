@@ -19,9 +19,7 @@ class Given(NamedTuple):
 
 
 def give_rewards(
-    store: Store,
-    entries: Sequence[Mapping[str, Any]],
-    place: Callable[[int], str] = "entry {}".format,
+    store: Store, entries: Sequence[Mapping[str, Any]], place: Callable[[int], str] = "entry {}".format
 ) -> Given:
     """Adds rewards to pending completions of a store, in one transaction.
 

@@ -667,23 +667,20 @@ def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Pa
 
 def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
     def connect() -> sqlite3.Connection:
-        return sqlite3.connect(uri, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+        connection = sqlite3.connect(uri, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+        with contextlib.suppress(Exception):  # a file that is no database or read-only gives its error later
+            connection.execute("pragma journal_mode=wal")
+        connection.execute("pragma synchronous=full")
+        return connection
 
     engine = sql.create_engine("sqlite://", creator=connect, poolclass=pool, hide_parameters=True)
-    sql.event.listen(engine, "connect", _connected)
-    sql.event.listen(engine, "begin", _begun)
+
+    @sql.event.listens_for(engine, "begin")
+    def begin(connection: sql.Connection) -> None:
+        writes = connection.get_execution_options().get("writes")
+        connection.exec_driver_sql("begin immediate" if writes else "begin")
+
     return engine
-
-
-def _connected(connection: Any, _: Any) -> None:
-    with contextlib.suppress(Exception):  # a file that is no database or read-only gives its error later
-        connection.execute("pragma journal_mode=wal")
-    connection.execute("pragma synchronous=full")
-
-
-def _begun(connection: sql.Connection) -> None:
-    writes = connection.get_execution_options().get("writes")
-    connection.exec_driver_sql("begin immediate" if writes else "begin")
 
 
 def _explained(error: Exception) -> str:

@@ -180,24 +180,23 @@ class ByPrompt:
             of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
                 compare the prompts' tokens.
         """
-        self._content = (
-            (lambda group: problem_text(group.prompt, group.answer).encode()) if of_problems else _prompt_bytes
-        )
+        self._of_problems = of_problems
         keys = (groups.index.problems if of_problems else groups.index.prompts)[groups.places]
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]
 
     def get(self, group: Group) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
-        content = self._content(group)
+
+        def content_of(group: Group) -> bytes:
+            is_problem = self._of_problems
+            return problem_text(group.prompt, group.answer).encode() if is_problem else group.prompt_tokens.tobytes()
+
+        content = content_of(group)
         begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = [self._groups[place] for place in self._order[begin:end]]
-        groups = [other for other in groups if self._content(other) == content and other.seat == group.seat]
+        groups = [other for other in groups if content_of(other) == content and other.seat == group.seat]
         return [one for other in groups for one in other.completions if one.grade]
-
-
-def _prompt_bytes(group: Group) -> bytes:
-    return group.prompt_tokens.tobytes()
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:

@@ -198,16 +198,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
         return bytes.fromhex(number[1])
-    known = _byte_characters()
-    return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
-
-
-@functools.cache
-def _byte_characters() -> dict[str, int]:
-    """Maps characters in the names of byte-level tokens to bytes; most characters map to their own code."""
+    # In the names of byte-level tokens, most characters stand for the byte of their own code.
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     plain = [ord(character) for character in characters if ord(character) < 256]
-    return dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
+    known = dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
+    return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:

@@ -161,7 +161,11 @@ class Block(nn.Module):
             of_keys, of_values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
             inputs, gate = dense(x, net.channels, "delta_inputs"), dense(x, of_values, "delta_gate")
             kernel = self.param("delta_kernel", nn.initializers.lecun_normal(-1, 0), (net.channels, 1, net.kernel))
-            speed = jnp.exp(self.param("delta_log_speed", _log_of_uniform, (net.value_heads,)))
+
+            def log_of_uniform(key: Array, shape: tuple[int, ...]) -> Array:
+                return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
+
+            speed = jnp.exp(self.param("delta_log_speed", log_of_uniform, (net.value_heads,)))
             bias = self.param("delta_bias", nn.initializers.ones, (net.value_heads,))
             rate = nn.sigmoid(dense(x, net.value_heads, "delta_rate").astype(jnp.float32))
             decay = -speed * nn.softplus(dense(x, net.value_heads, "delta_decay").astype(jnp.float32) + bias)
@@ -243,10 +247,6 @@ def run_layers(
             hidden, pair = layer(hidden, own, option, parts, place)
             new.append(pair)
     return hidden, (*zip(*new, strict=True), *([tuple(kept)] if kept else []))
-
-
-def _log_of_uniform(key: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
 
 
 def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:

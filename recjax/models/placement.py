@@ -180,9 +180,7 @@ def params_on_host(tree: Any) -> Any:
     return jax.tree.map(on_host, tree)
 
 
-@jax.jit
-def _whole(tree: Any) -> Any:
-    return jax.tree.map(constrain, tree)
+_whole = jax.jit(functools.partial(jax.tree.map, constrain))
 
 
 def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) -> jax.ShapeDtypeStruct:

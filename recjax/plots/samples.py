@@ -17,7 +17,15 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
         rows: one a completion, with `tokens` and `truncated`.
         numbers: the result of `recjax.analysis.samples.results` for these rows.
     """
-    panels = [_more_samples, *([_by_difficulty] if numbers["difficulty"] else []), _lengths]
+
+    def by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
+        labels, (values, reach) = list(numbers["difficulty"]), _bars([*numbers["difficulty"].values()])
+        axes.bar(range(len(labels)), values, yerr=reach, color=COLORS[0], alpha=0.75, capsize=3)
+        axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
+        long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
+        axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
+
+    panels = [_more_samples, *([by_difficulty] if numbers["difficulty"] else []), _lengths]
     figure = new_figure(4.6 * len(panels), 3.9, title)
     for axes, draw in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         draw(axes, rows, numbers)
@@ -42,14 +50,6 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
     axes.set_xticks(list(chosen), list(chosen))
     axes.set_xticks([], minor=True)
     add_legend(axes)
-
-
-def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-    labels, (values, reach) = list(numbers["difficulty"]), _bars([*numbers["difficulty"].values()])
-    axes.bar(range(len(labels)), values, yerr=reach, color=COLORS[0], alpha=0.75, capsize=3)
-    axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
-    long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
-    axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:

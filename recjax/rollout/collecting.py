@@ -115,10 +115,7 @@ class Grades:
     """The grades of a batch, which may still be computed; each process grades its share of the completions."""
 
     def __init__(
-        self,
-        scores: "Future[Scores] | None",
-        count: int,
-        complete: Callable[[list[Grade]], list[Grade]] = list,
+        self, scores: "Future[Scores] | None", count: int, complete: Callable[[list[Grade]], list[Grade]] = list
     ):
         """Takes the scores of this process's share of the completions that a reward grades.
 

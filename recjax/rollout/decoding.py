@@ -20,15 +20,7 @@ from recjax.models.logprobs import (
     sampling_logits,
 )
 from recjax.models.placement import ROWS, constrain
-from recjax.rollout.keys_values import (
-    Memory,
-    cache_rows,
-    cache_time,
-    empty,
-    over_mesh,
-    put_round,
-    read_slots,
-)
+from recjax.rollout.keys_values import Memory, cache_rows, cache_time, empty, over_mesh, put_round, read_slots
 
 
 class SlotState(NamedTuple):
@@ -148,9 +140,7 @@ def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, "
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("decoder", "sampling", "stop_ids", "round_time", "kept_ids"),
-    donate_argnames="memory",
+    jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time", "kept_ids"), donate_argnames="memory"
 )
 def decode(
     params: dict,

@@ -15,16 +15,7 @@ from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
 from recjax.rollout.decoding import SlotContents
 from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
-from recjax.rollout.requests import (
-    Admitted,
-    Begun,
-    EngineJob,
-    Request,
-    Sampled,
-    Weights,
-    by_sampling,
-    check_requests,
-)
+from recjax.rollout.requests import Admitted, Begun, EngineJob, Request, Sampled, Weights, by_sampling, check_requests
 from recjax.rollout.slots import Slots
 
 

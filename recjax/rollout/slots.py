@@ -1,6 +1,5 @@
 """The engine's slots: their state on the host, and their keys and values on the device."""
 
-import functools
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
@@ -238,16 +237,12 @@ class Slots:
 
 def _columns(count: int) -> SlotColumns:
     """Columns of empty slots."""
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return SlotColumns(
         live=np.zeros(count, bool),
         jobs=np.full(count, None),
         lengths=np.ones(count, np.int32),
         **{name: np.zeros(count, np.int32) for name in ("cached", "last", "counts", "limits")},
-        keys=np.zeros((count, _key_words(jax.config.jax_default_prng_impl)), np.uint32),
+        keys=np.zeros((count, key.size), np.uint32),
         current=np.zeros(count, bool),
     )
-
-
-@functools.cache
-def _key_words(implementation: str) -> int:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).size

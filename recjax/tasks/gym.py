@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym import check_gym, generator
+from recjax.tasks.grading.gym import check_gym, generate
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
 
@@ -75,17 +75,12 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
     different: dict[str, dict[str, Any]] = {}
     with Workers(1, seconds=None, memory=None) as workers:
         try:
-            entries = workers.call(_make, config.name, dict(config.options), count, seed).result()
+            entries = workers.call(generate, config.name, dict(config.options), count, seed).result()
         except CallFailed as error:
             raise ValueError(f"task.reasoning_gym: the generator {config.name} failed: {error}") from None
     for entry in entries:
         different.setdefault(entry["question"], entry)
     return list(different.values())
-
-
-def _make(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
-    data = generator(name, options, size=count, seed=seed)
-    return [data[index] for index in range(count)]
 
 
 def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:

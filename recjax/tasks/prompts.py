@@ -104,7 +104,9 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
 
 def _places(problems: int, first: int, count: int, seed: int) -> np.ndarray:
     places = np.arange(first, first + count)
-    return np.array([_order(problems, seed, int(place) // problems)[place % problems] for place in places], int)
+    epochs = range(first // problems, (first + count - 1) // problems + 1) if count else ()
+    orders = {epoch: np.random.default_rng([seed, 1, epoch]).permutation(problems) for epoch in epochs}
+    return np.array([orders[int(place) // problems][place % problems] for place in places], int)
 
 
 def batch_prompts(
@@ -153,8 +155,3 @@ def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
     # A floor keeps enough problems drawable for a batch without repeats.
     chances = uniform * alike + (1 - uniform) * learnable / learnable.sum() + 1e-12
     return chances / chances.sum()
-
-
-@functools.lru_cache(maxsize=32)
-def _order(problems: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, 1, epoch]).permutation(problems)

@@ -198,18 +198,16 @@ def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileR
     return [FileRow(_parsed(line, place), place) for place, line in texts.items()]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise KeyError(next(name for place, name in enumerate(names) if name in names[:place]))
-    return values
-
-
 def _parsed(line: bytes, place: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len({*names}) < len(names):
+            raise KeyError(next(name for index, name in enumerate(names) if name in names[:index]))
+        return dict(pairs)
+
     try:
         text = line.decode("utf-8")
-        values = json.loads(text, object_pairs_hook=_object)
+        values = json.loads(text, object_pairs_hook=unique)
         if "\\ud" in text.casefold():
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ otherwise.
 """
 
 import ast
+import contextlib
 import json
 import logging
 import math
@@ -50,7 +51,14 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
     """
     found, unreadable = [], 0
     for row in rows:
-        messages = [{"role": "system", "content": f"{_functions(row.text('system'))}\n\n{system_prompt}".strip()}]
+        functions = row.text("system")
+        for match in re.finditer(r"\[\s*\{", functions):  # the text up to the end of the JSON list of functions
+            with contextlib.suppress(json.JSONDecodeError):
+                listed, end = json.JSONDecoder(strict=False).raw_decode(functions, match.start())
+                if all(isinstance(function, dict) and "name" in function for function in listed):
+                    functions = functions[:end]
+                    break
+        messages = [{"role": "system", "content": f"{functions.strip()}\n\n{system_prompt}".strip()}]
         turns = row.values.get("conversations")
         if not isinstance(turns, list) or not turns:
             raise row.error("conversations", f"must hold a list of turns; got {turns!r:.80}")
@@ -89,30 +97,25 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
     return calls
 
 
-def _functions(system: str) -> str:
-    """A system text up to the end of the JSON list of functions; the whole text if it has no list."""
-    for match in re.finditer(r"\[\s*\{", system):
-        try:
-            functions, end = json.JSONDecoder(strict=False).raw_decode(system, match.start())
-        except json.JSONDecodeError:
-            continue
-        if all(isinstance(function, dict) and "name" in function for function in functions):
-            return system[:end]
-    return system.strip()
-
-
 def _looks_like_calls(text: str) -> bool:
     return bool(re.fullmatch(r"\s*\[[^\[\]{}()]+\(.*\)\s*\]\s*", text, re.DOTALL))
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
+
+    def in_one_line(match: re.Match) -> str:
+        """Replaces line breaks inside quotes by escapes."""
+        characters = _ESCAPED_OR_CHARACTER.findall(match.group())
+        return "".join(_ESCAPES.get(each, each) for each in characters) if match[1] else match.group()
+
     arguments = {}
     for piece in _split(text) if text.strip() else []:
         key, equals, value = piece.partition("=")
         key = key.strip()
         try:
             with warnings.catch_warnings(action="ignore"):  # escapes such as \/ are JSON only
-                parsed = _literal(ast.parse(_one_line(value.strip()), mode="eval").body)
+                code = _QUOTED_OR_CHARACTER.sub(in_one_line, value.strip())
+                parsed = _literal(ast.parse(code, mode="eval").body)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return None
         if not equals or not re.fullmatch(r"[\w.-]+", key) or key in arguments:
@@ -142,16 +145,6 @@ def _literal(node: ast.expr) -> Any:
             if len(made) == len(keys):
                 return made
     raise ValueError(f"{ast.dump(node)} is no literal")
-
-
-def _one_line(text: str) -> str:
-    """Replaces line breaks inside quotes by escapes."""
-
-    def escaped(match: re.Match) -> str:
-        characters = _ESCAPED_OR_CHARACTER.findall(match.group())
-        return "".join(_ESCAPES.get(each, each) for each in characters) if match[1] else match.group()
-
-    return _QUOTED_OR_CHARACTER.sub(escaped, text)
 
 
 def _split(text: str, has_names: bool = False) -> list[str]:

@@ -30,43 +30,13 @@ ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 # Settings that do not change a training step's numbers, except for the rounding of sums in another order.
 _MAY_CHANGE = {
-    "output",
-    "model.remat",
-    "model.logprob_chunk",
-    "model.attention",
-    "rollout.slots",
-    "rollout.engine.url",
-    "rollout.engine.model",
-    "rollout.engine.folder",
-    "rollout.engine.api_key_file",
-    "rollout.engine.concurrency",
-    "rollout.engine.reply_seconds",
-    "rollout.engine.retries",
-    "grading.workers",
-    "task.reward_seconds",
-    "task.reward_retries",
-    "regime.generators",
-    "regime.address",
-    "regime.generator_seconds",
-    "training.steps",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.keep_best",
-    "training.impossible_tokens",
-    "training.resume_with",
-    "training.profile_steps",
-    "training.micro_batch_prompts",
-    "training.tokens_per_micro_batch",
-    *(key for key in KEYS if key.startswith("evaluation.")),
-    "samples.every",
-    "tracking.wandb",
-    "tracking.trackio",
-    "samples.groups",
-    "samples.megabytes",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.expert",
-    "mesh.tensor",
+    *"output model.remat model.logprob_chunk model.attention rollout.slots rollout.engine.url".split(),
+    *"rollout.engine.model rollout.engine.folder rollout.engine.api_key_file rollout.engine.concurrency".split(),
+    *"rollout.engine.reply_seconds rollout.engine.retries grading.workers task.reward_seconds".split(),
+    *"task.reward_retries regime.generators regime.address regime.generator_seconds training.steps".split(),
+    *"training.checkpoint_every training.keep_checkpoints training.keep_best training.impossible_tokens".split(),
+    *"training.resume_with training.profile_steps training.micro_batch_prompts training.tokens_per_micro_batch".split(),
+    *(key for key in KEYS if key.startswith(("evaluation.", "samples.", "tracking.", "mesh."))),
 }
 
 
@@ -111,19 +81,18 @@ def with_chat_date(config: Config, overwrite: bool) -> Config:
     model = config.model
     if not model.path or model.chat_date:
         return config
-    found = hosts.from_first(lambda: _chat_date(config, overwrite))
-    return (
-        config if found is None else config.model_copy(update={"model": model.model_copy(update={"chat_date": found})})
-    )
 
+    def first_day() -> str | None:
+        if not reads_clock(model.path):
+            return None
+        output = Path(config.output)
+        resumes = not overwrite and (output / "config.yaml").is_file()
+        stored = (stored_config(output).get("model") or {}) if resumes else {}
+        return stored.get("chat_date") or date.today().isoformat()
 
-def _chat_date(config: Config, overwrite: bool) -> str | None:
-    if not reads_clock(config.model.path):
-        return None
-    output = Path(config.output)
-    if overwrite or not (output / "config.yaml").is_file():
-        return date.today().isoformat()
-    return (stored_config(output).get("model") or {}).get("chat_date") or date.today().isoformat()
+    if (day := hosts.from_first(first_day)) is None:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"chat_date": day})})
 
 
 def is_finished(config: Config) -> bool:

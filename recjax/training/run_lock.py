@@ -96,7 +96,14 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
         file, locked = _opened(path)
     with file:
         found = _holder_in(file)
-        if locked is False or (found and _shows_life(file, found, bool(locked))):
+        # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
+        # file is new; both times come from the file system, so this host's clock does not matter.
+        is_alive = found and not (locked and found.host == socket.gethostname())
+        if is_alive:
+            with tempfile.TemporaryFile(dir=output) as now:
+                age = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
+            is_alive = age < STALE_SECONDS
+        if locked is False or is_alive:
             raise ValueError(
                 f"output = {str(output)!r} is in use: {found or 'another process'} is writing a run there; wait for it,"
                 f" stop it, or give another output=…. If you are sure that it is dead, delete {path}"
@@ -146,15 +153,6 @@ def _opened(path: Path) -> tuple[TextIO, bool | None]:
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file, locked
         file.close()
-
-
-def _shows_life(file: TextIO, holder: Holder, locked: bool) -> bool:
-    """True if the holder has shown life; a lock that this process got proves the death of holders on this host."""
-    if locked and holder.host == socket.gethostname():
-        return False
-    # Both times come from the file system, so this host's clock does not matter.
-    with tempfile.TemporaryFile(dir=Path(file.name).parent) as now:
-        return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < STALE_SECONDS
 
 
 def _holder_in(file: TextIO) -> Holder | None:

@@ -323,7 +323,6 @@ class EngineSource(PolicySource):
 
     def __init__(self):
         """Connects to no server yet."""
-        super().__init__(self._sample)
 
     @contextlib.contextmanager
     def opened(self, run: Run, state: State) -> Iterator[None]:
@@ -331,9 +330,10 @@ class EngineSource(PolicySource):
         with EngineSampler(run) as self._sampler:
             yield
 
-    def _sample(
+    def sample_batch(
         self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float] | None = None
     ) -> tuple[list[Group], Grades]:
+        """The groups of a batch and their pending grades; see `sample_batch`."""
         prompts = batch_prompts(run.train, run.config, run.own[0], number, rates)
         with run.phases.phase("sample"):
             groups = self._sampler.sample(prompts, weights, version, number)

@@ -29,15 +29,7 @@ from recjax.hub.weights import adapter_fields, load_adapter, read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
-from recjax.models.trainable import (
-    adapted,
-    combine,
-    flatten,
-    in_compute_dtype,
-    merged,
-    split_params,
-    with_adapters,
-)
+from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split_params, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading

@@ -125,11 +125,7 @@ class _Sums(NamedTuple):
     load: Load | tuple[()]
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("recipe", "axis_name"),
-    donate_argnames=("state",),
-)
+@functools.partial(jax.jit, static_argnames=("recipe", "axis_name"), donate_argnames=("state",))
 def update(
     state: TrainState,
     frozen: dict,

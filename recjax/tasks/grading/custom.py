@@ -212,10 +212,20 @@ def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str
 
 def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list]) -> Any:
     """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(reward.seconds):
+                return await result
+        except TimeoutError as error:
+            if reward.seconds is None:
+                raise
+            raise TimeoutError(f"no reward within task.reward_seconds = {reward.seconds:g}") from error
+
     for retry in itertools.count():
         try:
             result = reward.function(*lists, **named)
-            return finished(_within(result, reward.seconds) if inspect.isawaitable(result) else result)
+            return finished(awaited(result) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
                 raise
@@ -223,16 +233,6 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
             words = described(error).splitlines()[0]
             logger.warning("reward %s failed with %s; it is asked again in %g s", reward.name, words, wait)
             time.sleep(wait)
-
-
-async def _within(result: Awaitable[Any], seconds: float | None) -> Any:
-    try:
-        async with asyncio.timeout(seconds):
-            return await result
-    except TimeoutError as error:
-        if seconds is None:
-            raise
-        raise TimeoutError(f"no reward within task.reward_seconds = {seconds:g}") from error
 
 
 def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:

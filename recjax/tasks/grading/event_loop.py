@@ -22,10 +22,18 @@ def finished(result: Any) -> Any:
     global _loop
     if not inspect.isawaitable(result):
         return result
+
+    def run_forever() -> None:
+        asyncio.set_event_loop(_loop)
+        while True:
+            # A task that raises SystemExit stops the loop; all other tasks continue.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                _loop.run_forever()
+
     with _starting:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_forever, args=(_loop,), name="event loop", daemon=True).start()
+            threading.Thread(target=run_forever, name="event loop", daemon=True).start()
             atexit.register(_cancel_all, _loop)
     outcome: futures.Future = futures.Future()
 
@@ -42,14 +50,6 @@ def finished(result: Any) -> Any:
         if not outcome.done():  # Ctrl-C in the waiting thread
             task.cancel()
             futures.wait([outcome], _END_SECONDS)
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    while True:
-        # A task that raises SystemExit stops the loop; all other tasks continue.
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            loop.run_forever()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -52,7 +52,15 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
         return same_angle(stated, truth)
     # One side may omit its unit; degrees are then not converted to radians.
     factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
-    if (unit and other and not factors) or not _words_fit(wanted, said):
+    if unit and other and not factors:
+        return False
+    # Every word of the answer is also in the truth.
+    pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
+    letters, text = (re.sub(pattern, " ", OR.sub(" ", side)) for side in (wanted, said))
+    text = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", text)  # the differential of an integral
+    words = {*re.findall(r"[A-Za-z]{2,}", text)} - _KNOWN_WORDS - {*re.findall(r"[A-Za-z]{2,}", letters)}
+    # Up to three letters are a product if the truth has these letters; more letters are a word.
+    if any((len(word) > 3 or not set(word) <= set(letters)) and len(tokens(word)) == len(word) for word in words):
         return False
     if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
         value = values.decimal(parse_math(match["exact"]) or _INFINITE)
@@ -100,16 +108,6 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
         if core and core.count("{") == core.count("}") and (unit := named_unit(rest, beside_a_number=False)):
             return core, () if unit == (NOTHING,) else unit
     return text, ()
-
-
-def _words_fit(truth: str, given: str) -> bool:
-    """True if every word of an answer is also in the truth."""
-    pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
-    truth, given = (re.sub(pattern, " ", OR.sub(" ", text)) for text in (truth, given))
-    given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # the differential of an integral
-    words = {*re.findall(r"[A-Za-z]{2,}", given)} - _KNOWN_WORDS - {*re.findall(r"[A-Za-z]{2,}", truth)}
-    # Up to three letters are a product if the truth has these letters; more letters are a word.
-    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(tokens(word)) == len(word))
 
 
 # --- Expressions and equations.

@@ -62,6 +62,12 @@ def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> An
     return _package().create_dataset(name, **options, **size_and_seed)
 
 
+def generate(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    """The first `count` problems of a generator."""
+    data = generator(name, options, size=count, seed=seed)
+    return [data[index] for index in range(count)]
+
+
 def parse(completion: str) -> str | None:
     """The answer of a completion, or None."""
     text = after_thoughts(completion)
@@ -80,7 +86,11 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     given, entry = parse(completion), columns["entry"]
     source = entry["metadata"].get("source_dataset", columns["generator"])
     score = 0.0
-    if given is not None and _may_be_run(given, source):
+    if given is None:
+        return {"accuracy": 0.0, "score": 0.0}
+    is_list = source not in _LISTS or "(" not in given
+    words, code = {*re.findall(r"[^\W\d]\w+", given)}, re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", given)
+    if is_list and (source not in _FORMULAS or (words <= _WORDS and not code)):  # the package runs it as Python
         scorer = _scorer(columns["generator"], json.dumps(columns["options"]))
         # Some scorers raise for an answer that they cannot read.
         with contextlib.suppress(Exception):
@@ -89,20 +99,10 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     return {"accuracy": float(score >= 1), "score": score}
 
 
-# Generators with scorers that run an answer as Python: as a list, or as a formula.
+# Generators with scorers that run an answer as Python: as a list, or as a formula. Other answers get no score.
 _LISTS = set("binary_matrix n_queens spiral_matrix string_insertion".split())
 _FORMULAS = set("countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split())
 _WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split())
-
-
-def _may_be_run(answer: str, source: str) -> bool:
-    """False if the package would run the answer as Python and the answer is more than a list or a formula."""
-    if source in _LISTS:
-        return "(" not in answer
-    if source in _FORMULAS:
-        words = set(re.findall(r"[^\W\d]\w+", answer))
-        return words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
-    return True
 
 
 # Scorers that give some wrong answers the full score, such as "0" for every coin_flip, and an additional condition.

@@ -26,23 +26,28 @@ _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]
 
 def decided(truth: str, given: str) -> bool | None:
     """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
-    kinds = (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_congruence)
-    return next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)
-
-
-def _as_choice(truth: str, given: str) -> bool | None:
-    wanted = _CHOICE.fullmatch(truth)
-    if not wanted or not _letter(wanted):
-        return None
-    said = _CHOICE.fullmatch(given) or _CHOICE.fullmatch(TEXT.sub(r"\1", given))
-    if not said:
-        return False if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given) else None
-    letters = [_letter(wanted), _letter(said)]
-    return letters[0] == letters[1] or bool(wanted["held"] and letters[0].casefold() == letters[1].casefold())
+    kinds = (_as_choices, _as_clock, _as_words, _as_congruence)
+    if (answer := next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)) is not None:
+        return answer
+    # Digits with a base in the subscript, as written; base 10 also equals a plain number.
+    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
+    if wanted:
+        digits = said[1] if said else given
+        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
+    return int(said[2]) == 10 and _is_number(truth, said[1]) if said and quantity(truth) else None
 
 
 def _as_choices(truth: str, given: str) -> bool | None:
-    """Compares several choices: A,C or AC or "A and C"; None if both sides join letters, which may then name points."""
+    """Compares one choice, or several: A,C or AC or "A and C".
+
+    Returns None for several if both sides join letters, which may then name points.
+    """
+    if (wanted := _CHOICE.fullmatch(truth)) and _letter(wanted):
+        if said := _CHOICE.fullmatch(given) or _CHOICE.fullmatch(TEXT.sub(r"\1", given)):
+            letters = [_letter(wanted), _letter(said)]
+            return letters[0] == letters[1] or bool(wanted["held"] and letters[0].casefold() == letters[1].casefold())
+        if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given):
+            return False
     wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
     if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
         return None
@@ -115,15 +120,6 @@ def _as_words(truth: str, given: str) -> bool | None:
     if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
         return sorted(re.findall(r"\w+", words_of(given))) == sorted(re.findall(r"\w+", words_of(truth)))
     return words_of(given) == words_of(truth)
-
-
-def _in_a_base(truth: str, given: str) -> bool | None:
-    """Compares digits with a base in the subscript as written; base 10 also equals a plain number."""
-    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
-    if wanted:
-        digits = said[1] if said else given
-        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
-    return int(said[2]) == 10 and _is_number(truth, said[1]) if said and quantity(truth) else None
 
 
 def _is_number(truth: str, given: str) -> bool:

@@ -119,8 +119,12 @@ def _short(answer: str | None) -> str | None:
     return answer if 0 < len(answer) <= LONGEST and max(depths(answer)) <= DEEPEST else None
 
 
-def _spelling(find: Callable[[str], str | None], completion: str) -> str | None:
-    """A completion's answer in a canonical spelling: equal numbers give equal texts."""
+def parse_line(completion: str, find: Callable[[str], str | None] = answer_line) -> str | None:
+    """A completion's answer in a canonical spelling: equal numbers give equal texts.
+
+    Args:
+        find: returns the answer as the completion has it, or None.
+    """
     given = find(completion)
     if given is None:
         return None
@@ -131,4 +135,4 @@ def _spelling(find: Callable[[str], str | None], completion: str) -> str | None:
     return re.sub(r"\s", "", text)
 
 
-parse_line, parse_boxed, parse_tagged = (functools.partial(_spelling, find) for find in (answer_line, boxed, tagged))
+parse_boxed, parse_tagged = (functools.partial(parse_line, find=find) for find in (boxed, tagged))

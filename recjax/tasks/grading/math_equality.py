@@ -90,16 +90,16 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
             match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
-    if "=" in texts[1] and _TUPLE.fullmatch(truth):
-        texts = [_TUPLE.sub(_assigned, text) for text in texts]
+
+    def assigned(match: re.Match) -> str:
+        sides = map(split_outside_brackets, match.groups())
+        return ",".join(map("=".join, itertools.zip_longest(*sides, fillvalue="")))
+
+    if "=" in texts[1] and _TUPLE.fullmatch(truth):  # (x,y)=(1,2) is x=1,y=2
+        texts = [_TUPLE.sub(assigned, text) for text in texts]
     truth, given = texts
     is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
     return without_thousands(truth), given if is_list else without_thousands(given)
-
-
-def _assigned(match: re.Match) -> str:
-    """Rewrites (x,y)=(1,2) as x=1,y=2."""
-    return ",".join(map("=".join, itertools.zip_longest(*map(split_outside_brackets, match.groups()), fillvalue="")))
 
 
 def without_thousands(text: str) -> str:
@@ -217,7 +217,12 @@ def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
 def structure(text: str) -> Structure | None:
     """The structure of a whole text in the notation of `notation.plain`; None if the text is a single item."""
     if match := _CASES.fullmatch(text):
-        return Structure("list", [*map(_case, rows_of(match[2]))])
+        cases = []
+        for row in rows_of(match[2]):  # a statement, or a pair of a value and its condition
+            parts = [_CONDITION.sub("", _CONDITION.sub("", part)).strip() for part in row]
+            is_aligned = len(parts) > 1 and parts[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
+            cases.append("".join(parts) if is_aligned or len(parts) == 1 else f"({','.join(parts)})")
+        return Structure("list", cases)
     if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
         return Structure("<>", split_outside_brackets(match[1]))
     if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
@@ -244,11 +249,3 @@ def structure(text: str) -> Structure | None:
         case ("{", "}", count) | ("(" | "[", ")" | "]", count) if count > 1:
             return Structure(opening + closing, items)
     return None
-
-
-def _case(row: list[str]) -> str:
-    """A row of cases: a statement, or a pair of a value and its condition."""
-    parts = [_CONDITION.sub("", _CONDITION.sub("", part)).strip() for part in row]
-    if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
-        return "".join(parts)  # a relation with an alignment mark
-    return parts[0] if len(parts) == 1 else f"({','.join(parts)})"

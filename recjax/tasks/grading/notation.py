@@ -44,12 +44,6 @@ _MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_BETWEEN_DIGITS}\d{{3}}
 _NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
 
 
-def _as_matrix(rows: re.Match) -> str:
-    """Rewrites [[1,2],[3,4]] in TeX."""
-    lines = r"\\".join(re.split(r"\] ?, ?\[", rows[1][1:-1]))
-    return rf"\begin{{matrix}}{lines.replace(',', '&')}\end{{matrix}}"
-
-
 _MARKUP = [
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
@@ -89,9 +83,9 @@ _NOTATION = [
     (r"(?<![^ =])\]([^\[\]()]*,[^\[\]()]*)([\[\]])$", r"(\1\2"),  # in the French notation, ]1,2[ is an open interval
     (r"(?<![^ =])([(\[][^\[\]()]*,[^\[\]()]*)\[$", r"\1)"),
     (r"(?<=[(\[]) | (?=[)\]])", ""),
-    (r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]", _as_matrix),
 ]
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
+_LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 
@@ -99,7 +93,12 @@ def plain(text: str) -> str:
     """Normalizes an answer's notation; see the module."""
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match.group())}}}", text)
-    text = _COMPATIBLE.sub(_compatible, text).translate(_TRANSLATION)
+
+    def compatible(match: re.Match) -> str:
+        over, slash, under = unicodedata.normalize("NFKC", match.group()).partition("⁄")
+        return f"\\frac{{{over}}}{{{under}}}" if slash else over
+
+    text = _COMPATIBLE.sub(compatible, text).translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
     # A double backslash ends a row of a matrix; it does not start a spacing command.
@@ -111,18 +110,17 @@ def plain(text: str) -> str:
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = _rewritten(text, _MARKUP)
     text = text.replace(r"\bmod", r"\pmod ") if r"\equiv" in text else text
-    return _rewritten(_inner(text), _NOTATION).strip()
+    text = _rewritten(_inner(text), _NOTATION)
+    for match in reversed([*_LISTED_MATRIX.finditer(text)]):
+        rows = r"\\".join(re.split(r"\] ?, ?\[", match[1][1:-1])).replace(",", "&")
+        text = rf"{text[: match.start()]}\begin{{matrix}}{rows}\end{{matrix}}{text[match.end() :]}"
+    return text.strip()
 
 
 def _rewritten(text: str, rewrites: list) -> str:
     for old, new in rewrites:
         text = old.sub(new, text)
     return text
-
-
-def _compatible(match: re.Match) -> str:
-    over, slash, under = unicodedata.normalize("NFKC", match.group()).partition("⁄")
-    return f"\\frac{{{over}}}{{{under}}}" if slash else over
 
 
 def _inner(text: str) -> str:

@@ -107,7 +107,13 @@ def _quantity(text: str) -> Quantity | None:
         text = _without_text(text)
     number, rest = _leading_number(text)
     if number is None or _IN_WORDS.match(rest):
-        return _of_words(text, sign) if not money else None
+        # A number in words, with or without a unit: five, two thirds, five apples, ten per cent.
+        words = [] if money else _without_text(text).split()
+        for count in range(len(words), max(0, len(words) - 5), -1):
+            spelled = re.sub(r"(?<=[a-z\d])-(?=[a-z])|(?<=[a-z]),+", " ", " ".join(words[:count]).casefold())
+            if (value := _fraction(spelled.split())) is not None:
+                return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]))
+        return None
     if scale := _SCALE.match(rest):
         number = number.times(Fraction(_SCALES[scale[1].casefold()] * _SCALES.get((scale[2] or "").casefold(), 1)))
         rest = rest[scale.end() :]
@@ -140,7 +146,14 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
         whole, over, under = (int(each or 0) for each in fraction.groups())
         number = Quantity(whole + Fraction(over, under)) if under and (not whole or over * under >= 0) else None
     else:
-        number = _decimal(**match.groupdict(default=""))
+        parts = match.groupdict(default="")
+        whole, decimals, cycle = re.sub(r"\D", "", parts["whole"]), parts["decimals"], parts["bar"] or parts["cycle"]
+        place = Fraction(1, 10 ** len(decimals))
+        number = Quantity(int(whole + decimals or 0) * place)
+        if cycle:
+            number = Quantity(number.value + int(cycle) * place / (10 ** len(cycle) - 1))
+        elif decimals:
+            number = Quantity(number.value, place, len((whole + decimals).lstrip("0")))
     rest = text[match.end() :]
     if number is None or re.match(r"[\d(]|\.\d|\.\.|,\d|\\ldots|:\d", rest):
         return None, text
@@ -150,29 +163,8 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
     return number, rest
 
 
-def _decimal(whole: str, decimals: str, bar: str, cycle: str) -> Quantity:
-    whole, cycle = re.sub(r"\D", "", whole), bar or cycle
-    place = Fraction(1, 10 ** len(decimals))
-    value = int(whole + decimals or 0) * place
-    if cycle:
-        return Quantity(value + int(cycle) * place / (10 ** len(cycle) - 1))
-    return Quantity(value, place, len((whole + decimals).lstrip("0"))) if decimals else Quantity(value)
-
-
 def _ten_to(power: str) -> Fraction | None:
     return Fraction(10) ** int(power) if len(power) < 6 and abs(int(power)) <= _LARGEST_POWER else None
-
-
-def _of_words(text: str, sign: int) -> Quantity | None:
-    """Reads a number in words, with or without a unit: five, two thirds, five apples, ten per cent."""
-    said = _without_text(text).strip()
-    if (value := _number_in_words(said)) is not None:
-        return Quantity(sign * value)
-    words = said.split()
-    for count in range(len(words) - 1, max(0, len(words) - 5), -1):
-        if (value := _number_in_words(" ".join(words[:count]))) is not None:
-            return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]))
-    return None
 
 
 def _with_unit(number: Quantity, rest: str) -> Quantity | None:
@@ -248,13 +240,8 @@ def is_rounding(given: Quantity, value: Fraction) -> bool:
 # --- Numbers in English words.
 
 
-def _number_in_words(text: str) -> Fraction | None:
-    """Reads a number in words: "twenty-one", "one hundred and five", "two thirds", "minus four", "a dozen"."""
-    words = re.sub(r"(?<=[a-z\d])-(?=[a-z])|(?<=[a-z]),+", " ", text.casefold()).split()
-    return _fraction(words)
-
-
 def _fraction(words: list[str]) -> Fraction | None:
+    """Reads a number in words: "twenty one", "one hundred and five", "two thirds", "a dozen"."""
     if not words or words[-1] not in _PARTS:
         value = _cardinal(words) if words and not words[-1].isdigit() else None
         return None if value is None else Fraction(value)

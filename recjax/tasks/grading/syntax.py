@@ -166,18 +166,19 @@ def parse_math(text: str) -> Node | None:
 class _Reader:
     def __init__(self, text: str):
         self.matrices = []
-        text = _MATRIX.sub(self._set_apart, text)
+
+        def set_apart(match: re.Match) -> str:
+            entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
+            if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
+                raise Unreadable(match.group())
+            node = Node("matrix", entries)
+            self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
+            return rf" \matrix{{{len(self.matrices) - 1}}} "
+
+        text = _MATRIX.sub(set_apart, text)
         self.tokens = tokens(text)
         self.place = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
-
-    def _set_apart(self, match: re.Match) -> str:
-        entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
-        if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
-            raise Unreadable(match.group())
-        node = Node("matrix", entries)
-        self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
-        return rf" \matrix{{{len(self.matrices) - 1}}} "
 
     @property
     def token(self) -> str | None:

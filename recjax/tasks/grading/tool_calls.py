@@ -49,8 +49,14 @@ def _given(completion: str) -> list[str] | None:
 
 def _calls(text: str) -> list[str] | None:
     """Every call in a canonical spelling; None if the text is not JSON of calls."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key is given twice")
+        return dict(pairs)
+
     try:
-        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
+        parsed = json.loads(text, object_pairs_hook=unique, parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError):
         return None
     calls = []
@@ -64,12 +70,6 @@ def _calls(text: str) -> list[str] | None:
             case _:
                 return None
     return calls
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key is given twice")
-    return dict(pairs)
 
 
 def _number(text: str) -> int | float:

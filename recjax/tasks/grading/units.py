@@ -117,8 +117,11 @@ BARE_LETTERS = set("mgshlL$%°€£¥₹¢")
 
 
 @functools.cache
-def _table() -> dict[str, tuple[Unit, ...]]:
-    """Maps each name to its readings; SI symbols keep their case, and other names are in lower case."""
+def _tables() -> tuple[dict[str, tuple[Unit, ...]], dict[str, tuple[Unit, ...]]]:
+    """Readings of each name; SI symbols keep their case in the first table, and all names are lowercase in the second.
+
+    The second has only symbols that are often written in lower case, such as kwh and mhz.
+    """
     table: dict[str, tuple[Unit, ...]] = {}
 
     def add(unit: Unit, names: Iterable[str]) -> None:
@@ -142,17 +145,11 @@ def _table() -> dict[str, tuple[Unit, ...]]:
             if not short or short + symbol not in _UNPREFIXED:
                 table[short + symbol] = (scaled,)
             add(scaled, (long + name for name in others))
-    return table
-
-
-@functools.cache
-def _in_lower_case() -> dict[str, tuple[Unit, ...]]:
-    """Readings of all lowercase names, and of symbols that are often written in lower case, such as kwh and mhz."""
-    table: dict[str, tuple[Unit, ...]] = {}
-    for name, readings in _table().items():
+    lowercase: dict[str, tuple[Unit, ...]] = {}
+    for name, readings in table.items():
         if name == name.casefold() or (len(name) > 1 and name[0] in "HkMGcem" or name[1:] in ("L", "B")):
-            table[name.casefold()] = (*table.get(name.casefold(), ()), *readings)
-    return table
+            lowercase[name.casefold()] = (*lowercase.get(name.casefold(), ()), *readings)
+    return table, lowercase
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,7 +166,8 @@ def units(text: str) -> tuple[Unit, ...]:
         return (_TEMPERATURES[(temperature[1] or temperature[2])[0].casefold()],)
     if _NAMELESS.fullmatch(text):
         return (NOTHING,)
-    return _parsed(text, lambda name: _table().get(name) or _in_lower_case().get(name.casefold()))
+    exact, lowercase = _tables()
+    return _parsed(text, lambda name: exact.get(name) or lowercase.get(name.casefold()))
 
 
 def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) -> tuple[Unit, ...]:

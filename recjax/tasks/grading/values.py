@@ -43,7 +43,15 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    for point in _points(unknown, _matrix_names((a, b))):
+    # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
+    matrices, nodes = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}, list(walk((a, b)))
+    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+        matrices = matrices.union(*map(names, transposed))
+    else:
+        bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
+        inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
+        matrices = matrices if inverts and matrices == unknown and len(matrices) > 1 else set()
+    for point in _points(unknown, matrices):
         for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
@@ -87,17 +95,6 @@ def decimal(node: Node) -> Fraction | None:
         if value is None or isinstance(value, Fraction):
             return value
         return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
-
-
-def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
-    """Names of matrices: transposed names and all capitals; without a transpose, several capitals with an inverse."""
-    unknown, nodes = names(trees), list(walk(trees))
-    capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
-    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-        return capitals.union(*map(names, transposed))
-    bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
-    inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
-    return capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
 
 
 def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -150,10 +147,6 @@ def _factorial(value: Any) -> Any:
     return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
 
 
-def _double_factorial(value: Fraction) -> Fraction:
-    return Fraction(math.prod(range(_whole(value), 0, -2))) if 0 <= value <= _MOST_TERMS else undefined()
-
-
 def _binomial(n: Any, k: Any) -> Any:
     if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST for each in (n, k)):
         return Fraction(math.comb(int(n), int(k)))
@@ -166,21 +159,11 @@ def _logarithm(value: Any, base: Any = None) -> Any:
     return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
 
 
-def _circular(function: Callable) -> Callable:
-    def at(value: Any) -> Any:
-        if abs(value) > mpmath.mpf(10) ** 30:
-            raise Undefined("too large for its digits")
-        with mpmath.workdps(mpmath.mp.dps + 35):
-            result = function(value)
-        return +result
-
-    return at
-
-
 _CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech csch coth".split()
 # These functions take fractions, and are exact then. FUNCTIONS take mpmath's numbers.
 _EXACT: dict[str, Callable] = {
-    **{"factorial": _factorial, "factorial2": _double_factorial, "binomial": _binomial},
+    **{"factorial": _factorial, "binomial": _binomial},
+    "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
     **{"abs": abs, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
     "ceil": lambda value: Fraction(value.__ceil__()),
     "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
@@ -188,9 +171,8 @@ _EXACT: dict[str, Callable] = {
 }
 FUNCTIONS: dict[str, Callable] = {
     **_EXACT,
-    **{name: getattr(mpmath, name) for name in f"sign floor ceil erf re im arg det {' '.join(_HYPERBOLIC)}".split()},
+    **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
-    **{name: _circular(getattr(mpmath, name)) for name in _CIRCULAR},
     **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
     **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "norm": undefined},
     "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
@@ -272,8 +254,10 @@ class _Evaluation:
             return +_CONSTANTS[name]() if name in _CONSTANTS else undefined()
         if node.kind == "mul":
             return functools.reduce(_multiplied, map(self.value, node.args))
-        if node.kind in ("add", "pow"):
-            return getattr(self, f"_{node.kind}")(*map(self.value, node.args))
+        if node.kind == "add":
+            return self._add(*map(self.value, node.args))
+        if node.kind == "pow":
+            return self._pow(*map(self.value, node.args))
         if node.kind == "matrix":
             return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
         if node.kind == "relation":
@@ -286,7 +270,12 @@ class _Evaluation:
                 return self._opaque(name, values)
             if name in _EXACT and all(isinstance(value, Fraction) for value in values):
                 return _EXACT[name](*values)
-            value = FUNCTIONS[name](*map(floating, values))
+            values = [*map(floating, values)]
+            if name in _CIRCULAR and abs(values[0]) > mpmath.mpf(10) ** 30:
+                raise Undefined("too large for its digits")
+            with mpmath.workdps(mpmath.mp.dps + 35 * (name in _CIRCULAR)):
+                value = FUNCTIONS[name](*values)
+            value = +value if name in _CIRCULAR else value
             return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
         return self._over(node.kind, *node.args)
 
