@@ -54,8 +54,14 @@ Float = checked(
     Annotated[Number, pydantic.Field(allow_inf_nan=False)],
     lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}",
 )
-# A user's own function or class.
-Place = checked(str, lambda value: None if ":" in value else "takes module:name")
+
+
+def spelled(pattern: str, problem: str) -> Any:
+    """A text that a regular expression matches in full, and the problem of other texts."""
+    return checked(str, lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
+
+
+Place = spelled(".*:.*", "takes module:name")  # a user's own function or class
 
 _BOUNDS = {"ge": ", {} or more", "gt": ", above {}", "le": ", at most {}", "lt": ", below {}"}
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from recjax.algorithms.options import did_you_mean
-from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key, value_of
+from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, key, spelled, value_of
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym import check_gym
 
 _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
-_MIXTURE = "task.mixture"
+_MIXTURE, _TOOLS, _PLAYS = "task.mixture", "task.agent = tools", "task.agent = environment"
 _SIMPLE = "recjax.tasks.rewards:"
 _GRADERS = ", ".join(GRADERS)
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
@@ -35,15 +35,11 @@ class FileTask(ConfigBlock):
     """Problems from your own files: JSON Lines, JSON or Parquet; or from a program."""
 
     train: str = key(
-        ...,
-        ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems; rows: the problems that a"
-        " program passes to recjax.run",
+        ..., "JSON Lines, JSON (also .gz) or Parquet file of training problems; rows: those passed to recjax.run"
     )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
-    answer_column: str | None = key(
-        "answer", "Column of answers, which the reward compares completions with; null: problems have no answers"
-    )
+    answer_column: str | None = key("answer", "Column of answers, which the reward reads; null: none")
     difficulty_column: str | None = key(None, "Column of a label; evaluation reports the accuracy of each label")
     chat: Bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
 
@@ -84,21 +80,10 @@ class ReasoningGymTask(ConfigBlock):
     problems: Int = key(1000, "Training problems; recjax holds out half as many more, at most 1,024", ge=1)
     template: str = key("{question}", "Prompt")
     examples: Int = key(0, "Solved problems of the same generator before each question", ge=0)
-    chat: Bool = key(
-        True, "Prompts are chats with the examples as earlier turns; false: plain text, one example a line"
-    )
-
-
-def _no_agent(text: str) -> str | None:
-    return None if text in ("tools", "environment") or ":" in text else "takes module:function, tools or environment"
+    chat: Bool = key(True, "Chats with the examples as earlier turns; false: plain text, one example a line")
 
 
 POLICY, INITIAL = "policy", "initial"
-
-
-def _no_seat(value: str | int) -> str | None:
-    is_known = value >= 1 if isinstance(value, int) else value in (POLICY, INITIAL) or ":" in value
-    return None if is_known else "takes policy, initial, a number of steps, or module:function"
 
 
 class OneTask(ConfigBlock):
@@ -112,31 +97,22 @@ class OneTask(ConfigBlock):
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
     system_prompt: str | None = key(
-        None, "First message of every chat; null: the task's own, if it has one", excludes=_MIXTURE
+        None, "First message of every chat; null: the task's own, if any", excludes=_MIXTURE
     )
     reward: str | None = key(
         None,
-        "Name of a built-in reward, module:function, or model:PATH with a sequence classifier's folder or hub name;"
-        " null: the task's own",
+        "Built-in reward, module:function, or model:PATH of a sequence classifier; null: the task's",
         excludes=_MIXTURE,
     )
     reward_device: Literal["auto", "cpu"] = key(
-        "auto",
-        "Device for task.reward = model:PATH; auto: the first accelerator of each process, if it has one",
-        excludes=_MIXTURE,
+        "auto", "Device of task.reward = model:PATH; auto: an accelerator if any", excludes=_MIXTURE
     )
-    reward_weights: dict[str, Float] = key(
-        dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
-    )
+    reward_weights: dict[str, Float] = key(dict, "Weights of the reward's parts, instead of its own", excludes=_MIXTURE)
     reward_seconds: Float | None = key(
-        None, "Time limit of an async reward for one batch; null: no limit", excludes=_MIXTURE, gt=0
+        None, "Seconds for an async reward's batch; null: no limit", excludes=_MIXTURE, gt=0
     )
-    reward_retries: Int = key(
-        0, "Number of times recjax calls an async reward again after it fails on a batch", excludes=_MIXTURE, ge=0
-    )
-    success: Float = key(
-        1.0, "Lowest reward of an accurate completion; ignored if the reward has a part `accuracy`", excludes=_MIXTURE
-    )
+    reward_retries: Int = key(0, "Further calls of an async reward that fails on a batch", excludes=_MIXTURE, ge=0)
+    success: Float = key(1.0, "Lowest reward of an accurate completion, without a part `accuracy`", excludes=_MIXTURE)
 
     def chosen(self) -> str:
         """The name of the task in this block, one of TASKS."""
@@ -180,21 +156,12 @@ class MixedTask(OneTask):
 
     weight: Float = key(1.0, "Share of a batch's prompts, relative to the other weights; 0: only evaluated", ge=0)
 
-
-def _mixed_task(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
-    return MixedTask(**value)
-
-
-def _mixture_problem(tasks: Mapping[str, MixedTask]) -> str | None:
-    for name, task in tasks.items():
-        if not re.fullmatch(r"[\w-]+", name):
-            return f"the name {name!r} of a task must consist of letters, digits, _ and -"
-        given = [choice for choice in TASKS if getattr(task, choice) is not None]
-        if len(given) != 1:
-            return f"{name}: give exactly one of {', '.join(TASKS)}; found {' and '.join(given) or 'none'}"
-    return None if any(task.weight for task in tasks.values()) else "no task has a weight above 0; raise one"
+    @classmethod
+    def of(cls, value: Any) -> "MixedTask":
+        """Reads a block, whose errors name keys without the mixture's name."""
+        if not isinstance(value, Mapping):
+            raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
+        return cls(**value)
 
 
 class KeepConfig(ConfigBlock):
@@ -224,19 +191,17 @@ class TaskConfig(OneTask):
     as well.
     """
 
-    mixture: (
-        checked(dict[str, Annotated[MixedTask, pydantic.BeforeValidator(_mixed_task)]], _mixture_problem) | None
-    ) = key(
+    mixture: dict[str, Annotated[MixedTask, pydantic.BeforeValidator(MixedTask.of)]] | None = key(
         None,
-        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts relative to the other"
-        " weights (default 1; 0: only evaluated), and with a task's keys from `arithmetic` to `success`",
+        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts (default 1; 0: only"
+        " evaluated), and a task's keys from `arithmetic` to `success`",
     )
     keep: KeepConfig | None = key(None, excludes="experience.store")
     curriculum: CurriculumConfig | None = key(
         None, excludes="regime.mode = async or experience.store or experience.mix"
     )
     truncated: Literal["train", "mask", "penalize"] = key(
-        "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
+        "train", "Completions cut at the token limit: train on, mask, or penalize them"
     )
     truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
     overlong_tokens: Int | None = key(
@@ -246,19 +211,17 @@ class TaskConfig(OneTask):
         must="be at most rollout.max_completion_tokens",
         ge=1,
     )
-    agent: checked(str, _no_agent) | None = key(
+    agent: spelled("tools|environment|.*:.*", "takes module:function, tools or environment") | None = key(
         None,
         "Program that talks to the policy. null: none, one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
     )
-    agent_seconds: Float = key(
-        60.0, "Time limit of an agent, not counting the time it waits for the policy", needs="task.agent", gt=0
-    )
+    agent_seconds: Float = key(60.0, "Seconds of an agent, without its waits for the policy", needs="task.agent", gt=0)
     agent_turns: Int = key(16, "Limit of an agent's replies", needs="task.agent", ge=1)
     agent_failure_reward: Float | None = key(
-        None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
+        None, "Reward of failed agents; null: dropped", needs="task.agent", ge=-(10**9), le=10**9
     )
-    seats: dict[str, checked(Int | str, _no_seat)] = key(
+    seats: dict[str, Int | str] = key(
         dict,
         "Seats by name, for agents that call policy.seat(name), and who plays them. policy: the policy; initial: the"
         " policy before the first step; N: the policy after the last step that N divides; module:function: a script",
@@ -267,18 +230,26 @@ class TaskConfig(OneTask):
     )
     train_seats: list[str] = key(list, "Seats to train on; empty: those that the policy plays", needs="task.seats")
     tools: list[Place] = key(
-        list,
-        "module:function of each tool that the model may call; tools run in grading.workers",
-        needs="task.agent = tools",
-        required="task.agent = tools",
+        list, "module:function of each tool, which grading.workers run", needs=_TOOLS, required=_TOOLS
     )
-    tool_seconds: Float = key(10.0, "Time limit of one tool call", needs="task.agent = tools", gt=0)
+    tool_seconds: Float = key(10.0, "Time limit of one tool call", needs=_TOOLS, gt=0)
     environment: Place | None = key(
-        None,
-        "module:class of the environment, made from a problem, with gymnasium's reset and step",
-        needs="task.agent = environment",
-        required="task.agent = environment",
+        None, "module:class, made from a problem, with gymnasium's reset and step", needs=_PLAYS, required=_PLAYS
     )
+
+    @pydantic.field_validator("mixture")
+    @classmethod
+    def _check_mixture(cls, tasks: dict[str, MixedTask] | None) -> dict[str, MixedTask] | None:
+        for name, task in (tasks or {}).items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"the name {name!r} of a task must consist of letters, digits, _ and -")
+            given = [choice for choice in TASKS if getattr(task, choice) is not None]
+            if len(given) != 1:
+                found = " and ".join(given) or "none"
+                raise ValueError(f"{name}: give exactly one of {', '.join(TASKS)}; found {found}")
+        if tasks is not None and not any(task.weight for task in tasks.values()):
+            raise ValueError("no task has a weight above 0; raise one")
+        return tasks
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -337,6 +308,9 @@ class TaskConfig(OneTask):
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
         every, trained, place = config.training.checkpoint_every, self.trained_seats, "task.train_seats"
         for name, player in self.seats.items():
+            is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)
+            problem = "takes policy, initial, a number of steps, or module:function"
+            yield not is_known, f"task.seats.{name}", problem
             problem = f"must be a multiple of training.checkpoint_every = {every}, as checkpoints have its weights"
             yield isinstance(player, int) and player % every, f"task.seats.{name}", problem
         problem = f"names seats of task.seats, each once: {', '.join(self.seats)}; remove the others"
