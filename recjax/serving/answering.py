@@ -29,14 +29,7 @@ BODIES = {"chat": Chat, "text": Text, "generate": Generate}
 class Answering:
     """Answers requests for completions of one policy."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        recorder: Recorder | None,
-        numbers: Numbers,
-        name: str,
-        versions: Versions,
-    ):
+    def __init__(self, sampler: Sampler, recorder: Recorder | None, numbers: Numbers, name: str, versions: Versions):
         """Stores the parts that answer a request.
 
         Args:

@@ -53,7 +53,17 @@ class Server:
         for kind, path in _PATHS.items():
             for prefix in ("", "/sessions/{session}"):
                 routes.append(Route(prefix + path, self._answers(kind), methods=["POST"]))
-        handlers = dict.fromkeys((Refused, HTTPException, Exception), _refused)
+
+        async def refuse(request: Request, error: Exception) -> Response:
+            if isinstance(error, HTTPException):
+                path, method = f"unknown path {request.url.path!r:.200}", request.method
+                words = {404: path, 405: f"this path does not support {method}"}.get(error.status_code, error.detail)
+                error = Refused(error.status_code, words)
+            if not isinstance(error, Refused):
+                error = _FAILED
+            return JSONResponse(error.body, error.status, error.headers)
+
+        handlers = dict.fromkeys((Refused, HTTPException, Exception), refuse)
         starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
         self.app = Guard(_Counted(starlette, numbers), guarded)
 
@@ -237,12 +247,3 @@ async def _unless_gone(request: Request, work: Awaitable[list[Piece]]) -> list[P
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        words = {404: f"unknown path {request.url.path!r:.200}", 405: f"this path does not support {request.method}"}
-        error = Refused(error.status_code, words.get(error.status_code, error.detail))
-    if not isinstance(error, Refused):
-        error = _FAILED
-    return JSONResponse(error.body, error.status, error.headers)

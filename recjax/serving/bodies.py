@@ -15,6 +15,7 @@ from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
 
+_VERSION = re.compile(r"([\w.-]{1,100}-)?\d{1,9}", re.ASCII)
 MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
 
 
@@ -100,39 +101,11 @@ Flag = fits(bool, "true or false")
 TokenLimit = whole_field(1, 2**31 - 1)
 
 
-def _are_tools(value: list) -> bool:
-    functions = [tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"]
-    named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
-    return len(named) == len(value) <= MOST_TOOLS
-
-
-def _are_stops(value: Any) -> bool:
-    values = [value] if isinstance(value, str) else value
-    are_texts = isinstance(values, list) and all(isinstance(one, str) for one in values)
-    return are_texts and len(values) <= MOST_STOPS and all(0 < len(one) <= MOST_STOP_CHARACTERS for one in values)
-
-
-def _ends_with_version(value: str) -> bool:
-    return re.fullmatch(r"([\w.-]{1,100}-)?\d{1,9}", value, re.ASCII) is not None
+Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
-
-
-def _prompts(value: str | list) -> list[str | list[int]]:
-    """One or several prompts, each text or token ids."""
-    prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
-    if len(prompts) > MOST_CHOICES:
-        raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
-    for one in prompts:
-        if not (isinstance(one, str) and one) and not _are_token_ids(one):
-            raise ValueError(f"{one!r:.100} takes token ids, at least one")
-    return prompts
-
-
-def _messages(messages: list) -> list[dict[str, Any]]:
-    return list(map(_message, messages))
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -177,7 +150,8 @@ class SampledBody(Body):
     min_p: number_field("a number from 0 to 1", lambda value: 0 <= value <= 1) = 0.0
     n: whole_field(1, MOST_CHOICES) = 1
     stop: fits(
-        Any, f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each", _are_stops
+        Stop | Annotated[list[Stop], pydantic.Field(max_length=MOST_STOPS)],
+        f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each",
     ) = []
     seed: whole_field(-(2**63), 2**63 - 1) = None
     presence_penalty: neutral(0) = None
@@ -246,11 +220,9 @@ class ReplyBody(Body):
 class Chat(ReplyBody, SampledBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[fits(list, "a list of messages", bool), pydantic.AfterValidator(_messages)]
+    messages: fits(list, "a list of messages", bool)
     tools: fits(
-        list,
-        f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}",
-        _are_tools,
+        list, f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}"
     ) = []
     tool_choice: fits(str, "'auto' or 'none'", lambda value: value in ("auto", "none")) = "auto"
     chat_template_kwargs: Annotated[checked(Any, wrong_with_variables), pydantic.Field(description="variables")] = {}
@@ -261,6 +233,20 @@ class Chat(ReplyBody, SampledBody):
     response_format: neutral({"type": "text"}) = None
     parallel_tool_calls: neutral(True) = None
     store: neutral(True) = None
+
+    @pydantic.field_validator("messages")
+    @classmethod
+    def _read_messages(cls, messages: list) -> list[dict[str, Any]]:
+        return list(map(_message, messages))
+
+    @pydantic.field_validator("tools")
+    @classmethod
+    def _check_tools(cls, tools: list) -> list:
+        of_tools = [tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+        named = [one for one in of_tools if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        if not len(named) == len(tools) <= MOST_TOOLS:
+            raise ValueError
+        return tools
 
     @property
     def functions(self) -> list[dict[str, Any]] | None:
@@ -276,16 +262,24 @@ class Chat(ReplyBody, SampledBody):
 class Text(ReplyBody, SampledBody):
     """The body of /v1/completions."""
 
-    prompt: Annotated[
-        fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value)),
-        pydantic.AfterValidator(_prompts),
-    ]
+    prompt: fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
     max_tokens: TokenLimit = 16
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
     logprobs: whole_field(0, 1) = None
     echo: neutral(False) = None
     suffix: neutral("") = None
     best_of: neutral(1) = None
+
+    @pydantic.field_validator("prompt")
+    @classmethod
+    def _check_prompts(cls, value: str | list) -> list[str | list[int]]:
+        prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
+        if len(prompts) > MOST_CHOICES:
+            raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
+        for one in prompts:
+            if not (isinstance(one, str) and one) and not _are_token_ids(one):
+                raise ValueError(f"{one!r:.100} takes token ids, at least one")
+        return prompts
 
     @property
     def prompts(self) -> list[str | np.ndarray]:
@@ -336,7 +330,7 @@ class PushedWeights(Body):
     """The body of SGLang's /update_weights_from_disk: a folder with new weights."""
 
     model_path: text_field(4096)
-    weight_version: fits(str, "text that ends with a version, such as run-12", _ends_with_version)
+    weight_version: fits(str, "text that ends with a version, such as run-12", _VERSION.fullmatch)
     load_format: neutral("auto") = None
     abort_all_requests: neutral(False) = False
     flush_cache: neutral(True) = True
