@@ -17,9 +17,6 @@ from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML config; see `make_config`.
 
-    Args:
-        path: YAML file.
-        overrides: `dotted.key=value` strings, applied in order.
     Raises:
         ValueError: an unreadable file, or an error of `make_config`.
     """

@@ -34,8 +34,6 @@ class Answering:
 
         Args:
             recorder: recorder of completions; None: the server records no completions and has no sessions.
-            name: name of the model.
-            versions: versions of the policy.
         """
         self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
         self._rendering, self._numbers = asyncio.Lock(), numbers

@@ -30,14 +30,7 @@ class Versions:
         newer: Callable[[], Weights | None] | None,
         pushed: Callable[[str], dict] | None = None,
     ):
-        """Takes the engine and its weights.
-
-        Args:
-            newer: function that returns weights that have arrived since its last call, or None. It runs in a thread and
-                may block. None: weights never change.
-            pushed: function that reads the parameters in a client's folder, or raises a ValueError; it runs in a
-                thread. None: clients may not push weights.
-        """
+        """Takes the engine and its weights; `newer` and `pushed` of `Serving` run in threads and may block."""
         self._live, self._newer, self._looking = live, newer, None
         self.version, self.run, self.tag = weights.version, weights.run, None
         self._pushed, self._pushing = pushed, asyncio.Lock()

@@ -57,10 +57,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         Args:
             keep_through: last step to keep; -1 removes all rows.
             written: size and checksum of metrics.jsonl according to that checkpoint.
-            trackers: trackers that also get the rows.
-            bar: progress bar that shows the rows of steps.
             watch: function that also gets the rows.
-            phases: clock of the run, for the wait for the device.
             manager: the checkpoints of the run, which an error names.
             refuses_impossible: whether tokens of probability 0 are an error.
             remedy: remedy for numbers that are not finite.

@@ -1,7 +1,7 @@
 """The policy version that samples the batch of each step. Steps and batches count from 1.
 
-A version counts optimizer steps. The run makes `training.updates` steps on each batch, and only between two batches can
-the sampler get new weights.
+A version counts optimizer steps. The run makes `training.updates` steps on each batch, here `updates`, and only between
+two batches can the sampler get new weights.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,7 @@ from recjax.config import RegimeConfig
 
 
 def batch_of(step: int, updates: int) -> int:
-    """The number of the batch that a step trains on.
-
-    Args:
-        updates: steps on each batch.
-    """
+    """The number of the batch that a step trains on."""
     return (step - 1) // updates + 1
 
 
@@ -46,8 +42,6 @@ def expected_staleness(step: int, regime: RegimeConfig, updates: int = 1) -> int
     batch and k previous updates of this batch. The initial policy samples the first n + 1 batches, and all batches of
     offline runs.
 
-    Args:
-        updates: steps on each batch.
     Reference: arXiv 2509.24203 §4 (sync_interval, sync_offset).
     """
     before, update = divmod(step - 1, updates)
@@ -69,7 +63,6 @@ def is_wanted(
         every: number of rounds from one batch to the next.
         version: version of the weights that would sample the batch.
         step: first step of a batch.
-        updates: steps on each batch.
     """
     steps = regime.max_staleness - (step - 1 - version) - (updates - 1)
     return (number - 1) * every < round_ + steps // updates
@@ -81,8 +74,7 @@ def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfi
     From `step` on, each batch has `groups` of the groups, oldest version first.
 
     Args:
-        step: first step of a batch.
-        updates: steps on each batch; its last step decides.
+        step: first step of a batch, whose last step decides.
     """
     last = step - 1 + updates - 1
     turns = enumerate(sorted(versions))
