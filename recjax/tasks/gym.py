@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym import check_gym, generate
+from recjax.tasks.grading.gym import check_gym, generated_entries
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
 
@@ -75,7 +75,7 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
     different: dict[str, dict[str, Any]] = {}
     with Workers(1, seconds=None, memory=None) as workers:
         try:
-            entries = workers.call(generate, config.name, dict(config.options), count, seed).result()
+            entries = workers.call(generated_entries, config.name, dict(config.options), count, seed).result()
         except CallFailed as error:
             raise ValueError(f"task.reasoning_gym: the generator {config.name} failed: {error}") from None
     for entry in entries:

@@ -98,12 +98,11 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
         found = _holder_in(file)
         # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
         # file is new; both times come from the file system, so this host's clock does not matter.
-        is_alive = found and not (locked and found.host == socket.gethostname())
-        if is_alive:
+        is_alive = locked is False
+        if not is_alive and found and not (locked and found.host == socket.gethostname()):
             with tempfile.TemporaryFile(dir=output) as now:
-                age = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
-            is_alive = age < STALE_SECONDS
-        if locked is False or is_alive:
+                is_alive = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < STALE_SECONDS
+        if is_alive:
             raise ValueError(
                 f"output = {str(output)!r} is in use: {found or 'another process'} is writing a run there; wait for it,"
                 f" stop it, or give another output=…. If you are sure that it is dead, delete {path}"

@@ -62,7 +62,7 @@ def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> An
     return _package().create_dataset(name, **options, **size_and_seed)
 
 
-def generate(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+def generated_entries(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
     """The first `count` problems of a generator."""
     data = generator(name, options, size=count, seed=seed)
     return [data[index] for index in range(count)]
@@ -85,12 +85,12 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     """
     given, entry = parse(completion), columns["entry"]
     source = entry["metadata"].get("source_dataset", columns["generator"])
-    score = 0.0
     if given is None:
         return {"accuracy": 0.0, "score": 0.0}
+    score, words = 0.0, {*re.findall(r"[^\W\d]\w+", given)}
     is_list = source not in _LISTS or "(" not in given
-    words, code = {*re.findall(r"[^\W\d]\w+", given)}, re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", given)
-    if is_list and (source not in _FORMULAS or (words <= _WORDS and not code)):  # the package runs it as Python
+    is_formula = words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", given)
+    if is_list and (is_formula or source not in _FORMULAS):
         scorer = _scorer(columns["generator"], json.dumps(columns["options"]))
         # Some scorers raise for an answer that they cannot read.
         with contextlib.suppress(Exception):
