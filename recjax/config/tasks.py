@@ -157,7 +157,7 @@ class MixedTask(OneTask):
     weight: Float = key(1.0, "Share of a batch's prompts, relative to the other weights; 0: only evaluated", ge=0)
 
     @classmethod
-    def of(cls, value: Any) -> "MixedTask":
+    def read(cls, value: Any) -> "MixedTask":
         """Reads a block, whose errors name keys without the mixture's name."""
         if not isinstance(value, Mapping):
             raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
@@ -191,7 +191,7 @@ class TaskConfig(OneTask):
     as well.
     """
 
-    mixture: dict[str, Annotated[MixedTask, pydantic.BeforeValidator(MixedTask.of)]] | None = key(
+    mixture: dict[str, Annotated[MixedTask, pydantic.BeforeValidator(MixedTask.read)]] | None = key(
         None,
         "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts (default 1; 0: only"
         " evaluated), and a task's keys from `arithmetic` to `success`",
