@@ -33,7 +33,7 @@ _LATER = ("characters", "run", "reference", "adapter", "merge_adapter")  # absen
 class DecoderShape(_Described):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: Int = key(64, "Width of the stream", must="be an even multiple of model.decoder.num_heads", ge=2)
+    hidden_size: Int = key(64, "Residual width", must="be an even multiple of model.decoder.num_heads", ge=2)
     num_layers: Int = key(3, "Transformer blocks", ge=1)
     num_heads: Int = key(4, "Attention heads", ge=1)
     num_kv_heads: Int = key(

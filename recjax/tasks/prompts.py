@@ -104,9 +104,12 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
 
 def _places(problems: int, first: int, count: int, seed: int) -> np.ndarray:
     places = np.arange(first, first + count)
-    epochs = range(first // problems, (first + count - 1) // problems + 1) if count else ()
-    orders = {epoch: np.random.default_rng([seed, 1, epoch]).permutation(problems) for epoch in epochs}
-    return np.array([orders[int(place) // problems][place % problems] for place in places], int)
+    return np.array([_epoch_order(problems, seed, int(place) // problems)[place % problems] for place in places], int)
+
+
+@functools.lru_cache(maxsize=32)
+def _epoch_order(problems: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1, epoch]).permutation(problems)
 
 
 def batch_prompts(
