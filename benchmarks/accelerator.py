@@ -3,7 +3,7 @@
     python -m benchmarks.accelerator --out FILE.json [--budget 600] [--only device,half_billion] [--rehearsal]
     python -m benchmarks.accelerator_page FILE.json      # the page of docs/accelerator.md
 
-Each part is a process of its own with a time limit, alone on the device; what it has found so far is kept if it is
+Each part is a process of its own with a time limit, alone on the device; the file keeps its findings so far if it is
 stopped or fails, and the file is written after each part. A part that does not fit the budget is skipped with the
 reason. `--rehearsal` runs everything in small sizes on the CPU.
 """
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     Attributes:
         command: arguments after `python`, given the file for its findings.
-        read: findings from that file and from what was printed; None: the file holds them as JSON.
+        read: findings from that file and from the printed text; None: the file holds them as JSON.
         environment: more variables; the memory that JAX takes is for one process at a time.
     """
 
@@ -75,7 +75,7 @@ def compared(letter: str, systems: str, seconds: float) -> Part:
 
 
 def read_tests(_: Path, printed: str) -> dict[str, Any]:
-    """Numbers of tests that passed, failed or were skipped, and the lines about those that failed."""
+    """Numbers of tests that passed, failed or were skipped, and the lines about the failed tests."""
     words = re.findall(r"::\S+ (PASSED|FAILED|ERROR|SKIPPED)", printed)
     counts = {word.lower(): words.count(word) for word in words}
     failures = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]

@@ -1,4 +1,4 @@
-"""What the parts of benchmarks.accelerator share: notes, times, kernels, models, batches and configs."""
+"""Shared code of the parts of benchmarks.accelerator: notes, times, kernels, models, batches and configs."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ def note(**values: Any) -> None:
 
 @contextlib.contextmanager
 def attempt(name: str):
-    """Notes the error of what is tried, and goes on."""
+    """Notes the error of the block, and continues after it."""
     try:
         yield
     except Exception as error:
@@ -76,12 +76,12 @@ def seconds_of(call: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
 
 
 def peak_bytes() -> int | None:
-    """Most bytes of the device that arrays of this process have had at one time."""
+    """Most bytes of the device that arrays of this process have had at the same time."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def busiest(call: Callable[[], Any], most: int = 14) -> dict:
-    """Milliseconds of one call and of its kernels on the device, those that take longest by name."""
+    """Milliseconds of one call and of its kernels on the device; the slowest kernels by name."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
@@ -200,7 +200,7 @@ def decode_findings(shape: Shape, dtype: jnp.dtype, rounds: list[float]) -> dict
 
 
 def batch_of(shape: Shape, tokens: np.ndarray, logprobs: np.ndarray) -> Batch:
-    """A batch of the shape's prompts and of what was sampled, with random rewards."""
+    """A batch of the shape's prompts and the sampled completions, with random rewards."""
     prompts, zeros = prompts_of(shape), np.zeros(shape.rows, np.int32)
     return Batch(
         prompts=prompts,

@@ -1,4 +1,4 @@
-"""The page of what benchmarks.accelerator measured: the table of docs/accelerator.md, no number typed by hand.
+"""Writes the measurements of benchmarks.accelerator into docs/accelerator.md, no number typed by hand.
 
     python -m benchmarks.accelerator_page FILE.json [...]
 
@@ -75,7 +75,7 @@ def _updates(parts: dict[str, dict]) -> list[str]:
 
 
 def _leaves(found: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """Names and values of findings, those of nested ones with the names that they stand under."""
+    """Names and values of findings; a nested finding's name begins with the names of its parents."""
     pairs = []
     for name, value in found.items():
         place = f"{before}{name}"

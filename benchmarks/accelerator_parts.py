@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator_parts PART FILE.json [rehearsal]
 
-A part writes what it has found after each finding, so that a part that is stopped leaves what it found before.
+A part writes its findings after each one, so that a stopped part leaves its earlier findings.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ from recjax.training.update import Recipe, TrainState, hyperparameters_of, recip
 
 
 def device() -> None:
-    """The device, and what it reaches."""
+    """The device and its measured peaks."""
     one = jax.local_devices()[0]
     stats = one.memory_stats() or {}
     note(kind=one.device_kind, platform=one.platform, count=jax.local_device_count(), jax=jax.__version__)
@@ -68,7 +68,7 @@ def device() -> None:
 
 
 def parity() -> None:
-    """Log-probs of the engine against those of the update, padded and packed, by precision."""
+    """Log-probs of the engine against log-probs of the update, padded and packed, by precision."""
     params = init_params(decoder_of(PARITY, FLOAT32).config, jax.random.key(0))
     longest = PARITY.prompt_tokens + PARITY.completion_tokens - 1
     for name, dtype, precision in [
@@ -169,7 +169,7 @@ def updates(
 
 
 def decode_ways(unrolled: bool) -> None:
-    """Decoding of the 0.5B shape with layers written out or scanned; what else differs is in XLA_FLAGS."""
+    """Decoding of the 0.5B shape with layers written out or scanned; XLA_FLAGS has all other differences."""
     decoder = decoder_of(BRIEF, BFLOAT16, unrolled=unrolled)
     weights = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
     started = time.perf_counter()

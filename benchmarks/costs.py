@@ -1,6 +1,6 @@
-"""What a step must compute and read at the least, and so the share of a device's peak that a time comes to.
+"""The least work and memory traffic of a step, and the share of a device's peak that follows from a time.
 
-The work is counted once for all systems: prompts are run once a group, whatever a system does. A system that repeats
+The work is counted once for all systems: prompts run once a group, also if a system repeats them. A system that repeats
 work shows a lower share, not a longer list of work.
 """
 
@@ -29,7 +29,7 @@ FORMULAS = {
 
 
 class Work(NamedTuple):
-    """The least of one phase; bytes None where memory is not what matters."""
+    """The least work of one phase; bytes is None where memory does not limit it."""
 
     flops: float
     bytes: float | None

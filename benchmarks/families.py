@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGE, DOCS = ROOT / "benchmarks" / "FAMILIES.md", ROOT / "docs" / "models.md"
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
 LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
-# Family → its models, and what it has beyond Llama, for docs/models.md.
+# Family → its models, and its differences from Llama, for docs/models.md.
 DESCRIPTIONS = {
     "llama": (
         "Llama 2, 3, 3.1, 3.2; SmolLM2",

@@ -222,7 +222,7 @@ def largest_difference(there: Sequence[dict], here: Sequence[dict]) -> tuple[flo
         there: rows of the other commit, whose metrics may have older names.
         here: rows of the working tree.
     Returns:
-        The difference, and the step and metric of it; 0 and an empty text if there is none.
+        The difference, and the step and metric of it; 0 and an empty text if the runs are equal.
     """
     there = [{RENAMED_METRICS.get(name, american(name)): value for name, value in row.items()} for row in there]
     steps = [[row["step"] for row in rows] for rows in (there, here)]

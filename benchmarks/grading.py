@@ -19,7 +19,7 @@ FLAGS = flags.FLAGS
 
 
 def make_answers(count: int, repeat: int) -> tuple[list[str], list[str]]:
-    """Completions and true answers, none of which another repeat has."""
+    """Completions and true answers that no other repeat has."""
     kinds = ["%d", "%d.5", r"\frac{%d}{7}", r"%d\sqrt{3}"]
     numbers = [repeat * count + index for index in range(count)]
     answers = [kinds[index % len(kinds)] % number for index, number in enumerate(numbers)]

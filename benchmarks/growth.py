@@ -1,10 +1,10 @@
 """Whether a step costs more the longer a run lasts: time, memory, open files and memory maps of a long run.
 
-    python -m benchmarks.growth --page benchmarks/RESULTS.md --figure benchmarks/growth.png [--steps 10000]
+    python -m benchmarks.growth --page benchmarks/RESULTS.md [--steps 10000]
 
 Trains the quickstart for that many steps in a process of its own, and looks at this process twice a second. A run's
 tenths are compared: the table has the median step time and the maximum of each other column. Evaluations and
-checkpoints are in the run; the steps that have them are few, and leave medians alone. Linux.
+checkpoints are in the run; these steps are few and do not change medians. Linux.
 """
 
 import json
@@ -22,7 +22,6 @@ from absl import app, flags
 from benchmarks.run import machine
 from benchmarks.tables import show
 from recjax.console import progress_bar
-from recjax.plots.style import COLORS, finish, new_figure
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "quickstart.yaml"
 TENTHS = 10
@@ -39,11 +38,10 @@ def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
     flags.DEFINE_integer("steps", 10_000, "Optimizer steps.", lower_bound=2 * TENTHS)
     flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
-    flags.DEFINE_string("figure", None, "PNG to draw; default: none.")
 
 
 def look_at(process: psutil.Process) -> dict[str, float]:
-    """What a process and its children hold now: memory in GiB, the others as counts."""
+    """Resources of a process and its children: memory in GiB, all others as counts."""
     family = [process, *process.children(recursive=True)]
     return {
         "memory": sum(each.memory_info().rss for each in family) / 2**30,
@@ -64,7 +62,7 @@ def follow(steps: int, output: Path) -> tuple[pd.Series, pd.DataFrame]:
     """Runs the quickstart for so many steps.
 
     Returns:
-        Seconds by step, and what the process held, a row a look with the step that it was at.
+        Seconds by step, and the process's resources: a row for each look, with its step.
     """
     overrides = [f"output={output}", f"training.steps={steps}", f"training.checkpoint_every={steps // TENTHS}"]
     overrides += [f"evaluation.every={steps // TENTHS}"]
@@ -75,7 +73,7 @@ def follow(steps: int, output: Path) -> tuple[pd.Series, pd.DataFrame]:
         run = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
         while run.poll() is None:
             time.sleep(0.5)
-            if metrics.exists():  # only what is new, or the looking itself would grow
+            if metrics.exists():  # only new lines, or each look would take longer
                 with metrics.open("rb") as file:
                     file.seek(read)
                     new = file.read()
@@ -84,7 +82,7 @@ def follow(steps: int, output: Path) -> tuple[pd.Series, pd.DataFrame]:
                 bar.update(max(lines - 1, 0) - bar.n)  # the first line is of step 0
             try:
                 looks.append({"step": bar.n, **look_at(psutil.Process(run.pid))})
-            except psutil.Error:  # a child, or the run, ended meanwhile
+            except psutil.Error:  # a child, or the run, has just ended
                 continue
     if run.returncode:
         sys.exit(f"error: the run ended with status {run.returncode}:\n{log.read_text()[-2000:]}")
@@ -92,7 +90,7 @@ def follow(steps: int, output: Path) -> tuple[pd.Series, pd.DataFrame]:
 
 
 def tenths(seconds: pd.Series, looks: pd.DataFrame) -> pd.DataFrame:
-    """A row for each tenth of the run: its median step time, and the highest of what was held in it."""
+    """A row for each tenth of the run: its median step time, and the maximum of each resource."""
     edges = np.linspace(0, seconds.index.max(), TENTHS + 1).astype(int)
     names = [f"to step {edge:,}" for edge in edges[1:]]
     held = looks.groupby(pd.cut(looks["step"], edges, labels=names), observed=False)[list(LABELS)[1:]].max()
@@ -100,20 +98,8 @@ def tenths(seconds: pd.Series, looks: pd.DataFrame) -> pd.DataFrame:
     return held.assign(step_seconds=times)[list(LABELS)]
 
 
-def draw(seconds: pd.Series, looks: pd.DataFrame, path: str) -> None:
-    """Every quantity over the steps; step times as medians of a hundredth of the run each."""
-    figure = new_figure(3.2 * len(LABELS), 2.8, "What a step costs as a run lasts")
-    width = max(1, len(seconds) // 100)
-    medians = seconds.groupby(seconds.index // width * width).median()
-    for axes, (name, label) in zip(figure.subplots(1, len(LABELS)), LABELS.items(), strict=True):
-        shown = medians if name == "step_seconds" else looks[looks["step"] > 0].set_index("step")[name]
-        axes.plot(shown.index, shown.to_numpy(), color=COLORS[0])
-        axes.set(xlabel="optimizer step", ylabel=label, ylim=(0, 1.2 * shown.max()))
-    finish(figure).savefig(path, dpi=100)
-
-
 def main(_) -> None:
-    """Runs, then writes the table and the picture."""
+    """Runs, then writes the table."""
     where, steps = machine(), flags.FLAGS.steps
     with tempfile.TemporaryDirectory() as folder:
         seconds, looks = follow(steps, Path(folder) / "run")
@@ -127,8 +113,6 @@ def main(_) -> None:
         f" times, maxima of all other columns; {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
     )
     show(flags.FLAGS.page, "growth", about, cells)
-    if flags.FLAGS.figure:
-        draw(seconds, looks, flags.FLAGS.figure)
 
 
 if __name__ == "__main__":

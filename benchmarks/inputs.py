@@ -1,4 +1,4 @@
-"""What every system of a run is given: one model folder, one set of prompts, one batch to compare losses on."""
+"""Inputs of every system of a run: one model folder, one set of prompts, one batch to compare losses on."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
 
     Args:
         folder: empty.
-        text: English, of which prompts for a real model are cut.
+        text: English, the source of a real model's prompts.
     Raises:
         ValueError: the model's folder is not there, or the text is too short.
     """
@@ -43,7 +43,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
     stops = stops or [tokenizer.eos_token_id]
     generation = {"eos_token_id": stops, "pad_token_id": tokenizer.pad_token_id}
     (folder / "model" / "generation_config.json").write_text(json.dumps(generation))
-    write_manifest(folder / "model")  # of the folder as it is now
+    write_manifest(folder / "model")  # of the folder's current files
 
     # The row after the last prompt is for recjax, whose runs hold problems out.
     rows = [{"prompt": tokenizer.decode(row), "answer": "-"} for row in prompts]
@@ -112,7 +112,7 @@ def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, shape: Shape) -> np.ndarray:
-    """Stretches of the text that have `prompt_tokens` tokens and are tokenized by themselves as they are within it."""
+    """Stretches of the text that have `prompt_tokens` tokens, the same ones cut out as within the text."""
     ids, length = tokenizer.encode(text, add_special_tokens=False), shape.prompt_tokens
     stretches = [ids[start : start + length] for start in range(0, len(ids) - length, length)]
     kept = [part for part in stretches if tokenizer.encode(tokenizer.decode(part), add_special_tokens=False) == part]

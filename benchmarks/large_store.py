@@ -1,10 +1,10 @@
-"""What a run holds of an experience store, by the store's size: seconds to open it, seconds a batch, and memory.
+"""The cost of an experience store by its size: seconds to open it, seconds a batch, and memory.
 
     python -m benchmarks.large_store [--rows 10000,100000,1000000] [--page benchmarks/RESULTS.md]
 
 Each store is synthetic: groups of 8 rows, of 16 to 48 tokens with log-probs, in parts of 10,000 rows. A process of its
 own opens it as `python -m recjax.train` does, and takes batches of 16 groups; then another one opens it again, from the
-cache. Memory is the most that the first of these had resident, mapped files among it, less what it had before. Linux.
+cache. Memory is the first process's peak of resident memory, with mapped files, minus its memory before. Linux.
 """
 
 import json
@@ -98,7 +98,7 @@ def make_store(path: Path, rows: int, logprobs: bool = True) -> None:
 
 
 def memory(name: str) -> int:
-    """Bytes of this process: VmRSS, what it has in memory, or VmHWM, the most that it ever had."""
+    """Bytes of this process: VmRSS, its resident memory, or VmHWM, the peak of it."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,8 +1,8 @@
-"""Whole short runs on stores of two sizes, by what they do with a store: seconds and memory.
+"""Whole short runs on stores of two sizes, by their use of the store: seconds and memory.
 
     python -m benchmarks.large_store_runs [--rows 10000,1000000] [--page benchmarks/RESULTS.md]
 
-The stores are those of `benchmarks.large_store`, and `initial` has one without log-probs. Each run is `python -m
+The stores come from `benchmarks.large_store`; the store of `initial` has no log-probs. Each run is `python -m
 recjax.train` for three steps of 16 groups, with nothing compiled before. Memory is the most that was resident. Linux.
 """
 

@@ -4,7 +4,7 @@
 
 The decoder is small and random (hidden 256, 4 layers, vocabulary 4096). Lengths of prompts and of completions are
 log-normal with the given medians, cut at the given limits; spread 0 makes every one the median. Every repeat draws a
-batch and times each way once, in turn, so that other load falls on both; ratios are of one repeat's times. Compiling
+batch and times each way once, in turn, so that other load falls on both; ratios compare times of one repeat. Compiling
 and the first run are apart. Packing itself, on the host, is part of its time.
 """
 
@@ -105,7 +105,7 @@ def main(_) -> None:
         programs.append(compiled(laid_out(batches[0], way)))
         seconds, memory = time.perf_counter() - started, programs[-1].memory_analysis().temp_size_in_bytes
         run(programs[-1], batches[0], way)
-        print(f"{name}: compiled in {seconds:.1f} s; {memory / 2**20:.0f} MiB beside state and batch")
+        print(f"{name}: compiled in {seconds:.1f} s; {memory / 2**20:.0f} MiB in addition to state and batch")
     measured = np.array([[run(program, batch, way) for way, program in enumerate(programs)] for batch in batches])
     print(f"completions: mean {np.mean([batch.completion_mask.sum(-1) for batch in batches]):.1f} tokens")
     for name, (seconds, waste) in zip(names, measured.transpose(1, 2, 0), strict=True):

@@ -1,4 +1,4 @@
-"""The reward of every system: cheap, of the text alone, and different from row to row. The standard library alone."""
+"""The reward of every system: cheap, from the text only, different from row to row. Uses only the standard library."""
 
 from collections.abc import Sequence
 

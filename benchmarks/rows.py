@@ -1,4 +1,4 @@
-"""From the workers' answers to the rows of the file: a system, a phase, its seconds and what they come to."""
+"""From the workers' answers to the rows of the file: a system, a phase, its seconds and the shares of the peak."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +55,7 @@ def make_rows(
 
 
 def _phases(answers: Mapping[str, Mapping[int, Mapping]]) -> dict[str, dict[int, dict]]:
-    """Phases with those that are parts of others, or differences of them."""
+    """Phases, with phases that are parts or differences of other phases."""
     found: dict[str, dict[int, dict]] = {phase: dict(timed) for phase, timed in answers.items() if phase != "drawing"}
     for phase, timed in answers.items():
         for number, answer in timed.items():

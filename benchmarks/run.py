@@ -3,9 +3,9 @@
     python -m benchmarks.run --shape a --out a.json [--repeats 7] [--systems recjax,torch:bfloat16] [--quiet 0.15]
 
 Every system is a process in an environment of its own, made on demand under $RECJAX_CACHE/benchmarks from
-benchmarks/requirements; one that cannot be made or started is left out, with the reason in the file. All are given the
-same weights, prompts and reward, warmed up, then asked for one call of each phase a round, in an order that turns;
-while one works the others wait. Shapes are in benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
+benchmarks/requirements; a system whose environment or start fails is skipped, with the reason in the file. All get the
+same weights, prompts and reward, warm up, and then make one call of each phase a round, in rotating order;
+while one works, all others wait. Shapes are in benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
 """
 
 import contextlib
@@ -34,23 +34,25 @@ from recjax.host_memory import with_tunables
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parent.parent
-# The last: several systems hold the GPU's memory beside each other.
+# The last: several systems share the GPU's memory.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
-    flags.DEFINE_enum("shape", None, list(SHAPES), "What to measure; see benchmarks/shapes.py.", required=True)
+    flags.DEFINE_enum("shape", None, list(SHAPES), "Shape to measure; see benchmarks/shapes.py.", required=True)
     flags.DEFINE_string("out", None, "JSON file to write.", required=True)
     flags.DEFINE_list("systems", None, f"Of {', '.join(SYSTEMS)}, with :bfloat16 or without; default: the shape's.")
     flags.DEFINE_list("phases", None, "Phases to time; default: all that a system has.")
     flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
-    flags.DEFINE_integer("warmups", 2, "Rounds before those that count.", lower_bound=1)
+    flags.DEFINE_integer("warmups", 2, "Rounds before the measured rounds.", lower_bound=1)
     flags.DEFINE_list("recjax", None, "Lines of recjax's config, such as rollout.slots=32.")
-    flags.DEFINE_list("python", [], "Interpreters to use in place of environments, such as torch=/usr/bin/python3.")
+    flags.DEFINE_list("python", [], "Interpreters to use instead of environments, such as torch=/usr/bin/python3.")
     flags.DEFINE_float("quiet", 0.15, "Other load, as a share of all cores, above which a round waits.", lower_bound=0)
-    flags.DEFINE_float("patience", 60.0, "Seconds that a round waits at most; then it goes on and says so.")
-    flags.DEFINE_string("logs", None, "Folder for what the systems print; default: shown only where one fails.")
+    flags.DEFINE_float("patience", 60.0, "Seconds that a round waits at most; then it starts with a message.")
+    flags.DEFINE_string(
+        "logs", None, "Folder for the systems' output; default: only the output of a failed system is shown."
+    )
 
 
 class Failed(Exception):
@@ -61,7 +63,7 @@ class Worker:
     """A system's process: one request, one answer."""
 
     def __init__(self, python: str, system: System, inputs: Path, precision: str, options: dict, log: Path):
-        """Starts it and waits until it has prepared; `about` is what it says of itself."""
+        """Starts the worker and waits until it has prepared; `about` is its description of itself."""
         self._log = log
         command = [python, "-m", f"benchmarks.workers.{system.worker}", str(inputs), precision, json.dumps(options)]
         environment = {**os.environ, **ENVIRONMENT, **system.environment}
@@ -145,7 +147,7 @@ def other_load(quiet: float, patience: float) -> float:
 
 
 def compare(workers: dict[str, Worker], folder: Path) -> dict[str, dict]:
-    """What the systems must agree on: greedy tokens, log-probabilities, loss and gradient norm."""
+    """Values on which the systems must agree: greedy tokens, log-probabilities, loss and gradient norm."""
     found: dict[str, dict] = {label: {} for label in workers}
 
     def each(check: str, **arguments) -> None:
@@ -177,16 +179,16 @@ def compare(workers: dict[str, Worker], folder: Path) -> dict[str, dict]:
 
 
 def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, list[float]]:
-    """Answers by label, phase and round, warm-ups being rounds below 0; and the other load before each round.
+    """Answers by label, phase and round (warm-ups: below 0), and the load of other programs before each round.
 
     The n-th warm-up and the n-th round that counts draw with the same key: with uneven lengths another key may need a
-    program of another size. A system that fails is left out from there on.
+    program of another size. A system that fails is skipped in all later phases.
     """
     answers: dict[str, dict[str, dict[int, dict]]] = {label: {} for label in workers}
     loads = []
     phases = list(dict.fromkeys(phase for worker in workers.values() for phase in worker.about["phases"]))
     for number in range(-FLAGS.warmups, FLAGS.repeats):
-        os.sync()  # or a system would pay for what another's checkpoint has left to write
+        os.sync()  # or a system would wait for the writes of another's checkpoint
         loads.append(other_load(FLAGS.quiet, FLAGS.patience))
         for phase in phases if FLAGS.phases is None else [phase for phase in phases if phase in FLAGS.phases]:
             order = [label for label in workers if phase in workers[label].about["phases"] and label not in failed]
@@ -197,7 +199,7 @@ def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, l
                     answer = workers[label].ask(phase=phase, round=key)
                 except Failed as error:
                     failed[label] = f"{phase}: {error}"
-                    say(f"{label} is left out: {failed[label]}")
+                    say(f"{label} is skipped: {failed[label]}")
                     continue
                 answers[label].setdefault(phase, {})[number] = answer
                 workers[label].about["notes"] |= answer.pop("notes", {})
@@ -226,7 +228,7 @@ def _lines(file: str) -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether JAX sees a GPU, asked in a process of its own: JAX would keep the GPU's memory from the systems."""
+    """Whether JAX sees a GPU, in a separate process: JAX would keep the GPU's memory from the systems."""
     code = "import jax, sys; sys.exit(jax.default_backend() != 'gpu')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -261,7 +263,7 @@ def main(_) -> None:
                 say(f"{label}: ready after {workers[label].about['seconds']:.1f} s")
             except Failed as error:
                 failed[label] = str(error)
-                say(f"{label} is left out: {error}")
+                say(f"{label} is skipped: {error}")
         checks = compare(workers, inputs)
         answers, loads = measure(workers, failed)
         # Last, for it takes memory that the system itself does not.

@@ -4,7 +4,7 @@
 
 The decoder is small and random (hidden 256, 4 layers, vocabulary 4096), and the tokens that end a completion are 5% of
 the vocabulary. Every repeat times each way once, in turn, on the same key, so that other load falls on all of them;
-ratios are of one repeat's times. Compiling and the first run are apart.
+ratios compare times of one repeat, without compilation and the first run.
 """
 
 import time
@@ -31,7 +31,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("group_size", 8, "Completions of each prompt.", lower_bound=1)
     flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each prompt.", lower_bound=1)
     flags.DEFINE_integer("max_tokens", 256, "Limit on a completion.", lower_bound=1)
-    flags.DEFINE_integer("slots", 64, "Rows decoded at one time where slots are filled again.", lower_bound=1)
+    flags.DEFINE_integer("slots", 64, "Rows decoded together where slots are filled again.", lower_bound=1)
     flags.DEFINE_integer("repeats", 5, "Timed repeats.", lower_bound=1)
 
 

@@ -1,12 +1,12 @@
-"""Load on the recording server, in turn with the engine alone: the same requests, as many at one time.
+"""Load on the recording server, in turn with the engine without a server: the same requests, as many at the same time.
 
     python -m benchmarks.serving --model models/SmolLM2-135M-Instruct
     python -m benchmarks.serving --model random         # 5.2 million parameters, random weights
 
 Starts `python -m recjax.serve`, whose record is a temporary folder, and an engine in this process. Each has a warm-up,
 and then they take turns with the same requests, until the server has been under load for `--seconds`; while one works
-the other waits. A client streams a completion, and sends its next request as soon as that is whole; for the engine
-alone a request is admitted as soon as another one has ended. Requests are chats, where the model has a template for
+the other waits. A client streams a completion, and sends its next request as soon as that is whole; the engine
+without a server admits a request as soon as another one ends. Requests are chats, where the model has a template for
 these, with seeds, so that both sample the same tokens, and limits between a quarter of `--tokens` and all. Clients
 share the machine with the server. Prints one JSON object.
 """
@@ -49,7 +49,7 @@ WORDS = 32  # of a random model's prompt
 
 
 class Ask(NamedTuple):
-    """A request: where it goes, its prompt as it is sent there and as the model reads it, its seed, the most tokens."""
+    """A request: its path, its prompt for the server and for the model, its seed, the most tokens."""
 
     path: str
     prompt: dict
@@ -142,7 +142,7 @@ async def served(address: str, asks: Sequence[Ask], clients: int) -> tuple[float
         return time.perf_counter() - began, replies, errors
 
 
-# --- The engine alone.
+# --- The engine without a server.
 
 
 class Alone:
@@ -178,7 +178,7 @@ class Alone:
 
 
 class Turn(NamedTuple):
-    """The same requests to both: what came of them, in which time, and processor seconds of all threads."""
+    """The same requests to both: tokens, seconds, and processor seconds of all threads."""
 
     server_seconds: float
     server_cpu: float
@@ -196,12 +196,12 @@ class Turn(NamedTuple):
 
     @property
     def alone_rate(self) -> float:
-        """Tokens a second of the engine alone."""
+        """Tokens a second of the engine without a server."""
         return sum(map(len, self.alone_tokens.values())) / self.alone_seconds
 
 
 def turn(address: str, process: psutil.Process, alone: Alone, asks: Sequence[Ask], clients: int, first: str) -> Turn:
-    """One after the other, whichever is named first."""
+    """Both in turn, beginning with `first`."""
 
     def by_server() -> tuple:
         before, began = process.cpu_times(), time.process_time()
@@ -227,7 +227,7 @@ def quantiles(values: Sequence[float], digits: int) -> dict[str, float]:
 
 
 def summary(turns: Sequence[Turn]) -> dict:
-    """What is printed of all turns."""
+    """The printed summary of all turns."""
     replies = [reply for one in turns for reply in one.replies.values()]
     later = [reply for reply in replies if len(reply.tokens) > reply.first_tokens]
     errors = [error for one in turns for error in one.errors]
@@ -259,15 +259,15 @@ def summary(turns: Sequence[Turn]) -> dict:
 def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
     flags.DEFINE_string("model", None, "Folder of the model, or random.", required=True)
-    flags.DEFINE_integer("clients", 64, "Requests under way at one time.", lower_bound=1)
+    flags.DEFINE_integer("clients", 64, "Open requests at the same time.", lower_bound=1)
     flags.DEFINE_float("seconds", 120, "That the server is under load.", lower_bound=0)
     flags.DEFINE_integer("requests", 256, "Requests of a turn.", lower_bound=1)
     flags.DEFINE_integer("tokens", 128, "Limit on a completion.", lower_bound=1)
-    flags.DEFINE_integer("slots", 64, "Completions that are sampled at one time.", lower_bound=1)
+    flags.DEFINE_integer("slots", 64, "Completions that are sampled together.", lower_bound=1)
 
 
 def measured(model: str, folder: Path) -> list[Turn]:
-    """What came of all turns but the warm-up."""
+    """All turns but the warm-up."""
     asked, turns = flags.FLAGS, []
     alone = Alone(model, asked.slots, asked.clients)
     asks = asks_of(alone.tokenizer, asked.requests, asked.tokens)

@@ -1,4 +1,4 @@
-"""What is measured: models, prompts and lengths, by the letter that `--shape` takes. The standard library alone."""
+"""The shapes: models, prompts and lengths, by the letter that `--shape` takes. Uses only the standard library."""
 
 import dataclasses
 
@@ -23,8 +23,8 @@ class Shape:
     model: sizes, or a Hugging Face folder.
     stop_share: share of the vocabulary that ends a completion; 0: one token that no model has, so that every system
         looks for it and none finds it, and all completions have `completion_tokens` tokens.
-    micro_batches: equal parts of the batch, of which gradients are taken one after the other, in every system.
-    gpu: the shape is for a GPU and is left out without one.
+    micro_batches: equal parts of the batch, whose gradients every system computes one by one.
+    gpu: the shape needs a GPU, and is skipped without one.
     systems: names of benchmarks.systems.SYSTEMS, with `:bfloat16` where that is the precision; without, float32.
     """
 
@@ -52,7 +52,7 @@ SHAPES = {
         SMALL, 8, 8, 64, 64, (*ALL, "recjax:bfloat16", "torch:bfloat16", "torch_shared:bfloat16"),
     ),
     "b": Shape(
-        # 3 to 6 GB each, so Tunix and bfloat16 are left to commands of their own, with recjax beside them.
+        # 3 to 6 GB each, so Tunix and bfloat16 have separate commands, each together with recjax.
         "models/SmolLM2-135M-Instruct", 4, 4, 64, 32, ("recjax", "torch", "torch_shared", "transformers", "trl"),
     ),
     "c": Shape(SMALL, 4, 16, 512, 32, ALL),
@@ -62,7 +62,7 @@ SHAPES = {
     ),
     "e": Shape(
         Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 1024,
-        # Each holds weights, gradients and AdamW's moments, about 25 GB, beside its cache.
+        # Each holds weights, gradients and AdamW's moments, about 25 GB, in addition to its cache.
         ("recjax:bfloat16", "transformers:bfloat16"),
         micro_batches=64, gpu=True,
     ),

@@ -69,7 +69,7 @@ def define_flags() -> None:
 
 
 def prepare(size: Size) -> dict[str, Callable[[int], None]]:
-    """What draws and what trains a batch of a size, by phase; both return when they are done."""
+    """Functions that sample and train a batch of a size, by phase; both return when they are done."""
     model = SHAPES["a"].model
     heads = size.hidden // model.head_dim
     config = DecoderConfig(model.vocabulary, size.hidden, 4 * size.hidden, size.layers, heads, heads, model.head_dim)
@@ -137,7 +137,7 @@ def measure(repeats: int) -> dict[Size, dict[str, np.ndarray]]:
 
 
 def slopes(name: str, phase: str, seconds: dict[Size, dict[str, np.ndarray]]) -> np.ndarray:
-    """The slope of each round in what `name` varies."""
+    """The slope of each round in the size that `name` varies."""
     logs = np.log([seconds[BASE._replace(**{name: value})][phase] for value in VARIED[name]])
     return np.polyfit(np.log(VARIED[name]), logs, 1)[0]
 

@@ -1,4 +1,4 @@
-"""What it costs that a run of several processes asks all of them whether one is to stop: median step, both ways.
+"""The cost of asking all processes of a run whether one must stop: median step, both ways.
 
     python -m benchmarks.stop_requests [--steps 400] [--rounds 3]
 

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 class System(NamedTuple):
-    """What is run, and how.
+    """A system, and how to run it.
 
     worker: a module of benchmarks.workers.
     requirements: a file's name; None: where the driver itself runs.
@@ -27,7 +27,7 @@ class System(NamedTuple):
 
 SYSTEMS = {
     "recjax": System("recjax_worker", None, {}, "recjax"),
-    # What made a difference, each switched off.
+    # Optimizations that made a difference, each switched off.
     "recjax_padded": System(
         "recjax_worker", None, {"set": {"recjax.experience.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
     ),
@@ -65,11 +65,11 @@ def named(label: str) -> tuple[System, str]:
     """The system and the precision of a label such as `torch:bfloat16`.
 
     Raises:
-        ValueError: there is no such system or precision.
+        ValueError: the system or precision does not exist.
     """
     name, _, precision = label.partition(":")
     if name not in SYSTEMS or precision not in ("", "float32", "bfloat16"):
-        raise ValueError(f"--systems {label!r}: name one of {', '.join(SYSTEMS)}, alone or with :bfloat16")
+        raise ValueError(f"--systems {label!r}: name one of {', '.join(SYSTEMS)}, with or without :bfloat16")
     return SYSTEMS[name], precision or "float32"
 
 

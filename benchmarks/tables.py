@@ -1,8 +1,8 @@
-"""Tables of what benchmarks.run measured, in Markdown; no number of them is typed by hand.
+"""Markdown tables of the measurements of benchmarks.run; no number is typed by hand.
 
     python -m benchmarks.tables benchmarks/RESULTS.md a.json b.json [...]
 
-Replaces, in the page, what is between `<!-- tables -->` and `<!-- end of tables -->`, and draws docs/benchmarks.png of
+Replaces the page's lines between `<!-- tables -->` and `<!-- end of tables -->`, and draws docs/benchmarks.png of
 all tables there; without files, it only draws.
 """
 
@@ -185,7 +185,7 @@ def _peaks(result: dict[str, Any]) -> list[str]:
 
 
 def _notes(notes: dict[str, dict]) -> list[str]:
-    """What the systems chose or were set to, but for TRL's many settings, which are in the file."""
+    """Choices and settings of the systems, without TRL's many settings, which are in the file."""
     shown = {system: {name: text for name, text in own.items() if name != "settings"} for system, own in notes.items()}
     return [
         f"- {system}: "
@@ -211,7 +211,7 @@ def table(cells: list[list[str]]) -> list[str]:
 
 
 def put_into_page(page: str, name: str, text: str) -> None:
-    """Replaces what is between the page's lines `<!-- name -->` and `<!-- end of name -->`."""
+    """Replaces the page's lines between `<!-- name -->` and `<!-- end of name -->`."""
     path, begin, end = Path(page), f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, found, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""Runs of the laboratory's map one after the other, and as many in one program by `jax.vmap`: seconds of 25 steps each.
+"""Runs of the toy task's map one by one, and as many in one program by `jax.vmap`: seconds of 25 steps each.
 
     python -m benchmarks.together [--runs 6] [--rounds 3]
 
@@ -49,6 +49,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("runs", 6, "At one time.", lower_bound=1)
+    flags.DEFINE_integer("runs", 6, "Runs in one program.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "Repeats of each.", lower_bound=1)
     app.run(main)

@@ -280,8 +280,7 @@ class TrainedPolicy:
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.
 
-        Args:
-            folder, dtype, adapters: see `recjax.training.trained.export_checkpoint`.
+        `recjax.training.trained.export_checkpoint` describes the arguments.
         """
         export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
         return Path(folder)

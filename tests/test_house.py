@@ -172,12 +172,12 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "README.md": 650,
     # Get started
     "index.md": 250,
-    "install.md": 310,
+    "install.md": 300,
     "quickstart.md": 600,
     "concepts.md": 550,
     # Guides
     "tutorials/train_smollm2.md": 800,
-    "tutorials/add_a_task.md": 800,  # a judge, as a program that runs
+    "tutorials/add_a_task.md": 750,
     "tutorials/add_a_loss.md": 670,  # outputs that a test compares
     "tutorials/from_python.md": 620,  # run() and open_run()
     "regimes.md": 850,
@@ -188,7 +188,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "serving.md": 1_000,  # rewards of turns, vLLM's API, environments of verifiers
     "evaluation.md": 800,  # numerics, training problems, mixtures
     "sweeps.md": 1_060,  # verdicts
-    "debugging.md": 850,
+    "debugging.md": 800,
     "devices.md": 1_000,  # plans for absent devices, the paper's models
     "memory.md": 880,  # dry runs for several devices, lower bounds of time
     # Reference

@@ -42,6 +42,10 @@ CLIPPED = """(is_phone) => {
         if (!image.naturalWidth) clipped.push(`picture ${image.src} is missing`);
     return clipped;
 }"""
+# Resolves when the page will not change any more: fonts are there and every picture is decoded.
+IS_DRAWN = """() => Promise.all([document.fonts.ready, ...[...document.images].map(
+    image => image.naturalWidth ? image.decode() : null)])"""
+PATIENCE = 120_000  # milliseconds for one action, also while other tests take all cores
 GROUND_AND_TEXT = """() => [
     getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector(".md-typeset")).color,
 ].map(color => color.match(/[\\d.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 765)"""
@@ -73,12 +77,25 @@ def browser(site):
         chromium.close()
 
 
+def new_page(browser, width, **options):
+    """A page without animations."""
+    page = browser.new_page(viewport={"width": width, "height": 1000}, reduced_motion="reduce", **options)
+    page.set_default_timeout(PATIENCE)
+    return page
+
+
+def visit(page, path):
+    """Opens a file, and waits until it is drawn."""
+    page.goto(path.as_uri())
+    page.evaluate(IS_DRAWN)
+
+
 @pytest.mark.parametrize("width", [LAPTOP, PHONE])
 def test_nothing_is_clipped(site, browser, width):
-    page = browser.new_page(viewport={"width": width, "height": 900})
+    page = new_page(browser, width)
     clipped = {}
     for path in sorted(site.rglob("index.html")):
-        page.goto(path.as_uri())
+        visit(page, path)
         if found := page.evaluate(CLIPPED, width == PHONE):
             clipped[path.parent.relative_to(site).as_posix()] = found
     page.close()
@@ -90,10 +107,10 @@ def test_screenshots_in_light_and_dark(site, browser, tmp_path):
     assert all((site / path).is_file() for path in KINDS)
     for scheme in ("light", "dark"):
         for width in (LAPTOP, PHONE):
-            page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+            page = new_page(browser, width, color_scheme=scheme)
             for path, kind in KINDS.items():
-                page.goto((site / path).as_uri())
-                page.screenshot(path=tmp_path / f"{kind}_{width}_{scheme}.png")
+                visit(page, site / path)
+                page.screenshot(path=tmp_path / f"{kind}_{width}_{scheme}.png", animations="disabled")
                 ground, text = page.evaluate(GROUND_AND_TEXT)
                 assert (ground, text) == pytest.approx((0.13, 0.8) if scheme == "dark" else (1, 0.1), abs=0.15)
             page.close()

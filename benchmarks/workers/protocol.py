@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Inputs(NamedTuple):
-    """What every system is given.
+    """Inputs of every system.
 
     shape: the fields of benchmarks.shapes.Shape, with `stop_ids` and `vocabulary`. prompts and completions
     [rows, time] are token ids, all real; rewards [rows] and noise [rows, time] belong to the completions, which are
@@ -45,13 +45,13 @@ class Inputs(NamedTuple):
 
 
 class System(NamedTuple):
-    """What a worker can do.
+    """Phases and checks of a worker.
 
-    phases: name → what is timed, called with the round's number, returning further fields of the answer; among them
+    phases: name → the timed function, called with the round's number, returning further fields of the answer, such as
         `inside`, seconds of parts, and `tokens`, completion tokens drawn.
-    checks: name → what is compared between systems, called with the request's arguments.
+    checks: name → a function whose result is compared between systems, called with the request's arguments.
     peak_device_bytes: most memory of the accelerator since the last call; None without one.
-    notes: what a reader of the row should know.
+    notes: remarks for a reader of the row.
     """
 
     phases: dict[str, Callable[[int], dict]]
@@ -144,7 +144,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _forget_peak() -> None:
-    """Lets the kernel count the peak of resident memory anew, where it can."""
+    """Resets the kernel's peak of resident memory, where possible."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -44,7 +44,7 @@ def read_config(inputs: Inputs):
         "folder": inputs.folder,
         "scratch": inputs.scratch,
         "precision": inputs.precision,
-        # One part, as in the other systems, is what recjax chooses by itself.
+        # One micro-batch, as in the other systems, is recjax's own choice.
         "micro_batch_prompts": "null" if parts == 1 else inputs.shape["prompts"] // parts,
     }
     file.write_text(CONFIG.format(reward="benchmarks.reward:vowel_share", **values))
@@ -53,7 +53,7 @@ def read_config(inputs: Inputs):
 
 
 def prepare(inputs: Inputs) -> System:
-    """The pieces of a run, and what is timed of them."""
+    """The parts of a run, and their timed phases."""
     for place, value in inputs.options.get("set", {}).items():
         module, name = place.split(":")
         setattr(importlib.import_module(module), name, value)
@@ -100,7 +100,7 @@ def prepare(inputs: Inputs) -> System:
         held["state"] = held["state"]._replace(trained=trained, version=number)
         jax.block_until_ready(trained)
         watch.part("update")
-        # One less than in a run, whose updates are not waited for: here the next one needs what this one has left.
+        # One less than in a run, which does not wait for updates: here the next one needs the result of this one.
         if held["steps"] < SETTLING_STEPS - 1:
             close_gaps()
         held["steps"] += 1
@@ -118,7 +118,7 @@ def prepare(inputs: Inputs) -> System:
         checkpoint.save(manager, held["state"], TrainingConfig(keep_checkpoints=1))
         return {}
 
-    # --- Behavior log-probs: what storing them adds to drawing, and the forward pass that it saves.
+    # --- Behavior log-probs: the time of storing them during sampling, and the forward pass that it saves.
     scores = jax.random.normal(jax.random.key(1), (inputs.shape["vocabulary"],))
     rows = len(inputs.completions)
 
@@ -142,7 +142,7 @@ def prepare(inputs: Inputs) -> System:
         logprobs()
         return {}
 
-    # --- What is compared with the other systems.
+    # --- Results that are compared with other systems.
     def greedy() -> list:
         groups = sampled(0, sampler_params(), limit, Sampling(temperature=0.0), 1)
         return pad(groups, run.shape._replace(group=1)).completions.tolist()

@@ -50,7 +50,7 @@ def decode_step(
         place: [1], where they go in `cache.rows`.
         before: tokens of the prompt that are not in `cache.rows`.
         length: the part of `cache.rows` that is attended to.
-        block, draw: these functions, or what compiling made of them.
+        block, draw: these functions, or their compiled forms.
     """
     seen = torch.arange(length, device=last.device) <= place
     contexts = [(place, seen, *pair) for pair in cache.rows]
@@ -105,7 +105,7 @@ def generate(
     """Tokens, their log-probabilities and their mask, each [batch, max_tokens]; ends when every row has.
 
     Args:
-        step: `decode_step`, or what compiling made of it.
+        step: `decode_step`, or its compiled form.
     """
     cache, first = prefill(sizes, weights, prompts, group, max_tokens, shared)
     before = prompts.shape[1] if shared else 0

@@ -1,4 +1,4 @@
-"""What the workers on torch share: GRPO's loss and step, drawing, grading, checkpoints, the device's peaks."""
+"""Shared code of the torch workers: GRPO's loss and step, drawing, grading, checkpoints, the device's peaks."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from benchmarks.workers.protocol import Inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEARNING_RATE, CLIP_NORM, CLIP_RANGE = 1e-6, 1.0, 0.2
-CHUNK_SCORES = 1 << 28  # vocabulary scores that exist at one time
+CHUNK_SCORES = 1 << 28  # vocabulary scores that exist at the same time
 
 
 def peak_device_bytes() -> int | None:
@@ -51,7 +51,7 @@ def drawn_tokens(scores: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(score: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Log-probabilities [rows, time] of tokens; in chunks that the backward pass makes anew where scores are many."""
+    """Log-probabilities [rows, time] of tokens; in chunks that the backward pass recomputes where scores are many."""
     flat, wanted = hidden.flatten(0, 1), tokens.flatten()
 
     def one(part: Tensor, of: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def write_checkpoint(inputs: Inputs, state: dict, optimizer: torch.optim.Optimiz
 
 
 def drawing(inputs: Inputs) -> dict:
-    """Seconds of drawing alone, as often as a step draws, with log-probabilities and without."""
+    """Seconds of only sampling, as often as a step samples, with log-probabilities and without."""
     vocabulary, rows = inputs.shape["vocabulary"], len(inputs.completions)
     scores = torch.randn(rows, vocabulary, device=DEVICE)
 

@@ -1,6 +1,6 @@
 """Llama in plain torch functions, for a decode loop with a static cache and for updates.
 
-Queries, keys and values are one matrix, gate and up another. Weights are float32; `cast` gives those of a compute
+Queries, keys and values are one matrix, gate and up another. Weights are float32; `cast` gives the weights of a compute
 dtype, through which gradients go back.
 """
 
@@ -105,9 +105,9 @@ def run(
 
     Args:
         attend: (queries [rows, heads, time, head_dim], keys, values [rows, kv_heads, time, head_dim], *context) →
-            what the queries read, of the queries' shape.
+            the attention output, in the queries' shape.
         contexts: each layer's further arguments of `attend`.
-        block: `block`, or what compiling made of it.
+        block: `block`, or its compiled form.
     """
     hidden = F.embedding(tokens, weights["embedding"])
     angles, kept = rotary(sizes, positions), []
@@ -141,7 +141,7 @@ def completion_hidden(
     Args:
         completions: rows of one prompt follow each other.
         shared: run each prompt once; otherwise with each of its completions, as most code does.
-        block: `block`, or what compiling made of it.
+        block: `block`, or its compiled form.
     """
     group, before = len(completions) // len(prompts), prompts.shape[1]
     if not shared:

@@ -15,7 +15,7 @@ MOST_WHOLE = 8  # layers; a program of more takes minutes to compile, one of a l
 
 
 def prepare(inputs: Inputs) -> System:
-    """The model, and what is timed of it. Option `shared`: prompts are read once a group in decode and update too."""
+    """The model, and its timed phases. Option `shared`: prompts are read once a group in decode and update too."""
     shape, shared = inputs.shape, inputs.options["shared"]
     dtype, limit = getattr(torch, inputs.precision), inputs.shape["completion_tokens"]
     sizes, weights = llama.load(inputs.folder / "model", grpo.DEVICE)
@@ -101,7 +101,7 @@ def prepare(inputs: Inputs) -> System:
 
 
 def _fastest(name: str, ways: dict, run, notes: dict):
-    """The way that takes the least of three runs; one that fails is left out. Notes which, and the seconds of each."""
+    """The fastest way of three runs; a failing one is skipped. Notes the choice, and the seconds of each."""
     least = {}
     for way, function in ways.items():
         try:

@@ -8,7 +8,7 @@ from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 
 
 def prepare(inputs: Inputs) -> System:
-    """The model, and what is timed of it.
+    """The model, and its timed phases.
 
     bfloat16 is autocast in the update, as usual; `generate` runs under it too.
     """

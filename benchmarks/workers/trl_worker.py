@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer: `train()` in a thread, which waits before each of its steps until one is asked for."""
+"""TRL's GRPOTrainer: `train()` in a thread, which waits for a request before each of its steps."""
 
 import queue
 import threading
@@ -20,7 +20,7 @@ class OneStepAtATime(TrainerCallback):
     """Holds the training thread between steps."""
 
     def __init__(self):
-        """Nothing is asked for yet."""
+        """No request yet."""
         self.asked, self.done = queue.Queue(), queue.Queue()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -34,7 +34,7 @@ class OneStepAtATime(TrainerCallback):
 
 
 class TimedTrainer(GRPOTrainer):
-    """GRPOTrainer that keeps the seconds of generating and grading, and what it drew."""
+    """GRPOTrainer that keeps the seconds of generating and grading, and the samples."""
 
     def _timed(self, name: str, call, *arguments):
         started = time.perf_counter()

@@ -41,7 +41,7 @@ def load(inputs: Inputs, mesh: jax.sharding.Mesh) -> nnx.Module:
         norm_eps=config["rms_norm_eps"],
         weight_tying=config["tie_word_embeddings"],
     )
-    # Tunix 0.1.7 takes the rotary base into its config and then uses one million whatever that says.
+    # Tunix 0.1.7 takes the rotary base into its config and then always uses one million.
     llama.apply_rope = functools.partial(llama.apply_rope, rope_theta=config["rope_theta"])
     with mesh:
         return llama_params.create_model_from_safe_tensors(str(folder), sizes, mesh, dtype=jnp.dtype(inputs.precision))
@@ -101,7 +101,7 @@ def prepare(inputs: Inputs) -> System:
 
     def batches():
         while True:
-            # The learner asks for a batch when the step before is over, but for what the device is still at.
+            # The learner requests a batch when the step before is over, except for work still on the device.
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
             done.put(None)
             asked.get()
@@ -138,7 +138,7 @@ def prepare(inputs: Inputs) -> System:
             cluster.rollout.generate(rows, dataclasses.replace(rollout, max_tokens_to_generate=1))
         return {}
 
-    # --- What is compared with the other systems.
+    # --- Results that are compared with other systems.
     def greedy() -> list:
         options = {"max_generation_steps": limit, "max_prompt_length": shape["prompt_tokens"]}
         with mesh:

@@ -1,6 +1,6 @@
 """The paper's counter-example: three arms, and data from a behavior policy that prefers the second best.
 
-    python experiments/bandit/bandit.py [--output experiments/bandit] [--steps 5000] [--learning_rate 0.2] [--seeds 16]
+    python experiments/bandit/bandit.py [--output FOLDER] [--picture PNG] [--steps N] [--learning_rate 0.2] [--seeds 16]
 
 A completion is one arm, the policy a softmax over three logits. Groups of GROUP_SIZE arms drawn from a behavior
 policy go through the library's own `row_terms` and `loss`, and gradient descent follows. No loss looks at the order of
@@ -20,7 +20,7 @@ Which negatives RED-Drop picks changes nothing here: up to K = 10, all negatives
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,21 +179,28 @@ def write_tables(rows: list[dict[str, str]], output: Path, caption: str) -> None
     (output / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def draw_simplex(results: Results, path: Path) -> None:
-    """Each method's path through the probability simplex, one panel a behavior policy."""
+def draw_simplex(results: Results, path: Path, behaviors: Sequence[int], places: str, size: tuple) -> None:
+    """Each method's path through the probability simplex, a panel for each behavior policy, and a legend.
+
+    Args:
+        behaviors: indices into BEHAVIORS.
+        places: mosaic of the panels.
+        size: width and height in inches.
+    """
     corners = np.array([[0, 0], [1, 0], [0.5, math.sqrt(3) / 2]])
-    places = [(-0.03, "right", "top"), (-0.03, "left", "top"), (0.03, "center", "bottom")]
+    names = [(-0.03, "right", "top"), (-0.03, "left", "top"), (0.03, "center", "bottom")]
     end = {"ls": "", "marker": "o", "ms": 7, "mec": "white", "mew": 0.7, "zorder": 3}
     draw = {"ls": "", "marker": "o", "ms": 4, "mew": 0, "alpha": 0.4}
     begin = {"ls": "", "marker": "*", "ms": 15, "mfc": "white", "mec": "black", "zorder": 4}
-    figure = Figure(figsize=(13, 8.2), layout="constrained")
-    panels = figure.subplot_mosaic("AABC;AADE").values()
-    for number, (axes, behavior) in enumerate(zip(panels, BEHAVIORS, strict=True)):
-        axes.set_title(behavior.label.replace(": ", ":\n"), fontsize=14 if number == 0 else 11)
+    figure = Figure(figsize=size, layout="constrained")
+    for number, axes in zip(behaviors, figure.subplot_mosaic(places).values(), strict=True):
+        behavior = BEHAVIORS[number]
+        if len(behaviors) > 1:
+            axes.set_title(behavior.label.replace(": ", ":\n"), fontsize=11, pad=22)
         axes.set(aspect="equal", xlim=(-0.1, 1.1), ylim=(-0.16, 1.04))
         axes.axis("off")
         axes.fill(*corners.T, facecolor="none", edgecolor="0.6", lw=1)
-        for arm, (up, horizontal, vertical) in enumerate(places):
+        for arm, (up, horizontal, vertical) in enumerate(names):
             text = f"arm {arm + 1}\nr = {REWARDS[arm]:g}"
             axes.text(corners[arm, 0], corners[arm, 1] + up, text, ha=horizontal, va=vertical)
         for method in METHODS:
@@ -205,14 +212,14 @@ def draw_simplex(results: Results, path: Path) -> None:
     handles = [Line2D([], [], color=x.color, ls=x.line, lw=x.width, label=x.label) for x in METHODS]
     handles += [Line2D([], [], color="0.3", label="end, exact", **end), Line2D([], [], label="start", **begin)]
     handles += [Line2D([], [], color="0.3", label="ends, sampled", **draw)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=11)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=11)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
 
 
 def draw_best_arm(kept: Points, results: Results, path: Path) -> None:
     """Probability of the best arm over steps, one panel a method."""
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    panels = figure.subplots(3, 5, sharex=True, sharey=True).flat
+    figure = Figure(figsize=(8, 11), layout="constrained")
+    panels = figure.subplots(5, 3, sharex=True, sharey=True).flat
     for axes, (label, probabilities) in zip(panels, results.items(), strict=False):
         axes.set_title(label.replace(" (", "\n("), fontsize=11)
         for (name, _, refresh, color), runs in zip(BEHAVIORS, probabilities[..., 2], strict=True):
@@ -225,10 +232,10 @@ def draw_best_arm(kept: Points, results: Results, path: Path) -> None:
         axes.axis("off")
     handles = figure.axes[0].get_legend_handles_labels()[0]
     handles += [Line2D([], [], color="0.5", alpha=0.4, lw=8, label="sampled, 10th to\n90th percentile of seeds")]
-    figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.98, 0.03), frameon=False, fontsize=11)
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=11)
     figure.supxlabel("gradient step")
     figure.supylabel("probability of arm 3, the best")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def main(_: list[str]) -> None:
@@ -239,12 +246,14 @@ def main(_: list[str]) -> None:
     caption = f"Policy after {options.steps} steps at learning rate {options.learning_rate:g}, and its expected reward."
     caption += f" Sampled: {GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, mean (± std) of {options.seeds} seeds."
     write_tables(list(table_rows(results)), Path(options.output), caption)
-    draw_simplex(results, Path(options.output, "simplex.png"))
+    draw_simplex(results, Path(options.output, "simplex.png"), range(len(BEHAVIORS)), "AA;AA;BC;DE", (8, 11.5))
+    draw_simplex(results, Path(options.picture), [0], "A", (7, 6.6))
     draw_best_arm(kept, results, Path(options.output, "best_arm.png"))
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", "experiments/bandit", "Folder to write tables and figures to.")
+    flags.DEFINE_string("picture", "docs/bandit.png", "Picture of docs/concepts.md to write.")
     flags.DEFINE_integer("steps", 5000, "Gradient steps.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent on the logits.", lower_bound=0.0)
     flags.DEFINE_integer("seeds", 16, "Sampled runs of each method under each behavior policy.", lower_bound=1)

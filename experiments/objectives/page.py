@@ -57,7 +57,7 @@ Guru-Math and ToolACE.
 """
 INTRODUCTION = """\
 The runs of [grid.yaml](grid.yaml) train every preset of [docs/objectives.md](../../docs/objectives.md) on the toy
-task of [the claims](../claims/README.md#the-laboratory). Their base policy and seeds differ from those of the claims,
+task of [the claims](../claims/README.md#the-toy-task). Their base policy and seeds differ from those of the claims,
 and most presets have one seed. So compare accuracies only within this page, and take the paper's algorithms from the
 claims' map.
 
