@@ -26,8 +26,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training
 from recjax.rollout.decoding import SlotState, decode
 from recjax.rollout.keys_values import Memory
-from recjax.training.learner import first_state
-from recjax.training.update import Recipe, update
+from recjax.training.update import Recipe, first_state, update
 
 PROMPTS, GROUP, PROMPT_TIME, TIME, VOCABULARY, ROUND = 4, 8, 32, 64, 512, 16
 OPTIMIZER = optax.adam(1e-4)

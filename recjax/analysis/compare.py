@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy  # loads scipy.stats, which takes a second, at its first use
 from flax.traverse_util import flatten_dict
 from pandas.api.typing import SeriesGroupBy
-from scipy.stats import bootstrap, permutation_test
 
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
@@ -60,7 +60,7 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     """
     # Resampled in parts, which keeps the memory bounded and changes no number.
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
-    found = bootstrap((values,), statistic, method="percentile", **options).confidence_interval
+    found = scipy.stats.bootstrap((values,), statistic, method="percentile", **options).confidence_interval
     return float(found.low), float(found.high)
 
 
@@ -70,7 +70,7 @@ def sign_flip_p(differences: np.ndarray) -> float:
     It is exact for up to 13 differences. For more, it is from 9,999 random flips.
     """
     options = {"permutation_type": "samples", "n_resamples": RESAMPLES, "rng": np.random.default_rng(0)}
-    return float(permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
+    return float(scipy.stats.permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
 
 
 def in_words(differences: np.ndarray, of: str = "pairs") -> str:

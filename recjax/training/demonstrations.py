@@ -20,10 +20,9 @@ from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.models.unrolling import unrolled_for_training
 from recjax.tasks.prompts import batch_indices
 from recjax.training import checkpoint
-from recjax.training.learner import first_state
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.run import Run, State
-from recjax.training.update import Recipe, TrainState, make_optimizer, update
+from recjax.training.update import Recipe, TrainState, first_state, make_optimizer, update
 from recjax.training.warm_start import FOLDER, supervised_rates
 
 logger = logging.getLogger(__name__)

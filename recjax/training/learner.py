@@ -1,6 +1,5 @@
 """The computations of a run on its devices: initial parameters, the sampler's parameters, updates and evaluation."""
 
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Key
 
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
-from recjax.models.placement import constrain_params, put_rows
+from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.run import Run, State
 from recjax.training.trained import load_teacher, reference_params, starting_policy
-from recjax.training.update import Learned, TrainState, hyperparameters_of, recipe_of, update
+from recjax.training.update import Learned, TrainState, first_state, hyperparameters_of, recipe_of, update
 
 
 class Learner:
@@ -125,16 +124,6 @@ class Learner:
 def drop_key(seed: int | Array) -> Key[Array, ""]:
     """The random key that, folded with the number of a batch, decides which completions its updates drop."""
     return jax.random.fold_in(jax.random.key(seed), 3)
-
-
-def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
-    """The state before the first step, which holds the parameters themselves and not a copy."""
-    return TrainState(params, _initial(optimizer, params))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
-    return constrain_params(optimizer.init(params))
 
 
 @jax.jit

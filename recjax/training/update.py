@@ -105,6 +105,16 @@ def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)
 
 
+def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
+    """The state before the first step, which holds the parameters themselves and not a copy."""
+    return TrainState(params, _initial(optimizer, params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
+    return constrain_params(optimizer.init(params))
+
+
 class Learned(NamedTuple):
     """Per-token results of an update for the whole batch; undefined where masked and outside the minibatch.
 

@@ -33,7 +33,7 @@ from recjax.rollout.trajectory import Trajectory
 from recjax.tasks.prompts import Prompts
 from recjax.tasks.reading import FileRow, read_file, template_of
 from recjax.training.metrics import step_bar
-from recjax.training.update import make_optimizer
+from recjax.training.update import first_state, make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
-    optimizer_state = jax.jit(lambda params: constrain_params(optimizer.init(params)))(params)
+    optimizer_state = first_state(optimizer, params).optimizer_state
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
@@ -148,12 +148,14 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
-    encoded = [encode_after(policy.tokenizer, (), answer, "answer") for answer in answers]
-    end = policy.stop_ids[0]
+    end, encoded = policy.stop_ids[0], {}
     end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
-    rows = [[*ids, end_of_turn if is_chat else end] for ids, is_chat in zip(encoded, are_chats, strict=True)]
-    for answer, ids in zip(answers, rows, strict=True):
+    chosen = [*zip(answers, are_chats, strict=True)]
+    for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
+        ids = [*encode_after(policy.tokenizer, (), answer, "answer"), end_of_turn if is_chat else end]
         check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80} with its end")
+        encoded[answer, is_chat] = ids
+    rows = [encoded[one] for one in chosen]
     lengths = np.array([len(ids) for ids in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)

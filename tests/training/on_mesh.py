@@ -26,9 +26,8 @@ from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions,
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
-from recjax.training.learner import first_state
 from recjax.training.mesh import make_mesh
-from recjax.training.update import Learned, Recipe, TrainState, update
+from recjax.training.update import Learned, Recipe, TrainState, first_state, update
 from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
