@@ -159,7 +159,7 @@ class Follower:
         value = one.metadata.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None
         key = record.group.id
         if by == "prompt":
-            key = f"prompt {hashlib.sha256(one.rows[0].prompt_tokens.tobytes()).hexdigest()}"
+            key = f"prompt {record.group.seat} {hashlib.sha256(one.rows[0].prompt_tokens.tobytes()).hexdigest()}"
         elif value is not None:
             key = f"value {json.dumps(value, sort_keys=True)}"
         # Updates of another run cannot measure staleness; version 0 is assumed to be the initial policy of this run.

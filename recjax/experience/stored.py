@@ -157,7 +157,7 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
         Group("", tokens[mask], (), problem.prompt, problem.answer)
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
-    shared = sum(bool(others.get(group)) for group in asked)
+    shared = sum(bool(others.get(group, any_seat=True)) for group in asked)
     if not shared:
         raise ValueError(
             f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"

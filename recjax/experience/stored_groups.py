@@ -185,7 +185,7 @@ class ByPrompt:
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]
 
-    def get(self, group: Group) -> list[Completion]:
+    def get(self, group: Group, any_seat: bool = False) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
 
         def content_of(group: Group) -> bytes:
@@ -195,7 +195,7 @@ class ByPrompt:
         content = content_of(group)
         begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = [self._groups[place] for place in self._order[begin:end]]
-        groups = [other for other in groups if content_of(other) == content and other.seat == group.seat]
+        groups = [one for one in groups if content_of(one) == content and (any_seat or one.seat == group.seat)]
         return [one for other in groups for one in other.completions if one.grade]
 
 

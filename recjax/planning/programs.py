@@ -44,6 +44,7 @@ REFERENCE = "reference policy's parameters"
 COPY = "sampler's copy"
 CAST = "weights as they compute"
 TEACHER = "teacher's parameters"
+OLDER = "older weights of frozen seats"
 
 
 class Model(NamedTuple):
@@ -167,6 +168,9 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, whole))
     if keeps_copy(config) and not (reads_start and config.regime.offline):
         parts[COPY] = copy
+    steps = range(config.training.steps + 1)
+    if older := max(len(config.task.older_versions([version]) - {version}) for version in steps):
+        parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
     if config.model.teacher:
         decoder = teacher_decoder(config)
         check_teacher(config, decoder.config, model.decoder.config)

@@ -21,15 +21,7 @@ from recjax.config.tasks import POLICY
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
-from recjax.rollout.agent_policy import (
-    AgentPolicy,
-    ContextFull,
-    InvalidReward,
-    Script,
-    Seats,
-    TurnsSpent,
-    is_reward,
-)
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, Script, Seats, TurnsSpent, is_reward
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine

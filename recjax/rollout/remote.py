@@ -334,10 +334,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """The URL, after the flag or key that sets it."""
         return f"{self._address.key}{' ' if self._address.key == '--engine' else ' = '}{self._address.url}"
 
-    @property
-    def _key_file(self) -> str:
-        return "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
-
     def _in_parallel(self, calls: Iterable[tuple]) -> list[Any]:
         """The results of calls that run in threads; none starts after one has failed."""
         futures = [self._threads.submit(*call) for call in calls]
@@ -435,10 +431,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
             return {"choices": [{"finish_reason": code}]}
         if reply.status_code in (401, 403):
-            raise ValueError(
-                f"{self._place} refuses the request ({words}); give {self._key_file}, a file with one key, or"
-                f" set ${KEY_VARIABLE}"
-            )
+            file = "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
+            remedy = f"give {file}, a file with one key, or set ${KEY_VARIABLE}"
+            raise ValueError(f"{self._place} refuses the request ({words}); {remedy}")
         if not reply.is_success:
             raise ValueError(f"{self._place} refuses the request with status {reply.status_code}: {words}")
         try:
@@ -490,9 +485,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
             return ()
         recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.kept_ids)
         logprobs = self._logprobs(reply, choice, len(tokens), bool(recorded))
-        logprobs = logprobs and np.array(logprobs, np.float32)
-        columns = np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs, recorded
-        return (Row(np.array(prompt, np.int32), *columns),)
+        columns = np.ones(len(tokens), bool), logprobs and np.array(logprobs, np.float32), recorded
+        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), *columns),)
 
     def _logprobs(
         self, reply: dict[str, Any], choice: dict[str, Any], count: int, has_sets: bool

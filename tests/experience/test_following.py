@@ -104,6 +104,13 @@ def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path,
     assert by_task.waiting == (2, 2, 0)  # those without the key are by themselves, and too few
 
 
+def test_a_prompt_that_several_seats_read_has_a_group_for_each_seat(tmp_path, following):
+    tokens = np.array([1, 2], np.int32)
+    rows = [row(number, number, metadata={"seat": "ab"[number % 2]}, prompt_tokens=tokens) for number in range(4)]
+    append(tmp_path / "live", rows)
+    assert taken(following("experience.group_by=prompt")) == [[0, 2], [1, 3]]
+
+
 def test_a_session_is_one_completion_of_all_its_rows(tmp_path, following):
     first = row(0).completion.rows[0]
     rows = first, first._replace(mask=np.array([True, False, True]))

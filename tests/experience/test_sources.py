@@ -14,6 +14,7 @@ from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.group import Group
 from recjax.experience.sources import check_logprobs, groups_at, mixed, with_logprobs
 from recjax.experience.store import groups_of
+from recjax.experience.stored import check_prompts
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
@@ -21,6 +22,8 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import Prompts
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups, ungraded
 from tests.experience.rows import append, make_row, text_row
@@ -302,5 +305,7 @@ def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
 def test_the_seats_of_a_problem_do_not_join(tmp_path):
     known = dict(prompt="say", answer="7", tokenizer="t")
     ours, *rows = (make_row(place, place, **known, metadata={"seat": seat}) for place, seat in enumerate("abab"))
-    found = ByPrompt(stored(tmp_path / "s.db", *rows), of_problems=True).get(group_of(ours))
-    assert [one.id for one in found] == ["row 2"]
+    others = ByPrompt(stored(tmp_path / "s.db", *rows), of_problems=True)
+    assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
+    token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
+    check_prompts(others, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error

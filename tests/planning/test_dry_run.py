@@ -148,6 +148,16 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_act
     assert not [name for name in found if name.endswith("at the start")]
 
 
+@pytest.mark.parametrize(
+    ("players", "copies"), [("policy, d: 'x:y'", 0), ("3", 1), ("initial, c: 3", 2), ("initial, c: 30", 1)]
+)
+def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, players, copies):
+    no_activations()
+    seats = ["task.agent=x:y", f"task.seats={{a: policy, b: {players}}}", "rollout.max_context_tokens=32"]
+    found = memory(dry_run(tiny(*seats, "model.dtype=bfloat16", "model.freeze=[embedding]")))
+    assert found.get("older weights of frozen seats", 0) == copies * found["weights as they compute"]
+
+
 def test_keys_and_values_are_those_of_the_sampler(tiny):
     config = tiny("evaluation.samples=6")  # more rows than training has
     result = dry_run(config)
