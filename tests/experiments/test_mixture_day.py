@@ -1,14 +1,15 @@
 """The scripts of experiments/day for a mixture of tasks and for users of TRL, run small."""
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
+from tests import commands
 from tests.commands import ROOT
 
-SMALL = ["warm_start.steps=60", "training.steps=4", "training.checkpoint_every=2", "rollout.group_size=4"]
+SMALL = ["warm_start={steps: 30, batch_size: 32}", "training.steps=4", "training.checkpoint_every=2"]
+SMALL += ["rollout.group_size=4"]
 SMALL += ["task.mixture.sums.arithmetic.problems=['1..9 + 10..29']"]
 SMALL += ["task.mixture.products.arithmetic.problems=['1..9 * 1..9']"]
 SMALL += ["evaluation.every=2", "evaluation.problems=8", "task.keep.pass_rate=[0.0, 0.95]", "task.keep.samples=2"]
@@ -16,10 +17,8 @@ SMALL += ["evaluation.every=2", "evaluation.problems=8", "task.keep.pass_rate=[0
 
 def python(folder, *arguments):
     """Runs Python in an empty folder and returns everything that it prints."""
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RECJAX_CACHE": str(folder / "cache")}
+    done = commands.run(arguments, cwd=folder, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -51,8 +50,9 @@ def test_a_mixture_logs_every_task_and_is_evaluated_on_all_of_its_problems(tmp_p
 
 @pytest.mark.slow
 def test_a_script_of_trl_trains_with_its_own_reward(tmp_path):
-    script = ROOT / "experiments/day/coming_from_trl.py"
-    python(tmp_path, str(script), "training.steps=3", "training.checkpoint_every=3", "evaluation.every=0")
+    (tmp_path / "coming_from_trl.py").write_text((ROOT / "experiments/day/coming_from_trl.py").read_text())
+    program = "import runpy; runpy.run_path('coming_from_trl.py', run_name='__main__')"
+    python(tmp_path, "-c", program, "training.steps=3", "training.checkpoint_every=3", "evaluation.every=0")
     rows = rows_of(tmp_path / "runs/coming_from_trl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[-1]["reward/score"] == rows[-1]["reward"]
     assert "coefficient: 0.01" in (tmp_path / "runs/coming_from_trl/config.yaml").read_text()
