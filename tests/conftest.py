@@ -20,6 +20,7 @@ from pathlib import Path
 
 gc.disable()  # until everything is imported, which takes a fifth less time without
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other where other tests have the cores
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="recjax-compiled-", ignore_cleanup_errors=True)  # gone at exit
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("RECJAX_TEST_PROGRAMS", compiled.name)
