@@ -3,6 +3,7 @@
 Needs `pip install -e ".[docs]"` and Chromium: Debian's package chromium, or `playwright install chromium`.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -56,11 +57,11 @@ def site(tmp_path_factory):
     """The folder of the built site."""
     for module in ("material", "mkdocstrings", "playwright"):
         pytest.importorskip(module, reason='needs pip install -e ".[docs]"')
-    folder = tmp_path_factory.mktemp("site")
+    folder = os.environ.get("RECJAX_SITE") or tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return folder
+    return Path(folder)
 
 
 @pytest.fixture(scope="module")
