@@ -1,12 +1,15 @@
 """The checks that tests/conftest.py puts on every function of the package: types, and shapes by jaxtyping."""
 
 import functools
+import importlib.machinery
 import inspect
 import types
 import typing
+from unittest import mock
 
 import beartype
 import jaxtyping
+from jaxtyping import _import_hook
 
 # An int where a float is asked for is fine, as it is to Python's type checkers.
 checked = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
@@ -55,3 +58,20 @@ def _names_shape(hint: object) -> bool:
         return True
     inner = hint if isinstance(hint, list) else typing.get_args(hint)
     return typing.get_origin(hint) is not typing.Literal and any(map(_names_shape, inner))
+
+
+class _Loader(_import_hook._JaxtypingLoader):
+    """Gives its name of cached bytecode to the checked module only, so that what the module imports is read compiled.
+
+    jaxtyping's loader compiles all that a module imports again, in each process that may not write bytecode.
+    """
+
+    exec_module = importlib.machinery.SourceFileLoader.exec_module
+
+    def get_code(self, fullname):
+        name = functools.partial(_import_hook._optimized_cache_from_source, self._typechecker.get_hash())
+        with mock.patch("importlib._bootstrap_external.cache_from_source", name):
+            return super().get_code(fullname)
+
+
+_import_hook._JaxtypingLoader = _Loader

@@ -18,6 +18,7 @@ import pytest
 import recjax
 from recjax import Config, api, open_run, run
 from recjax.config import GradingConfig, load_config
+from recjax.planning.dry_run import warn_of_memory
 from recjax.tasks.files import keep_rows
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import load_reward, passed_name
@@ -58,8 +59,9 @@ def cached(tmp_path, monkeypatch):
 def counted(tmp_path, monkeypatch):
     """A function that calls `run` without compiled programs; the name of its folder, and arguments of `run`."""
 
-    def call(name, values=VALUES, problems=ROWS, learner=None, **arguments):
+    def call(name, values=VALUES, problems=ROWS, learner=None, check=lambda run: None, **arguments):
         seams = {"learner": learner or CountingLearner(), "sources": sampled_by(prepared_batch)}
+        monkeypatch.setattr(api, "warn_of_memory", check)  # it traces a decoder, which takes most of such a run
         monkeypatch.setattr(api, "train", functools.partial(loop.train, **seams))
         with one_device():
             values = values if isinstance(values, Config | Path) else {**values, "output": str(tmp_path / name)}
@@ -73,7 +75,9 @@ def rows_of(result):
 
 
 def test_a_dict_and_a_config_and_a_file_are_one_config(counted, tmp_path):
-    first = counted("run", overwrite=True)
+    estimated = []
+    first = counted("run", overwrite=True, check=lambda run: estimated.append(warn_of_memory(run)))
+    assert len(estimated) == 1, "the run's memory is estimated before its first step"
     assert isinstance(first, recjax.Result) and first.folder == tmp_path / "run"
     kept = first.config.task.file.train
     assert kept == keep_rows(ROWS) and load_config(first.folder / "config.yaml") == first.config

@@ -23,19 +23,23 @@ from recjax.training.update import TrainState, make_optimizer
 from tests import commands
 from tests.hub.test_families import forward
 from tests.marks import slow_except
+from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]
 TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
+MOVED = "adapters that no program updates"
 
 
-@pytest.fixture(scope="module", params=slow_except(TRAINED, "adapters"))
+@pytest.fixture(scope="module", params=slow_except([*TRAINED, MOVED], MOVED))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
+    without = {"learner": MovingLearner(), "sources": sampled_by(prepared_batch)} if request.param == MOVED else {}
+    trained = TRAINED["adapters" if request.param == MOVED else request.param]
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.yaml").write_text(TINY)
-    config = load_config(folder / "tiny.yaml", [*SHORT, *TRAINED[request.param], f"output={folder / 'run'}"])
-    train(config)
+    config = load_config(folder / "tiny.yaml", [*SHORT, *trained, f"output={folder / 'run'}"])
+    train(config, **without)
     prepared, params = prepare(config)
     initial, frozen = split_params(params, config.model)
     state = TrainState(initial, make_optimizer(config.optimizer).init(initial))
@@ -115,7 +119,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
+@pytest.mark.parametrize("finished", [MOVED], indirect=True)
 def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
     run, config, *_ = finished
     with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
@@ -158,13 +162,13 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
         assert weights.version == 1
 
 
-@pytest.mark.parametrize("finished", slow_except(TRAINED, "adapters"), indirect=True)
+@pytest.mark.parametrize("finished", slow_except([*TRAINED, MOVED], MOVED), indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
     open_checkpoint(finished[0])
 
 
-@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
+@pytest.mark.parametrize("finished", [MOVED], indirect=True)
 def test_a_card_says_what_was_trained(finished, tmp_path):
     run, config, *_ = finished
     export(str(run), None, str(tmp_path / "out"), None, "float32")

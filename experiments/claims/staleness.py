@@ -2,8 +2,8 @@
 
 import numpy as np
 import pandas as pd
+import scipy
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr
 
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
@@ -50,7 +50,7 @@ def losing_share(runs: pd.DataFrame, low: float, high: float) -> tuple[int, int]
 
 def rank_correlations(runs: pd.DataFrame) -> pd.Series:
     """Spearman's correlation of each early diagnostic with the gain."""
-    return pd.Series({name: float(spearmanr(runs[name], runs["gain"]).statistic) for name in PREDICTORS})
+    return pd.Series({name: float(scipy.stats.spearmanr(runs[name], runs["gain"]).statistic) for name in PREDICTORS})
 
 
 def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:

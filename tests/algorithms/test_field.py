@@ -1,5 +1,7 @@
 """The presets of the field: their gradients from the formulas, however a batch is cut, padded and grouped."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,6 @@ from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
 from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, observed, rows_of
 
 EXAMPLE = make_example()
-ALGORITHMS = {name: build_algorithm(name, {}) for name in FIELD}
 PARTS = 4
 JUNK = Example(
     *(np.where(EXAMPLE.completion_mask, array, np.float32(np.nan)) for array in EXAMPLE[:2]),
@@ -35,10 +36,16 @@ def cut(tree):
     return jax.tree.map(lambda x: jnp.asarray(x).reshape(PARTS, -1, *x.shape[1:]), tree)
 
 
+@functools.cache
+def algorithms():
+    """By preset; each takes a moment to trace, and other workers' collection does without."""
+    return {name: build_algorithm(name, {}) for name in FIELD}
+
+
 def of_all_presets(example):
     """By preset: gradient and count of the whole example, and of its micro-batches one after another."""
     results = {}
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in algorithms().items():
         rows = rows_of(algorithm, example)
         (_, count), (whole, _) = loss_and_gradient(algorithm, example, rows)
         one = lambda part, algorithm=algorithm: loss_and_gradient(algorithm, *part)  # noqa: E731
@@ -73,10 +80,10 @@ def test_gradient_from_the_formula(gradients, name, example):
 @pytest.mark.slow
 def test_devices_add_up(gradients):
     assert jax.local_device_count() >= PARTS
-    rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in ALGORITHMS.items()}
+    rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in algorithms().items()}
 
     def on_device(example, rows):
-        found = {name: loss_and_gradient(ALGORITHMS[name], example, rows[name]) for name in ALGORITHMS}
+        found = {name: loss_and_gradient(algorithm, example, rows[name]) for name, algorithm in algorithms().items()}
         return {name: (jax.lax.psum(count, "devices"), gradient) for name, ((_, count), (gradient, _)) in found.items()}
 
     found = jax.pmap(on_device, axis_name="devices")(*cut((EXAMPLE, rows)))

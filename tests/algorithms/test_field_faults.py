@@ -175,13 +175,10 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
     assert (weights_of("reinforce", log_ratio, [-1.0, -1.0], far) != 0).all(-1).tolist() == [True, False]
 
 
-LOSSES = {name: build_algorithm(name, {}) for name in PRESETS}
-
-
 @pytest.mark.parametrize("source", ["policy", "behavior", "both"])
 @pytest.mark.parametrize("name", slow_except(PRESETS, *[*PRESETS][::8]))
 def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
-    algorithm = LOSSES[name]
+    algorithm = build_algorithm(name, {})
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)
     changed = {"policy": ["logprobs"], "behavior": ["behavior_logprobs"]}.get(source, ["logprobs", "behavior_logprobs"])
     example, without = EXAMPLE, EXAMPLE.completion_mask.copy()
@@ -203,7 +200,7 @@ def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
 def test_a_policy_that_is_not_a_number_stays_one():
     """Weights that are not finite must not be taken for tokens that cannot be."""
     logprobs = np.full_like(EXAMPLE.logprobs, np.nan)
-    (total, _), _ = loss_and_gradient(LOSSES["grpo"], EXAMPLE._replace(logprobs=logprobs))
+    (total, _), _ = loss_and_gradient(build_algorithm("grpo", {}), EXAMPLE._replace(logprobs=logprobs))
     assert np.isnan(total)
 
 
@@ -230,8 +227,9 @@ def test_nothing_but_the_policy_carries_gradient():
     x = jax.tree.map(jnp.asarray, EXAMPLE)
 
     def coefficients(logprobs, behavior, name):
-        rows = rows_of(LOSSES[name], x._replace(logprobs=logprobs, behavior_logprobs=behavior))
-        return losses.token_terms(LOSSES[name], logprobs, behavior, rows, x.completion_mask).coefficients.sum()
+        algorithm = build_algorithm(name, {})
+        rows = rows_of(algorithm, x._replace(logprobs=logprobs, behavior_logprobs=behavior))
+        return losses.token_terms(algorithm, logprobs, behavior, rows, x.completion_mask).coefficients.sum()
 
     @jax.jit
     def gradients(*given):

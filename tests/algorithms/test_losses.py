@@ -1,5 +1,7 @@
 """The one equation: gradients of each preset by hand, and what must not change a loss."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,23 @@ from tests.algorithms.examples import (
 )
 
 EXAMPLE = make_example()
-ALGORITHMS = {name: build_algorithm(name, {}) for name in PAPER}
 EXTRAS = {"reference_kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.05}}
-FULL = {name: build_algorithm(name, {} if name == "pairwise_consistency" else EXTRAS) for name in PAPER}
 CLOSE = dict(rtol=2e-4, atol=2e-5)
 # Compiled many times and run seldom.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 jitted = jax.jit(loss_and_gradient, static_argnums=0, compiler_options=QUICK)
+
+
+@functools.cache
+def plain(name):
+    """The preset; building it traces it, so nothing is built when tests are collected."""
+    return build_algorithm(name, {})
+
+
+@functools.cache
+def full(name):
+    """The preset with a reference and entropy, except where it takes neither."""
+    return build_algorithm(name, {} if name == "pairwise_consistency" else EXTRAS)
 
 
 def clip_keeps(name, ratio, advantage):
@@ -81,16 +93,16 @@ class LossVariants(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
     @parameterized.named_parameters(*((name, name) for name in PAPER if name != "pairwise_consistency"))
     def test_gradient_by_hand(self, name):
-        function = self.variant(lambda *x: loss_and_gradient(ALGORITHMS[name], Example(*x)))
+        function = self.variant(lambda *x: loss_and_gradient(plain(name), Example(*x)))
         (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
-        kept = np.asarray(rows_of(ALGORITHMS[name], EXAMPLE).kept)
+        kept = np.asarray(rows_of(plain(name), EXAMPLE).kept)
         expected, expected_count = gradient_by_hand(name, EXAMPLE, kept)
         np.testing.assert_allclose(gradient, expected, **CLOSE)
         assert int(count) == expected_count and (kept.sum() < ROWS - 1) == (name == "red_drop")
 
     @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
     def test_pairwise_is_its_loss_on_sequences(self):
-        algorithm = ALGORITHMS["pairwise_consistency"]
+        algorithm = plain("pairwise_consistency")
         function = self.variant(lambda *x: loss_and_gradient(algorithm, Example(*x)))
         (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
         mask = EXAMPLE.completion_mask
@@ -107,8 +119,8 @@ class LossVariants(chex.TestCase):
 @given(junk=st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38]), min_size=5, max_size=5))
 def test_padding_junk_changes_nothing(name, junk):
     mask = EXAMPLE.completion_mask
-    value, gradient = jitted(FULL[name], EXAMPLE)
-    messy_value, messy_gradient = jitted(FULL[name], with_junk(EXAMPLE, junk))
+    value, gradient = jitted(full(name), EXAMPLE)
+    messy_value, messy_gradient = jitted(full(name), with_junk(EXAMPLE, junk))
     chex.assert_trees_all_equal((messy_value, messy_gradient), (value, gradient))
     assert all((np.asarray(x)[~mask] == 0).all() for x in gradient)
 
@@ -116,8 +128,8 @@ def test_padding_junk_changes_nothing(name, junk):
 @pytest.mark.parametrize("name", ["grpo", "opmd", "pairwise_consistency"])
 def test_columns_and_rows_of_padding_change_nothing(name):
     wider = Example(*(np.pad(x, ((0, 3), (0, 2))[: x.ndim]) for x in EXAMPLE))
-    value, gradient = jitted(FULL[name], with_junk(wider, [np.nan] * 5))
-    expected_value, expected_gradient = jitted(FULL[name], EXAMPLE)
+    value, gradient = jitted(full(name), with_junk(wider, [np.nan] * 5))
+    expected_value, expected_gradient = jitted(full(name), EXAMPLE)
     chex.assert_trees_all_close(value, expected_value, rtol=1e-6)
     chex.assert_trees_all_close(jax.tree.map(lambda x: x[:ROWS, :4], gradient), expected_gradient, **CLOSE)
 
@@ -130,8 +142,8 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming)
     new_names = dict(zip(sorted(set(EXAMPLE.group_ids.tolist())), renaming, strict=True))
     group_ids = np.array([new_names[int(i)] for i in EXAMPLE.group_ids], np.int32)
     moved = Example(*(array[order] for array in EXAMPLE._replace(group_ids=group_ids)))
-    value, gradient = jitted(FULL[name], EXAMPLE)
-    moved_value, moved_gradient = jitted(FULL[name], moved)
+    value, gradient = jitted(full(name), EXAMPLE)
+    moved_value, moved_gradient = jitted(full(name), moved)
     chex.assert_trees_all_close(moved_value, value, **CLOSE)
     chex.assert_trees_all_close(moved_gradient, jax.tree.map(lambda x: x[order], gradient), **CLOSE)
 
@@ -140,14 +152,14 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming)
 def test_micro_batches_and_devices_add_exactly(name):
     assert jax.local_device_count() >= 4
     example = Example(*(array[WHOLE_GROUPS] for array in EXAMPLE))
-    rows = rows_of(FULL[name], example)
-    value, gradient = jitted(FULL[name], example)
+    rows = rows_of(full(name), example)
+    value, gradient = jitted(full(name), example)
 
     def four(x):
         return jnp.asarray(x).reshape(4, 4, *x.shape[1:])
 
     def on_device(part, part_rows):
-        sums, part_gradient = loss_and_gradient(FULL[name], part, part_rows)
+        sums, part_gradient = loss_and_gradient(full(name), part, part_rows)
         return jax.lax.psum(sums, "devices"), part_gradient
 
     parts = jax.tree.map(four, (example, rows))
@@ -161,9 +173,9 @@ def test_micro_batches_and_devices_add_exactly(name):
 def test_vmap_over_batches_equals_a_loop(name):
     examples = [make_example(seed) for seed in (1, 2)]
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(y) for y in x]), *examples)
-    got = jax.jit(jax.vmap(lambda x: loss_and_gradient(FULL[name], x)))(stacked)
+    got = jax.jit(jax.vmap(lambda x: loss_and_gradient(full(name), x)))(stacked)
     for i, example in enumerate(examples):
-        expected = jitted(FULL[name], example)
+        expected = jitted(full(name), example)
         chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], got), expected, **CLOSE)
 
 
@@ -171,22 +183,22 @@ def test_vmap_over_batches_equals_a_loop(name):
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_extreme_ratios_stay_finite(name, log_ratio):
     example = EXAMPLE._replace(logprobs=(EXAMPLE.behavior_logprobs + log_ratio).astype(np.float32))
-    chex.assert_tree_all_finite(jitted(FULL[name], example))
+    chex.assert_tree_all_finite(jitted(full(name), example))
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_groups_of_one_move_nothing_but_what_regularizes(name):
     example = EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32))
-    (value, _), (gradient, _) = jitted(FULL[name], example)
+    (value, _), (gradient, _) = jitted(full(name), example)
     assert jnp.isfinite(value)
-    expected = jitted(FULL["reinforce"], example)[1][0]  # the KL alone
+    expected = jitted(full("reinforce"), example)[1][0]  # the KL alone
     if name == "pairwise_consistency":
         expected = jnp.zeros_like(expected)
     assert np.allclose(gradient, expected) == (name not in ("asymre", "opmd", "opmd_token"))
 
 
 def test_one_side_with_importance_weights_is_ppo_clipping():
-    algorithm = ALGORITHMS["rec_one_side_is"]
+    algorithm = plain("rec_one_side_is")
     rows = rows_of(algorithm, EXAMPLE)
     mask, behavior = EXAMPLE.completion_mask, EXAMPLE.behavior_logprobs
 
@@ -200,14 +212,14 @@ def test_one_side_with_importance_weights_is_ppo_clipping():
     assert 0 < (np.asarray(gradient) == 0)[mask].sum() < mask.sum()
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", PAPER)
 def test_only_the_policy_and_its_entropy_are_differentiated(name):
-    x, rows = jax.tree.map(jnp.asarray, EXAMPLE), rows_of(FULL[name], EXAMPLE)
+    x, rows = jax.tree.map(jnp.asarray, EXAMPLE), rows_of(full(name), EXAMPLE)
 
     def total(behavior, reference, advantages, weights):
         constants = rows._replace(advantages=advantages, weights=weights)
         others = dict(reference_logprobs=reference, entropy=x.entropy)
-        return losses.loss(FULL[name], x.logprobs, behavior, constants, x.completion_mask, **others)[0]
+        return losses.loss(full(name), x.logprobs, behavior, constants, x.completion_mask, **others)[0]
 
     constants = x.behavior_logprobs, x.reference_logprobs, rows.advantages, rows.weights
     gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*constants)
@@ -215,19 +227,19 @@ def test_only_the_policy_and_its_entropy_are_differentiated(name):
 
 
 def test_reference_kl_is_added_and_entropy_taken_off():
-    (plain, _), (full, _) = (jitted(table["grpo"], EXAMPLE)[0] for table in (ALGORITHMS, FULL))
+    (less, _), (more, _) = (jitted(build("grpo"), EXAMPLE)[0] for build in (plain, full))
     difference = EXAMPLE.reference_logprobs.astype(float) - EXAMPLE.logprobs
     terms = 0.2 * (np.exp(difference) - difference - 1) - 0.05 * EXAMPLE.entropy
-    np.testing.assert_allclose(full - plain, terms[EXAMPLE.completion_mask].sum(), rtol=1e-4)
+    np.testing.assert_allclose(more - less, terms[EXAMPLE.completion_mask].sum(), rtol=1e-4)
 
 
 def test_dropped_rows_leave_sum_and_count():
-    algorithm = ALGORITHMS["red_drop"]
+    algorithm = plain("red_drop")
     rows = rows_of(algorithm, EXAMPLE)
     kept = np.asarray(rows.kept)
     assert kept.sum() < EXAMPLE.completion_mask.any(-1).sum()
     smaller = Example(*(array[kept] for array in EXAMPLE))
-    (total, count), _ = jitted(ALGORITHMS["reinforce"], smaller)
+    (total, count), _ = jitted(plain("reinforce"), smaller)
     chex.assert_trees_all_close(jitted(algorithm, EXAMPLE, rows)[0], (total, count), rtol=1e-6)
 
 
@@ -240,20 +252,20 @@ def test_row_mean_reductions_count_rows_that_are_kept():
 
 def test_nothing_kept_is_zero_over_zero_counts():
     example = EXAMPLE._replace(completion_mask=np.zeros_like(EXAMPLE.completion_mask))
-    for algorithm in ALGORITHMS.values():
+    for algorithm in map(plain, PAPER):
         value, gradient = loss_and_gradient(algorithm, example)
         chex.assert_trees_all_equal((value, gradient), jax.tree.map(jnp.zeros_like, (value, gradient)))
 
 
 def test_needs_say_which_inputs_change_the_loss():
-    needs = {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_behavior_logprobs}
+    needs = {name for name in PAPER if plain(name).needs_behavior_logprobs}
     assert needs == set(PAPER) - {"reinforce", "asymre", "red_drop", "red_weight"}
     moved = EXAMPLE._replace(behavior_logprobs=EXAMPLE.behavior_logprobs + np.float32(0.7))
-    for name, algorithm in ALGORITHMS.items():
-        same = np.array_equal(*(jitted(FULL[name], x)[1][0] for x in (EXAMPLE, moved)))
+    for name in PAPER:
+        same = np.array_equal(*(jitted(full(name), x)[1][0] for x in (EXAMPLE, moved)))
         assert same == (name not in needs), name
-        assert not algorithm.needs_reference
-    assert FULL["grpo"].needs_reference
+        assert not plain(name).needs_reference
+    assert full("grpo").needs_reference
 
 
 @pytest.mark.parametrize(
@@ -285,7 +297,7 @@ def test_a_missing_input_is_named(preset, overrides, missing):
 
 def test_behavior_logprobs_may_be_absent_where_nothing_reads_them():
     for name in ("reinforce", "asymre", "red_drop", "red_weight"):
-        algorithm, rows = ALGORITHMS[name], rows_of(ALGORITHMS[name], EXAMPLE)
+        algorithm, rows = plain(name), rows_of(plain(name), EXAMPLE)
         logprobs, mask = jnp.asarray(EXAMPLE.logprobs), jnp.asarray(EXAMPLE.completion_mask)
         (expected, _), _ = loss_and_gradient(algorithm, EXAMPLE)
         for absent in (None, jnp.full(mask.shape, jnp.nan)):

@@ -5,6 +5,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,18 +55,45 @@ class CountingLearner(Learner):
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
-        norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
-        zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
-        learned = Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
-        # Like the loss of a compiled update, the loop reads it from a device.
-        return TrainState(params, ()), {"loss": jnp.asarray(np.float32(checksum)), **norms}, learned
+        return TrainState(params, ()), *measured(batch, checksum)
 
     def evaluate(self, run, state):
-        accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100
-        graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
-        problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
-        samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
-        return Evaluation(accuracy, accuracy, None, samples)
+        return evaluation(run, float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100)
+
+
+class MovingLearner(Learner):
+    """Holds the policy's own parameters and moves all trained ones in each update, without a compiled update."""
+
+    def sampler_params(self, run, state, copy=False):
+        return {"checksum": np.full(1, state.step, np.float32)}
+
+    def layout(self, run, batch, rows, doublings):
+        return Layout(rows=rows)
+
+    def update(self, run, trained, batch, layout, step, proximal_logprobs=None):
+        def moved(x):
+            return jax.device_put(np.asarray(x) + np.float32(0.01), x.sharding)
+
+        return trained._replace(params=jax.tree.map(moved, trained.params)), *measured(batch, step)
+
+    def evaluate(self, run, state):
+        return evaluation(run, state.step / 100)
+
+
+def measured(batch, loss: float) -> tuple[dict, Learned]:
+    """Metrics of an update, and its results per token."""
+    norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
+    zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
+    # Like the loss of a compiled update, the loop reads it from a device.
+    return {"loss": jnp.asarray(np.float32(loss)), **norms}, Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
+
+
+def evaluation(run, accuracy: float) -> Evaluation:
+    """An evaluation of answers that nothing sampled."""
+    graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
+    problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
+    samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
+    return Evaluation(accuracy, accuracy, None, samples)
 
 
 class Grades:
