@@ -31,7 +31,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["recjax", "recjax.*"]),
-    package_data={"recjax.plots": ["*.html"]},
+    package_data={"recjax.config": ["*.yaml"], "recjax.plots": ["*.html"]},
     install_requires=[
         "absl-py>=2.1",
         "cloudpickle>=3.0",

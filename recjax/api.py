@@ -82,6 +82,9 @@ def run(
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
         (others): see `recjax.training.loop.train`.
     """
+    for name, given, remedy in (("reward", reward, "set a name as task.reward"), ("on_step", on_step, "it gets a row")):
+        if given is not None and not callable(given):
+            raise ValueError(f"{name} = {given!r:.80}: takes a function; {remedy}")
     keep_compiled_programs()
     config = _with_task(config, problems, reward)
     require_ray(config)
@@ -99,21 +102,22 @@ def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, r
     if isinstance(config, str | Path):
         config = make_config(read_yaml_file(config), source=str(config))
     elif not isinstance(config, Config):
+        if not isinstance(config, Mapping):
+            raise ValueError(f"config = {config!r:.80}: takes a Config, a dict of its values or a YAML file")
         config = make_config(dict(config))
     task, splits = config.task, problems if isinstance(problems, Mapping) else {"train": problems}
     if problems is not None:
         if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
             found = ", ".join(map(repr, splits))
+            remedy = "for columns, pass pandas.DataFrame(problems)"
             raise ValueError(
-                f"problems: takes rows, or a mapping with train and evaluation (or test); got {found}"[:300]
+                f"problems: takes rows, or a mapping with train and evaluation (or test); got {found:.200}; {remedy}"
             )
         if task.file is None or task.file.train.partition(":")[0] != PASSED:
             raise ValueError(f"problems: the config has the task {task.chosen()}; remove it, or pass no problems")
         names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
         task = task.model_copy(update={"file": task.file.model_copy(update=names)})
     if reward is not None:
-        if not callable(reward):
-            raise ValueError(f"reward = {reward!r:.80}: takes a function; set a name as task.reward in the config")
         task = task.model_copy(update={"reward": passed_name(reward)})
     return Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
 

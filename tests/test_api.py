@@ -117,8 +117,9 @@ def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
         ([*ROWS, "1+1="], "row 81 must be a dict of columns; got '1\\+1='"),
         ([{"prompt": "1+1=", "answer": {2}}], "row 0 is not JSON .*'set'"),
         ({"prompt": ["1+1="], "answer": [2]}, "a mapping with train and evaluation"),
-        ([{"prompt": "1+1="}], "jsonl: line 1: no 'answer'"),
-        (None, "task.file = 'rows': these problems are neither in .* pass them: recjax.run"),
+        ([*ROWS, {"prompt": "1+1=", "answer": None}], "problems: row 81: no 'answer'; the row has 'prompt'"),
+        (None, "the config has no task; set one, or pass problems"),
+        ("rows.jsonl", "problems = 'rows.jsonl': takes rows; name a file as task.file.train"),
     ],
 )
 def test_problems_that_cannot_be_used_are_refused_and_leave_nothing_behind(counted, tmp_path, problems, message):

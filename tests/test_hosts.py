@@ -27,6 +27,11 @@ from tests.training.tiny_run import TINY, train, without_times
 # Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
 OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
 
+# Two tasks, of which a batch has four prompts and one.
+SUMS = 'reward: "tests.training.tiny_run:digit_share", arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}'
+MIXTURE = ["task.arithmetic=null", "task.reward=null", f"task.mixture.sums={{{SUMS}, weight: 4}}"]
+MIXTURE += [f"task.mixture.more={{{SUMS.replace('1..9', '2..8')}}}"]
+
 
 # A command that counts a silent process as lost after a quarter of the time.
 IMPATIENT = """
@@ -48,7 +53,7 @@ def start(tmp_path, *options, command="train", flags=()):
 def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     metrics = tmp_path / "two" / "metrics.jsonl"
-    first, second = started = start(tmp_path, "training.steps=4000", f"output={tmp_path / 'two'}")
+    first, second = started = start(tmp_path, *MIXTURE, "training.steps=4000", f"output={tmp_path / 'two'}")
     ended += started
     deadline = time.monotonic() + 240
     while len(read_metrics(metrics)) < 7 and time.monotonic() < deadline and first.poll() is None:
@@ -59,12 +64,13 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     assert re.search("error: process 0 of 2 lost contact|indicates that another task died", said(tmp_path, 0))
     assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
 
-    ended += (again := start(tmp_path, "training.steps=8", f"output={tmp_path / 'two'}"))
+    ended += (again := start(tmp_path, *MIXTURE, "training.steps=8", f"output={tmp_path / 'two'}"))
     assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     assert "held-out accuracy" in said(tmp_path, 0) and "held-out accuracy" not in said(tmp_path, 1)
-    alone = train(load_config(tmp_path / "tiny.yaml", [*OPTIONS, "training.steps=8", f"output={tmp_path / 'one'}"]))
+    options = [*OPTIONS, *MIXTURE, "training.steps=8", f"output={tmp_path / 'one'}"]
+    alone = train(load_config(tmp_path / "tiny.yaml", options))
     together = read_metrics(metrics)
-    assert [row["step"] for row in together] == list(range(9))
+    assert [row["step"] for row in together] == list(range(9)) and "reward/more" in together[-1]
     for one, two in zip(without_times(alone), without_times(together), strict=True):
         assert one.keys() == two.keys()
         for name, value in one.items():

@@ -8,13 +8,14 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 from pydantic.fields import FieldInfo
 
 from recjax.algorithms.options import did_you_mean
-from recjax.config.yaml_values import read_decimal
+from recjax.config.yaml_values import read_decimal, read_yaml_file
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
@@ -75,55 +76,11 @@ _RELATIONS = {
 }
 
 
-# Our keys, and the names of TRL, verl, OpenRLHF and Tunix for them; docs/coming_from.md says how they differ.
-_ELSEWHERE = {
-    "output": "output_dir save_path default_local_dir",
-    "model.path": "model_name_or_path model_name pretrain",
-    "model.dtype": "bf16 fp16 torch_dtype model_dtype",
-    "model.remat": "gradient_checkpointing enable_gradient_checkpointing",
-    "model.adapter": "lora_adapter_path adapter_name_or_path peft_path",
-    "model.lora.rank": "lora_r lora_rank",
-    "model.lora.alpha": "lora_alpha",
-    "model.lora.targets": "lora_target_modules target_modules",
-    "task.file.train": "train_files prompt_data dataset_name",
-    "task.file.evaluation": "val_files eval_dataset",
-    "task.file.prompt_column": "prompt_key input_key",
-    "task.file.answer_column": "label_key",
-    "task.mixture": "prompt_data_probs",
-    "task.reward": "reward_funcs reward_fns custom_reward_function reward_model remote_rm_url",
-    "task.truncated": "mask_truncated_completions",
-    "task.overlong_tokens": "overlong_buffer_len",
-    "rollout.prompts_per_step": "train_batch_size rollout_batch_size gen_batch_size generation_batch_size"
-    " per_device_train_batch_size",
-    "rollout.group_size": "num_generations n_samples_per_prompt rollout.n",
-    "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len",
-    "rollout.max_completion_tokens": "max_completion_length max_response_length max_new_tokens generate_max_len"
-    " max_tokens_to_generate",
-    "experience.refill": "dynamic_filtering filter_groups",
-    "regime.mode": "async_train",
-    "algorithm.preset": "loss_type adv_estimator advantage_estimator loss_algo loss_mode policy_loss_type",
-    "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
-    "algorithm.clip.epsilon_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
-    "algorithm.clip.epsilon_high": "epsilon_high clip_ratio_high",
-    "algorithm.reduction": "loss_agg_mode",
-    "algorithm.reference_kl.coefficient": "beta kl_coef kl_loss_coef init_kl_coef",
-    "algorithm.entropy.coefficient": "entropy_coeff entropy_loss_coef",
-    "optimizer.learning_rate": "learning_rate lr actor_learning_rate",
-    "optimizer.schedule": "lr_scheduler_type lr_scheduler",
-    "optimizer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
-    "optimizer.clip_norm": "max_grad_norm grad_clip clip_grad max_norm",
-    "training.steps": "max_steps num_train_epochs num_episodes total_epochs total_training_steps",
-    "training.updates_per_batch": "num_iterations ppo_epochs num_ppo_epochs max_epochs",
-    "training.minibatches": "mini_batch_size ppo_mini_batch_size steps_per_generation",
-    "training.micro_batch_prompts": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size"
-    " ppo_micro_batch_size_per_gpu train_micro_batch_size",
-    "training.checkpoint_every": "save_steps save_freq",
-    "training.keep_checkpoints": "save_total_limit max_ckpt_num",
-    "evaluation.every": "eval_steps test_freq eval_every_n_steps",
-    "evaluation.samples": "num_generations_eval eval_n_samples_per_prompt",
-    "tracking.wandb": "report_to use_wandb",
-}
-_OURS = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
+@functools.cache
+def _names_elsewhere() -> dict[str, str]:
+    """Our keys by the names of TRL, verl, OpenRLHF and Tunix; docs/coming_from.md says how they differ."""
+    table = read_yaml_file(Path(__file__).with_name("elsewhere.yaml"))
+    return {name: ours for ours, names in table.items() for name in names.split()}
 
 
 def _hint_from_elsewhere(name: str, value: Any, keys: Iterable[str]) -> str:
@@ -132,9 +89,10 @@ def _hint_from_elsewhere(name: str, value: Any, keys: Iterable[str]) -> str:
         hints = (_hint_from_elsewhere(f"{name}.{inner}", each, keys) for inner, each in value.items())
         return "; ".join(filter(None, hints))
     parts = name.split(".")
-    ends = (".".join(parts[-2:]), parts[-1])
-    ours = next((_OURS.get(end) or end for end in ends if end in _OURS or (end in keys and end != name)), None)
-    return f"{name} is {ours} here" if ours else ""
+    ours = [ours for end in (".".join(parts[-2:]), *reversed(parts)) if (ours := _names_elsewhere().get(end))]
+    if len(parts) > 1 and parts[0] not in keys:
+        ours += [key for key in keys if key.split(".")[-1] == parts[-1]]
+    return f"{name} is {ours[0]} here" if ours else ""
 
 
 # A flag that is true for a contradiction, the key to name with its value, and the problem with its remedy.
@@ -292,10 +250,10 @@ def error_lines(
         name = next((name for name in names if name in keys), "")
         if kind == "extra_forbidden":
             elsewhere = _hint_from_elsewhere(names[0], each["input"], keys)
-            if path[-1] not in _OURS and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
+            if path[-1] not in _names_elsewhere() and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
                 elsewhere = ""  # a misspelling of our own key
-            near = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.5)
-            near = near or [known for known in keys if known.split(".")[-1] == path[-1]]
+            same = [known for known in keys if known.split(".")[-1] == path[-1]]
+            near = difflib.get_close_matches(names[0], same or keys, n=1, cutoff=0 if same else 0.6)
             here = block_of(keys[name].annotation) if name else block
             hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(here.model_fields)}"
             hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint

@@ -161,6 +161,9 @@ class MixedTask(OneTask):
         """Reads a block, whose errors name keys without the mixture's name."""
         if not isinstance(value, Mapping):
             raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
+        for name in value:
+            if name in TaskConfig.model_fields and name not in cls.model_fields:
+                raise ValueError(f"{name} is a key of all tasks of a mixture; set task.{name} instead")
         return cls(**value)
 
 

@@ -25,7 +25,10 @@ def file_problems(path: str | Path, config: FileTask, system_prompt: str | None 
         ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
-    return [_problem(row, config, system_prompt) for row in read_file(Path(path), "task.file")]
+    rows = read_file(Path(path), "task.file")
+    if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
+        rows = [row._replace(place=f"problems: row {number}") for number, row in enumerate(rows)]
+    return [_problem(row, config, system_prompt) for row in rows]
 
 
 def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Problem:
@@ -33,7 +36,8 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     for key, column in names.items():
         if column is not None and row.values.get(column) is None:
             raise ValueError(
-                f"{row.place}: no {column!r}; the row has {', '.join(map(repr, row.values))}."
+                f"{row.place}: no {column!r}; the row has"
+                f" {', '.join(repr(name) for name, value in row.values.items() if value is not None)}."
                 f" Add it, or name another column in task.file.{key}"
                 + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
             )
@@ -73,6 +77,8 @@ def keep_rows(rows: Any) -> str:
     Raises:
         ValueError: the list has no rows, or a row is not a dict of JSON values; the message numbers rows from 0.
     """
+    if isinstance(rows, str | Path):
+        raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
     lines = []
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
@@ -109,6 +115,8 @@ def passed_files(config: Config) -> dict[str, Path]:
             continue
         places = Path(config.output) / f"problems-{name.partition(':')[2]}.jsonl", rows_file(name)
         whole = [path for path in places if path.is_file() and f"{PASSED}:{digest(path.read_bytes())}" == name]
+        if name == PASSED:
+            raise ValueError("the config has no task; set one, or pass problems: recjax.run(config, problems=…)")
         if not whole:
             raise ValueError(
                 f"task.file = {name!r}: these problems are neither in {places[0]} nor in the cache; pass them:"

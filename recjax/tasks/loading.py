@@ -64,16 +64,14 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     train, evaluation = load_problems(config, rewards, pool)
     for name, reward in rewards.items():
         problems = [problem for problem in (*train, *evaluation) if problem.task == name]
+        if clash := reward.weights.keys() & rewards.keys():
+            place = f"task.mixture.{min(clash)}"
+            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
         if not reward.per_row:
             with _naming(name):
                 check_signature(reward, dict.fromkeys(column for problem in problems for column in problem.columns))
-        if reward.weights.keys() & rewards.keys():
-            place = f"task.mixture.{min(reward.weights.keys() & rewards.keys())}"
-            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
-        if _chosen_weights(config, tasks[name]) and not reward.per_row:
-            first = problems[0]
-            with _naming(name):
-                check_weights(reward, Answered.to(first, str(first.prompt), "", 0, "empty"))
+                if _chosen_weights(config, tasks[name]):
+                    check_weights(reward, Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
     return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
 
 

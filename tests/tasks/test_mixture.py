@@ -129,6 +129,7 @@ def test_a_whole_pool_needs_one_file_and_no_answers(tmp_path):
     ("task", "overrides", "message"),
     [
         (MIXTURE, ["task.mixture.sums.wieght=2"], "task.mixture.sums = .*unknown key 'wieght'.*did you mean 'weight'"),
+        (MIXTURE, ["task.mixture.sums.agent=a:b"], "agent is a key of all tasks of a mixture; set task.agent instead"),
         (MIXTURE, ["task.mixture.sums=3"], "takes a block with a task"),
         (MIXTURE, ["task.mixture.sums.math={}"], "sums: give exactly one of arithmetic.*found arithmetic and math"),
         (MIXTURE, ["task.mixture.sums.weight=0", "task.mixture.products.weight=0"], "no task has a weight above 0"),

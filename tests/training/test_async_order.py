@@ -28,6 +28,9 @@ from tests.training.simulated_run import batch_of, simulated, started
 from tests.training.tiny_run import train, without_times
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
+SUMS = 'arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}'
+MIXTURE = ["task.arithmetic=null", "task.reward=null", f"task.mixture.sums={{{SUMS}, weight: 3}}"]
+MIXTURE += [f"task.mixture.more={{{SUMS.replace('1..9', '2..8')}}}"]
 
 
 class InAnyOrder(Generators):
@@ -153,9 +156,9 @@ class InOrder(InAnyOrder):
         return [(number, (groups, grades.result()))]
 
 
-@pytest.mark.parametrize("bound", [3, 11])
-def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound):
-    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12"]
+@pytest.mark.parametrize(("bound", "task"), [(3, []), (11, []), (3, MIXTURE)], ids=["3", "11", "mixture"])
+def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound, task):
+    options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12", *task]
     options += ["regime.mode=async", f"regime.max_staleness={bound}"]
 
     def rows(name, learner):

@@ -53,6 +53,7 @@ FEEDS = {
     "mix of trajectories": [OF_AGENTS, "experience.mix.of=batch", TURNS],
     "mixture": [*MIXTURE],
     "mixture, curriculum, offset, late": [*MIXTURE, CURRICULUM, "regime.sync_offset=1", LATE],
+    "mixture, agents, curriculum": [*MIXTURE, *AGENT, TURNS, CURRICULUM],
     "curriculum, replay": [CURRICULUM, REPLAY],
     "curriculum, refill, interval": [CURRICULUM, "experience.refill={}", "regime.sync_interval=3"],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
