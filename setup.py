@@ -6,13 +6,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-URL = ""  # set by whoever publishes this repository, together with repo_url in mkdocs.yml
+URL = ""  # set on publication, together with repo_url in mkdocs.yml
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "recjax" / "__init__.py").read_text()).group(1)
 
 setup(
     name="recjax",
     version=VERSION,
-    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 50 more algorithms on one equation",
+    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 53 more algorithms on one equation",
     url=URL,
     project_urls={"Documentation": f"{URL}#documentation", "Paper": "https://arxiv.org/abs/2509.24203"} if URL else {},
     author="The recjax authors",

@@ -1,6 +1,6 @@
 """The tool and the problems of experiments/agents/smollm2_calculator.yaml: products, and a calculator for them.
 
-python -m experiments.agents.calculator                    writes the files of problems anew
+python -m experiments.agents.calculator                    writes the files of problems again
 """
 
 import json

@@ -1,7 +1,7 @@
 """The game of experiments/agents/guessing.yaml: a number from 1 to 31 is to be found by "higher" and "lower".
 
-python -m experiments.agents.guessing runs/guessing        what a run's samples say, beside binary search
-python -m experiments.agents.guessing                      writes the files of problems anew
+python -m experiments.agents.guessing runs/guessing        what a run's samples say, next to binary search
+python -m experiments.agents.guessing                      writes the files of problems again
 """
 
 import json

@@ -246,7 +246,7 @@ def main(_: list[str]) -> None:
     caption = f"Policy after {options.steps} steps at learning rate {options.learning_rate:g}, and its expected reward."
     caption += f" Sampled: {GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, mean (± std) of {options.seeds} seeds."
     write_tables(list(table_rows(results)), Path(options.output), caption)
-    draw_simplex(results, Path(options.output, "simplex.png"), range(len(BEHAVIORS)), "AA;AA;BC;DE", (8, 11.5))
+    draw_simplex(results, Path(options.output, "simplex.png"), range(len(BEHAVIORS)), "AB;CD;EE", (8, 12))
     draw_simplex(results, Path(options.picture), [0], "A", (7, 6.6))
     draw_best_arm(kept, results, Path(options.output, "best_arm.png"))
 

@@ -17,7 +17,7 @@ IN_TEXT = {
 
 
 def fill_in(text: str, table: pd.DataFrame, of: str = "") -> str:
-    """The text with a table's numbers in place of `{{OF WHAT ALGORITHM RATE REGIME}}`, means over seeds.
+    """The text with a table's numbers instead of `{{OF WHAT ALGORITHM RATE REGIME}}`, means over seeds.
 
     WHAT is `accuracy`, the final one, or one of IN_TEXT, a mean over the run.
 

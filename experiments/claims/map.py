@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             worker.terminate()
             worker.join()
     if any(worker.exitcode for worker in workers):
-        raise ValueError("a worker failed, see above; the same command goes on")
+        raise ValueError("a worker failed, see above; the same command resumes the sweep")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def in_words(what: str, names: dict[str, str]) -> str:
 
 
 def foretelling_text(table: pd.DataFrame) -> str:
-    """A sentence on what the early effective sample size foretold."""
+    """A sentence on the predictions of the early effective sample size."""
     told = foretold(table)
     return (
         f"{told.hits + told.misses} of {sum(told)} off-policy runs ended below their start. An effective sample size "
@@ -151,7 +151,7 @@ def foretelling_text(table: pd.DataFrame) -> str:
 
 
 def missed_text(table: pd.DataFrame) -> str:
-    """A sentence on the lost runs that the early effective sample size did not foretell."""
+    """A sentence on the lost runs without an alarm of the early effective sample size."""
     told = forecasts(table)
     missed = told[told["lost"] & ~told["alarmed"]].reset_index()
     fastest = missed["rate"] == rates_of(table)[-1]

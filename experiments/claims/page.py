@@ -113,7 +113,7 @@ def grid_table(table: pd.DataFrame) -> str:
 
 
 def staleness_section(table: pd.DataFrame) -> str:
-    """The table of what each algorithm survives, and what foretells it."""
+    """Tables of the staleness that each algorithm survives, and of the metrics that predict it."""
     ends, correlations = accuracy_by_interval(table), rank_correlations(foretelling(table))
     limits = survived(ends)
     rows = [

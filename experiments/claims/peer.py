@@ -1,4 +1,4 @@
-"""GRPO and REINFORCE through TRL's published loss, from the laboratory's policy and with its batches.
+"""GRPO and REINFORCE through TRL's published loss, from the toy task's policy and with its batches.
 
     pip install -e . -r benchmarks/requirements/trl.txt    # in an environment of its own
     python -m experiments.claims.peer                      # writes experiments/claims/peer.parquet

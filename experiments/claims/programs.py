@@ -1,10 +1,10 @@
-"""Whole runs of the laboratory as two compiled programs, in which learning rate, staleness and seed are arguments.
+"""Whole runs of the toy task as two compiled programs, with learning rate, staleness and seed as arguments.
 
 One trains from an evaluation to the next, the other evaluates: inside the first one's loop an evaluation takes four
 times as long on a CPU. Several runs at once by `vmap` are no faster there than one after the other: see
 benchmarks/together.py. Sampling takes the engine's programs, the update is the trainer's, and so are
-prompts, keys and rewards: a run made here is the run of `recjax.train` but for rounding. What it lacks is what the
-laboratory does not need: checkpoints, queues of other kinds, files.
+prompts, keys and rewards: a run made here equals the run of `recjax.train` up to rounding. It has no checkpoints, other
+queues or files, because the toy task needs none.
 """
 
 import functools

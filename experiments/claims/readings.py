@@ -29,7 +29,7 @@ STALE = ("interval_5", "interval_20", "interval_50", "offset_10")
 OFF_POLICY = (*STALE, "offline")
 REGIMES = ("on_policy", *OFF_POLICY)
 WITHIN = 0.03  # accuracies this far below the best are as good
-THRESHOLD = 0.4  # an effective sample size below it, early, foretells that the run ends below its start
+THRESHOLD = 0.4  # an effective sample size below it, early, predicts that the run ends below its start
 # What a table's column is called. The edge is the highest rate at which on-policy REINFORCE is monotone.
 READINGS = {"edge": "at {edge}", "best": "at each one's best rate", "area": "over all rates"}
 
@@ -156,7 +156,7 @@ def best_of(ends: pd.Series, rates: list[str]) -> Best:
 
 
 class Foretold(NamedTuple):
-    """Runs by what the early effective sample size foretold of them, and by what became of them."""
+    """Runs by the prediction of the early effective sample size, and by their outcome."""
 
     hits: int
     false_alarms: int
@@ -165,10 +165,10 @@ class Foretold(NamedTuple):
 
 
 def forecasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each off-policy run, whether its early effective sample size gave the alarm, and whether the run was lost.
+    """Alarm and loss of each off-policy run, where the early effective sample size gives the alarm.
 
-    The alarm is a mean below THRESHOLD in steps 1 to EARLY, a lost run one that ends below its start. On-policy runs,
-    whose ratios are 1, are left out.
+    The alarm is a mean below THRESHOLD in steps 1 to EARLY. A lost run ends below its start. On-policy runs,
+    whose ratios are 1, are skipped.
     """
     runs, axes = table[table["regime"] != "on_policy"], axes_of(table)
     early = runs[(runs["step"] > 0) & (runs["step"] <= EARLY)].groupby(axes)["effective_sample_size"].mean()

@@ -1,4 +1,4 @@
-"""How stale the data may be before each algorithm fails, and which numbers of a young run foretell that."""
+"""The staleness at which each algorithm fails, and the early metrics that predict it."""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
 from recjax.plots.curves import STYLES
-from recjax.plots.style import COLORS, LABELS, finish, new_figure, plain_ticks
+from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure, plain_ticks
 
 INTERVALS = {"on_policy": 1, "interval_5": 5, "interval_20": 20, "interval_50": 50, "interval_100": 100}
 EARLY = 50  # optimizer steps whose diagnostics are held against the end of the run
@@ -34,7 +34,7 @@ def survived(ends: pd.DataFrame) -> pd.Series:
 
 
 def foretelling(table: pd.DataFrame) -> pd.DataFrame:
-    """Early diagnostics of every run with stale data, beside the accuracy it gained in the end."""
+    """Early diagnostics of every run with stale data, next to its final gain in accuracy."""
     off_policy = table[table["regime"].isin([name for name in INTERVALS if name != "on_policy"])]
     axes = axes_of(table)
     early = off_policy[(off_policy["step"] > 0) & (off_policy["step"] <= EARLY)]
@@ -56,31 +56,31 @@ def rank_correlations(runs: pd.DataFrame) -> pd.Series:
 def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     """Final accuracy over sync_interval, a line an algorithm; and gain over each early diagnostic, a dot a run."""
     ends, runs, correlations = accuracy_by_interval(table), foretelling(table), rank_correlations(foretelling(table))
-    figure = new_figure(14, 8.5, "")
-    panels = figure.subplot_mosaic("AAAABBCC;AAAADDEE;AAAAFF..")
+    figure = new_figure(7, 13, "")
+    panels = figure.subplot_mosaic("AA;BC;DE;FG", height_ratios=[5, 3, 3, 3])
     places = np.arange(len(ends.columns) - 1)
     for index, (algorithm, values) in enumerate(ends.iterrows()):
-        line = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS)], "marker": "o", "ms": 3}
+        line = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS)], "marker": "o", "ms": 4}
         panels["A"].plot(places, values.drop(0), label=names.get(algorithm, algorithm), **line)
     panels["A"].axhline(ends[0].iloc[0], color="grey", lw=0.8, ls=":")
-    panels["A"].annotate("before training", (0, ends[0].iloc[0]), fontsize=8, color="grey", va="bottom")
+    panels["A"].annotate("before training", (0, ends[0].iloc[0]), color="grey", va="top")
     panels["A"].set_xticks(places, [str(m) for m in ends.columns if m])
     panels["A"].set(
         xlabel="sync_interval m (optimizer steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
     )
-    panels["A"].legend(frameon=False, fontsize=9, ncols=2, loc="lower left")
+    add_legend(figure, *panels["A"].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     for place, name in zip("BCDEF", PREDICTORS, strict=True):
         axes = panels[place]
         for shade, regime in enumerate(name for name in INTERVALS if name != "on_policy"):
             chosen = runs[runs.index.get_level_values("regime") == regime]
-            axes.scatter(chosen[name], chosen["gain"], s=9, color=COLORS[shade], label=f"m = {INTERVALS[regime]}")
+            axes.scatter(chosen[name], chosen["gain"], s=12, color=COLORS[shade], label=f"m = {INTERVALS[regime]}")
         axes.axhline(0, color="grey", lw=0.8)
-        axes.set(xlabel=LABELS[name].replace("\n", " "), ylabel="accuracy gained by the end")
-        axes.set_title(f"rank correlation {correlations[name]:+.2f}", fontsize=10)
+        axes.set(xlabel=LABELS[name].replace("\n", " "), title=f"rank correlation {correlations[name]:+.2f}")
+        axes.set_ylabel("accuracy gained by the end" if place in "BDF" else "")
         if name.startswith(("ratio", "behavior")):
             axes.set_xscale("log")
             plain_ticks(axes.xaxis)
-    legend = panels["F"].get_legend_handles_labels()
     title = f"diagnostics: mean over steps 1–{EARLY}\na dot is a run with"
-    figure.legend(*legend, loc="lower right", bbox_to_anchor=(0.97, 0.1), frameon=False, title=title)
+    panels["G"].legend(*panels["F"].get_legend_handles_labels(), loc="center", frameon=False, title=title)
+    panels["G"].axis("off")
     return finish(figure)

@@ -116,10 +116,10 @@ def papers_page() -> str:
 def notes(table: pd.DataFrame | None) -> str:
     """README.md; `table` has the toy task's runs, None if they have not been made."""
     head = "# Every preset on the toy task\n\n<!-- Written by python -m experiments.objectives.page. -->\n\n"
-    return head + INTRODUCTION + (NOT_RUN if table is None else laboratory(table))
+    return head + INTRODUCTION + (NOT_RUN if table is None else toy_task_table(table))
 
 
-def laboratory(table: pd.DataFrame) -> str:
+def toy_task_table(table: pd.DataFrame) -> str:
     """Final accuracy of every preset: mean, interval over seeds, and number of runs that ended below their start."""
     ends, lines = final(table), ["| preset | " + " | ".join(REGIMES.values()) + " |", "|---|" + "---|" * len(REGIMES)]
     starts = table[table["step"] == 0].set_index(list(ends.index.names))["evaluation/accuracy"]
@@ -196,7 +196,7 @@ def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
 
 
 def collected() -> pd.DataFrame | None:
-    """The laboratory's runs, where they have been read."""
+    """The toy task's runs, if they have been read."""
     return read_runs(METRICS) if METRICS.is_file() else None
 
 

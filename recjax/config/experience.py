@@ -61,18 +61,20 @@ class RolloutConfig(ConfigBlock):
     group_size: Int = key(8, "Completions of each prompt", ge=1)
     max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the data's longest prompt", ge=1)
     long_prompts: Literal["refuse", "drop"] = key(
-        "refuse", "Longer prompts: end with an error, or drop them", needs="rollout.max_prompt_tokens"
+        "refuse",
+        "Treatment of longer prompts: end with an error, or drop the problems",
+        needs="rollout.max_prompt_tokens",
     )
     max_completion_tokens: Int = key(16, "Limit of a completion's tokens; with task.agent, of one reply", ge=1)
     max_context_tokens: Int | None = key(
         None,
-        "Limit of an agent's conversation in tokens; recjax skips a followed store's longer rows",
+        "Limit of an agent's whole conversation in tokens; a followed store's longer rows are skipped",
         needs=_LONG,
         required=_LONG,
         must="be above rollout.max_completion_tokens",
         ge=2,
     )
-    slots: Int | None = key(None, "Completions decoded at the same time; null: as many as memory holds", ge=1)
+    slots: Int | None = key(None, "Completions in one decoding batch; null: as many as memory holds", ge=1)
     temperature: Float = key(1.0, "Sampling temperature", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
     top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
@@ -81,7 +83,8 @@ class RolloutConfig(ConfigBlock):
     )
     kept_ids: Int = key(
         128,
-        "Largest set of possible tokens to record for each token, as ids of 4 bytes or the vocabulary's bits; 0: none",
+        "Largest set left by these cuts to record for each token, at 4 bytes an id or a bit for each token of the"
+        " vocabulary; 0: none",
         ge=0,
     )
     record_routing: bool = key(True, "Record the experts of each sampled token; the update runs them again")
@@ -119,7 +122,7 @@ class LateConfig(ConfigBlock):
     shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
     longest: Int = key(0, "Longest delay, in rounds", must="be at least experience.late.shortest", ge=0)
     deadline: Int | None = key(
-        None, "Rounds until recjax trains on a group without its missing rewards; null: it waits", ge=1
+        None, "Rounds after which recjax trains on a group without its missing rewards; null: the group waits", ge=1
     )
 
 
@@ -130,7 +133,10 @@ class ReplayConfig(ConfigBlock):
     capacity: Int = key(512, "Groups that the buffer holds; a new group replaces the oldest", ge=1)
     max_staleness: Int | None = key(None, "Limit of a group's staleness, in optimizer steps; null: no limit", ge=0)
     max_reuse: Int = key(
-        4, "Most times that recjax trains on a group", must="be at least experience.replay.draw_every", ge=1
+        4,
+        "Number of times that recjax trains on a group, at most",
+        must="be at least experience.replay.draw_every",
+        ge=1,
     )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
@@ -158,31 +164,41 @@ class RegimeConfig(ConfigBlock):
     """Staleness of the sampler's weights."""
 
     sync_interval: Int = key(
-        1, "Batches between two syncs of the sampler's weights", excludes=f"regime.offline or {_STORE}", ge=1
+        1, "Batches between two copies of the weights to the sampler", excludes=f"regime.offline or {_STORE}", ge=1
     )
     sync_offset: Int = key(
-        0, "Batches sampled ahead of training", excludes=f"regime.offline or {_ASYNC} or {_STORE}", ge=0
+        0,
+        "Batches sampled ahead of the batch being trained on",
+        excludes=f"regime.offline or {_ASYNC} or {_STORE}",
+        ge=0,
     )
-    offline: Bool = key(False, "Every batch comes from the initial policy", excludes=f"{_ASYNC} or {_STORE}")
+    offline: Bool = key(
+        False,
+        "Every batch comes from the initial policy; the sampler never gets new weights",
+        excludes=f"{_ASYNC} or {_STORE}",
+    )
     mode: Literal["sync", "async"] = key(
-        "sync", "async: Ray processes, or rollout.engine, sample during updates", excludes=_STORE
+        "sync", "async: processes on Ray, or rollout.engine, sample during the updates", excludes=_STORE
     )
     max_staleness: Int | None = key(
         None,
-        "Limit of staleness in a batch's last update, in optimizer steps",
+        "Limit of the experience's staleness in the last update of a batch, in optimizer steps",
         needs=f"{_ASYNC} or {_FOLLOW}",
         required=_ASYNC,
         ge=0,
     )
     generators: Int = key(1, "Processes that sample", needs=_ASYNC, excludes=_ENGINE, ge=1)
     swap_within: Bool = key(
-        False, "Generators take new weights within completions; false: between batches", needs=_ASYNC, excludes=_ENGINE
+        False,
+        "Generators take new weights in the middle of completions; false: only between batches",
+        needs=_ASYNC,
+        excludes=_ENGINE,
     )
     address: str | None = key(
-        None, "Address of a Ray cluster; null: Ray on this machine", needs=_ASYNC, excludes=_ENGINE
+        None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC, excludes=_ENGINE
     )
     generator_seconds: Float = key(
-        600.0, "Seconds for a batch, after which recjax restarts a generator", needs=_ASYNC, excludes=_ENGINE, ge=1
+        600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, excludes=_ENGINE, ge=1
     )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
@@ -207,22 +223,30 @@ Grouping = spelled(
 class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
-    store: checked(str, has_password) | None = key(None, "Store (file or URL) of all batches; groups have any size")
+    store: checked(str, has_password) | None = key(
+        None, "File or URL of a store that every batch comes from; groups may have any size"
+    )
     mix: MixConfig | None = key(None, excludes="experience.store")
     late: LateConfig | None = key(None, excludes=_STORE)
     replay: ReplayConfig | None = key(None)
     refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
     missing_logprobs: MissingLogprobs = key(
         "error",
-        "Stored completions without behavior log-probs. error: refuse them; unneeded: the algorithm reads none;"
-        " initial, current: score with the initial or the trained policy",
+        "Treatment of completions in a store that have no behavior log-probs. error: refuse them; unneeded: the"
+        " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
         needs=f"{_STORE} or experience.mix",
     )
     regrade: Bool = key(
-        False, "Grade a store's completions with this run's reward", needs=f"{_STORE} or experience.mix"
+        False,
+        "Grade a store's completions with this run's reward, instead of their own rewards",
+        needs=f"{_STORE} or experience.mix",
     )
-    record: Bool = key(False, "Keep the policy's completions in experience.db in the run's folder", excludes=_STORE)
-    follow: Bool = key(False, "Train on a growing store: each group once, when it has all its rewards", needs=_STORE)
+    record: Bool = key(
+        False, "Keep the completions that the policy samples in experience.db in the run's folder", excludes=_STORE
+    )
+    follow: Bool = key(
+        False, "Train on a store as it grows, on each group once, when all its rewards have arrived", needs=_STORE
+    )
     group_by: Grouping = key(
         "group",
         "The completions that form a group. group: equal group_id in the store; prompt: rollout.group_size completions"
@@ -230,7 +254,10 @@ class ExperienceConfig(ConfigBlock):
         needs=_FOLLOW,
     )
     deadline_seconds: Float | None = key(
-        None, "Seconds until recjax trains without missing rewards; null: it waits", needs=_FOLLOW, gt=0
+        None,
+        "Time after which recjax trains on a group without its missing rewards; null: it waits",
+        needs=_FOLLOW,
+        gt=0,
     )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:

@@ -33,14 +33,21 @@ _LATER = ("characters", "run", "reference", "adapter", "merge_adapter")  # absen
 class DecoderShape(_Described):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: Int = key(64, "Residual width", must="be an even multiple of model.decoder.num_heads", ge=2)
+    hidden_size: Int = key(
+        64, "Width of the residual stream", must="be an even multiple of model.decoder.num_heads", ge=2
+    )
     num_layers: Int = key(3, "Transformer blocks", ge=1)
     num_heads: Int = key(4, "Attention heads", ge=1)
     num_kv_heads: Int = key(
-        4, "Heads of keys and values; fewer: grouped-query attention", must="divide model.decoder.num_heads", ge=1
+        4,
+        "Heads of keys and values; fewer than num_heads: grouped-query attention",
+        must="divide model.decoder.num_heads",
+        ge=1,
     )
     intermediate_size: Int = key(256, "Width of the MLP", ge=1)
-    characters: str | None = key(None, "Alphabet of the tokenizer, in the order of its ids; null: the task's")
+    characters: str | None = key(
+        None, "Alphabet of the tokenizer, in the order of its ids; null: the task's characters"
+    )
 
 
 class LoraConfig(ConfigBlock):
@@ -60,40 +67,53 @@ class ModelConfig(_Described):
     decoder: DecoderShape | None = key(None)
     run: str | None = key(
         None,
-        "Run to continue in a new folder, with model, weights and optimizer state: its folder, or checkpoints/STEP or"
-        " checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
+        "Run to continue in a new folder, with its model, weights and optimizer state: its folder (newest checkpoint),"
+        " or checkpoints/STEP or checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
         excludes="warm_start",
     )
     reference: str | None = key(
-        None, "KL anchor: a run, checkpoints/STEP or checkpoints/best in it, or a model; null: the initial policy"
+        None,
+        "KL anchor: a run's folder, checkpoints/STEP or checkpoints/best in it, or a model; null:"
+        " the policy before the first step",
     )
     chat_date: str | None = key(
-        None, "Day (YYYY-MM-DD) of chat templates that read the clock; null: the day of the run's first start"
+        None,
+        "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"
+        " start, which recjax keeps in the run's config.yaml",
     )
     chat_template_kwargs: checked(dict[str, Any], wrong_with_variables) = key(
-        dict, "Variables of the chat template in all prompts; a row's or request's own win", excludes="model.decoder"
+        dict,
+        "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
+        excludes="model.decoder",
     )
     teacher: str | None = key(
-        None, "Teacher with the same tokenizer: a run, checkpoints/STEP or checkpoints/best in it, or a model"
+        None,
+        "Model with the same tokenizer, for algorithm.distillation and algorithm.teacher_divergence: a run's folder,"
+        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "Dtype of the computation; auto: bfloat16 if the device has it"
+        "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
     )
     remat: Remat = key(
-        "none", "Activations that the backward pass recomputes: none, all but projections, or full layers"
+        "none",
+        "Activations that the backward pass recomputes to save memory: none, all but projections, or full layers",
     )
     attention: Attention = key(
-        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto: the best that fits"
+        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits"
     )
     lora: LoraConfig | None = key(None)
     adapter: str | None = key(
-        None, "PEFT adapter to start from; sets model.lora and a null model.path", excludes="model.decoder or model.run"
+        None,
+        "PEFT adapter (folder or hub name) to start from; sets model.lora and a null model.path",
+        excludes="model.decoder or model.run",
     )
     merge_adapter: Bool = key(
-        False, "Add the adapter to the weights; model.lora then means new ones", needs="model.adapter"
+        False, "Add the adapter to the weights; model.lora then means new adapters", needs="model.adapter"
     )
-    freeze: list[str] = key(list, "Regular expressions of frozen parameters' paths", excludes="model.lora")
-    logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
+    freeze: list[str] = key(
+        list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
+    )
+    logprob_chunk: Int = key(1024, "Token positions whose vocabulary logits a device holds together", ge=1)
 
     @pydantic.field_validator("chat_date")
     @classmethod
@@ -128,17 +148,19 @@ class WarmStartConfig(ConfigBlock):
     steps: Int = key(400, "Optimizer steps", ge=1)
     batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)
     learning_rate: Float = key(2e-3, "Peak learning rate of Adam; set it for demonstrations", ge=0, le=1)
-    wrong_fraction: Float = key(0.5, "Share of answers with a mistake", excludes=_SHOWN, ge=0, le=1)
+    wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", excludes=_SHOWN, ge=0, le=1)
     demonstrations: str | None = key(
         None,
-        "JSON or Parquet file of chats (column `messages`) whose assistant turns recjax trains on",
+        ".jsonl, .json or .parquet file of chats in a column `messages`; recjax trains on the assistant's turns",
         needs="model.path",
     )
     held_out: str | None = key(
-        None, "File of chats for the held-out loss; null: a tenth of the demonstrations, at most 256", needs=_SHOWN
+        None,
+        "File of chats for the held-out loss; null: recjax holds out a tenth of the demonstrations, at most 256",
+        needs=_SHOWN,
     )
     max_tokens: Int | None = key(
-        None, "Tokens of a demonstration, beyond which recjax skips it; null: no limit", needs=_SHOWN, ge=2
+        None, "Limit of a demonstration's tokens; recjax skips longer ones; null: no limit", needs=_SHOWN, ge=2
     )
     every: Int = key(50, "Steps between held-out losses, and between states to resume from", needs=_SHOWN, ge=1)
 

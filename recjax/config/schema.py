@@ -140,18 +140,20 @@ class OptimizerConfig(ConfigBlock):
     learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
     schedule: Literal["constant", "linear", "cosine"] | dict[str, Any] = key(
         "constant",
-        "Learning rate schedule after the warm-up; linear and cosine decay to zero over training.steps. A mapping"
-        " names an optax schedule with arguments, such as {name: cosine_decay_schedule, alpha: 0.1}; by default its"
-        " peak is optimizer.learning_rate, and its length the steps after the warm-up",
+        "Learning rate schedule after the warm-up; linear and cosine decay to zero over training.steps. A mapping names"
+        " an optax schedule with its arguments, such as {name: cosine_decay_schedule, alpha: 0.1}; by default its peak"
+        " is optimizer.learning_rate and its length the steps after the warm-up",
     )
-    warmup_steps: Int = key(0, "Steps in which the learning rate rises from zero", must="be below training.steps", ge=0)
+    warmup_steps: Int = key(
+        0, "Optimizer steps in which the learning rate rises from zero", must="be below training.steps", ge=0
+    )
     clip_norm: Number = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
     weight_decay: Float = key(0.0, "Decoupled weight decay, as in AdamW", ge=0, le=1)
     beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
     beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
     epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
     state: Literal["run", "new"] = key(
-        "run", "Adam's first state with model.run: that run's, or zeros", needs="model.run"
+        "run", "Adam's state before the first step with model.run: that run's state, or zeros", needs="model.run"
     )
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
@@ -215,35 +217,47 @@ class TrainingConfig(ConfigBlock):
     steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0)
     updates_per_batch: Int = key(
         1,
-        "Passes over a batch, an optimizer step for each minibatch; the first step's policy is the proximal policy",
+        "Passes over each batch, with one optimizer step on each minibatch; the proximal policy is the policy before"
+        " the first of these steps",
         ge=1,
     )
-    minibatches: Int = key(1, "Minibatches of whole groups in a pass", must="divide rollout.prompts_per_step", ge=1)
+    minibatches: Int = key(
+        1, "Minibatches of a pass, of equally many whole groups", must="divide rollout.prompts_per_step", ge=1
+    )
     micro_batch_prompts: Int | None = key(
         None,
-        "Prompts, with their groups, in a micro-batch; null: about 4,000 tokens a device",
+        "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device",
         excludes="training.tokens_per_micro_batch",
         must="divide rollout.prompts_per_step",
         ge=1,
     )
     tokens_per_micro_batch: Int | None = key(
-        None, "Tokens that completions are packed into; null: recjax packs if that saves much work", ge=1
+        None,
+        "Tokens of a micro-batch that recjax packs completions into; null: recjax packs completions if that saves much"
+        " work",
+        ge=1,
     )
     expert_balance: Float = key(0.0, "Weight of the loss that balances the loads of experts; 0: none", ge=0)
     checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
     resume_with: list[str] = key(
-        list, "Keys of optimizer and algorithm that a resume may change; environment.json records the changes"
+        list,
+        "Keys of optimizer and algorithm, such as optimizer.learning_rate, whose values may differ from the stored run"
+        " when it resumes; environment.json records each change",
     )
     impossible_tokens: Literal["error", "drop"] = key(
-        "error", "Tokens of log-prob −inf under a policy. error: end the run; drop: exclude and count them"
+        "error",
+        "Treatment of tokens with probability 0, log-prob −inf, under a policy. error: end the run; drop: exclude them"
+        " from the loss and count them",
     )
     keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
     keep_best: str | None = key(
         None,
-        "Metric, such as evaluation/accuracy, whose best checkpoint recjax also keeps, saving at every evaluation;"
-        " with - in front, lower is better",
+        "Metric, such as evaluation/accuracy, by which recjax also keeps the best checkpoint, and saves at every"
+        " evaluation; with - in front, lower is better",
     )
-    profile_steps: list[Int] | None = key(None, "[first, last] step of a profiler trace; null: no trace")
+    profile_steps: list[Int] | None = key(
+        None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
+    )
 
     @property
     def updates(self) -> int:
@@ -296,10 +310,14 @@ class EvaluationConfig(ConfigBlock):
     temperature: _Temperature = key(1.0, "Sampling temperature; 0: greedy")
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)
     top_p: Float = key(
-        1.0, "Sample only from the likeliest tokens of this total probability; 1: all", needs=_SAMPLED, gt=0, le=1
+        1.0, "Sample only from the most likely tokens with this total probability; 1: all", needs=_SAMPLED, gt=0, le=1
     )
     min_p: Float = key(
-        0.0, "Sample only from tokens this share as likely as the likeliest; 0: all", needs=_SAMPLED, ge=0, le=1
+        0.0,
+        "Sample only from tokens at least this share as likely as the likeliest; 0: all",
+        needs=_SAMPLED,
+        ge=0,
+        le=1,
     )
 
     def sampling(self) -> Sampling:
@@ -321,8 +339,12 @@ class TrackingConfig(ConfigBlock):
     A mapping holds the arguments of the module's `init`.
     """
 
-    wandb: dict[str, Any] | None = key(None, "Arguments of wandb.init; WANDB_MODE=offline needs no account")
-    trackio: dict[str, Any] | None = key(None, "Arguments of trackio.init; the data stays on this machine")
+    wandb: dict[str, Any] | None = key(
+        None, "Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account"
+    )
+    trackio: dict[str, Any] | None = key(
+        None, "Arguments of trackio.init, such as {project: sums}; the data stays on this machine"
+    )
 
 
 class Config(ConfigBlock):
@@ -330,7 +352,10 @@ class Config(ConfigBlock):
 
     seed: Int = key(0, "Seed of data order, sampling and, by default, of the base policy", ge=0, le=2**32 - 1)
     base_seed: Int | None = key(
-        None, "Seed of held-out problems, initial parameters and warm start; null: seed", ge=0, le=2**32 - 1
+        None,
+        "Seed of the base policy: generated and held-out problems, initial parameters and warm start; null: seed",
+        ge=0,
+        le=2**32 - 1,
     )
     output: str = key(..., "Folder of the run; a stopped run resumes from it")
     model: ModelConfig = key(ModelConfig)

@@ -35,11 +35,15 @@ class FileTask(ConfigBlock):
     """Problems from your own files: JSON Lines, JSON or Parquet; or from a program."""
 
     train: str = key(
-        ..., "JSON Lines, JSON (also .gz) or Parquet file of training problems; rows: those passed to recjax.run"
+        ...,
+        ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems; rows: the problems that a"
+        " program passes to recjax.run",
     )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
-    answer_column: str | None = key("answer", "Column of answers, which the reward reads; null: none")
+    answer_column: str | None = key(
+        "answer", "Column of answers, which the reward compares completions with; null: problems have no answers"
+    )
     difficulty_column: str | None = key(None, "Column of a label; evaluation reports the accuracy of each label")
     chat: Bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
 
@@ -80,7 +84,9 @@ class ReasoningGymTask(ConfigBlock):
     problems: Int = key(1000, "Training problems; recjax holds out half as many more, at most 1,024", ge=1)
     template: str = key("{question}", "Prompt")
     examples: Int = key(0, "Solved problems of the same generator before each question", ge=0)
-    chat: Bool = key(True, "Chats with the examples as earlier turns; false: plain text, one example a line")
+    chat: Bool = key(
+        True, "Prompts are chats with the examples as earlier turns; false: plain text, one example a line"
+    )
 
 
 POLICY, INITIAL = "policy", "initial"
@@ -97,22 +103,31 @@ class OneTask(ConfigBlock):
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
     system_prompt: str | None = key(
-        None, "First message of every chat; null: the task's own, if any", excludes=_MIXTURE
+        None, "First message of every chat; null: the task's own, if it has one", excludes=_MIXTURE
     )
     reward: str | None = key(
         None,
-        "Built-in reward, module:function, or model:PATH of a sequence classifier; null: the task's",
+        "Name of a built-in reward, module:function, or model:PATH with a sequence classifier's folder or hub name;"
+        " null: the task's own",
         excludes=_MIXTURE,
     )
     reward_device: Literal["auto", "cpu"] = key(
-        "auto", "Device of task.reward = model:PATH; auto: an accelerator if any", excludes=_MIXTURE
+        "auto",
+        "Device for task.reward = model:PATH; auto: the first accelerator of each process, if it has one",
+        excludes=_MIXTURE,
     )
-    reward_weights: dict[str, Float] = key(dict, "Weights of the reward's parts, instead of its own", excludes=_MIXTURE)
+    reward_weights: dict[str, Float] = key(
+        dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
+    )
     reward_seconds: Float | None = key(
-        None, "Seconds for an async reward's batch; null: no limit", excludes=_MIXTURE, gt=0
+        None, "Time limit of an async reward for one batch; null: no limit", excludes=_MIXTURE, gt=0
     )
-    reward_retries: Int = key(0, "Further calls of an async reward that fails on a batch", excludes=_MIXTURE, ge=0)
-    success: Float = key(1.0, "Lowest reward of an accurate completion, without a part `accuracy`", excludes=_MIXTURE)
+    reward_retries: Int = key(
+        0, "Number of times recjax calls an async reward again after it fails on a batch", excludes=_MIXTURE, ge=0
+    )
+    success: Float = key(
+        1.0, "Lowest reward of an accurate completion; ignored if the reward has a part `accuracy`", excludes=_MIXTURE
+    )
 
     def chosen(self) -> str:
         """The name of the task in this block, one of TASKS."""
@@ -188,7 +203,7 @@ class CurriculumConfig(ConfigBlock):
 
 
 class TaskConfig(OneTask):
-    """Problems and their rewards. A text in place of the block names a task: task: gsm8k.
+    """Problems and their rewards. A text instead of the block names a task: task: gsm8k.
 
     The text replaces the whole block by the task with its defaults; `reasoning_gym:letter_counting` names a generator
     as well.
@@ -196,15 +211,15 @@ class TaskConfig(OneTask):
 
     mixture: dict[str, Annotated[MixedTask, pydantic.BeforeValidator(MixedTask.read)]] | None = key(
         None,
-        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts (default 1; 0: only"
-        " evaluated), and a task's keys from `arithmetic` to `success`",
+        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts relative to the other"
+        " weights (default 1; 0: only evaluated), and with a task's keys from `arithmetic` to `success`",
     )
     keep: KeepConfig | None = key(None, excludes="experience.store")
     curriculum: CurriculumConfig | None = key(
         None, excludes="regime.mode = async or experience.store or experience.mix"
     )
     truncated: Literal["train", "mask", "penalize"] = key(
-        "train", "Completions cut at the token limit: train on, mask, or penalize them"
+        "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
     truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
     overlong_tokens: Int | None = key(
@@ -219,10 +234,12 @@ class TaskConfig(OneTask):
         "Program that talks to the policy. null: none, one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
     )
-    agent_seconds: Float = key(60.0, "Seconds of an agent, without its waits for the policy", needs="task.agent", gt=0)
+    agent_seconds: Float = key(
+        60.0, "Time limit of an agent, not counting the time it waits for the policy", needs="task.agent", gt=0
+    )
     agent_turns: Int = key(16, "Limit of an agent's replies", needs="task.agent", ge=1)
     agent_failure_reward: Float | None = key(
-        None, "Reward of failed agents; null: dropped", needs="task.agent", ge=-(10**9), le=10**9
+        None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
     )
     seats: dict[str, Int | str] = key(
         dict,
@@ -231,13 +248,19 @@ class TaskConfig(OneTask):
         needs="task.agent",
         excludes="task.agent = tools or task.agent = environment or task.keep or task.curriculum",
     )
-    train_seats: list[str] = key(list, "Seats to train on; empty: those that the policy plays", needs="task.seats")
+    train_seats: list[str] = key(list, "Seats to train on; empty: all seats of the policy", needs="task.seats")
     tools: list[Place] = key(
-        list, "module:function of each tool, which grading.workers run", needs=_TOOLS, required=_TOOLS
+        list,
+        "module:function of each tool that the model may call; tools run in grading.workers",
+        needs=_TOOLS,
+        required=_TOOLS,
     )
     tool_seconds: Float = key(10.0, "Time limit of one tool call", needs=_TOOLS, gt=0)
     environment: Place | None = key(
-        None, "module:class, made from a problem, with gymnasium's reset and step", needs=_PLAYS, required=_PLAYS
+        None,
+        "module:class of the environment, made from a problem, with gymnasium's reset and step",
+        needs=_PLAYS,
+        required=_PLAYS,
     )
 
     @pydantic.field_validator("mixture")

@@ -1,4 +1,4 @@
-"""Runs of the laboratory as compiled programs are the trainer's runs."""
+"""Runs of the toy task as compiled programs are the trainer's runs."""
 
 import json
 import random
