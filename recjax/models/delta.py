@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK = 64  # tokens whose corrections are solved together
+CHUNK = 64  # tokens whose corrections are solved together, a power of two
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -101,7 +101,7 @@ def _in_chunks(
 ) -> tuple[Array, Array]:
     """`delta_rule` of several tokens, with arrays [rows, key_heads, value_heads / key_heads or 1, time, units]."""
     time = k.shape[3]
-    chunk = min(CHUNK, time)
+    chunk = min(CHUNK, 1 << (time - 1).bit_length())
 
     def chunks(x: Array) -> Array:
         """[..., time, units] as [chunks, ..., chunk, units], padded with zeros."""
@@ -118,7 +118,7 @@ def _in_chunks(
     to_end = jnp.exp(jnp.where(started == started[..., -1:, :], total[..., -1:, :] - total, -jnp.inf))
     system = _matmul(k, k.mT) * rate * between
     inputs = jnp.concatenate([v * rate, k * rate * from_state], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(system, inputs, left_side=True, lower=True, unit_diagonal=True)
+    solved = _solve_unit_lower(jnp.tril(system, -1), inputs)
     new, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
 
     def run(state: Array, of_chunk: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -131,3 +131,26 @@ def _in_chunks(
     state, found = jax.lax.scan(run, state, of_chunks)
     found = jnp.moveaxis(found, 0, -3)
     return found.reshape(*found.shape[:3], -1, found.shape[-1])[..., :time, :], state
+
+
+def _solve_unit_lower(
+    strict: Float[Array, "*batch size size"], right: Float[Array, "*batch size units"]
+) -> Float[Array, "*batch size units"]:
+    """x of (I + strict) x = right, for a strictly lower triangular matrix whose size is a power of two.
+
+    XLA's triangular_solve never returns on a CPU where two of them run at once. This one inverts the diagonal blocks of
+    1, 2, 4, … rows: [[A, 0], [C, D]] has the inverse [[A⁻¹, 0], [-D⁻¹ C A⁻¹, D⁻¹]].
+    """
+    size, block = strict.shape[-1], 1
+    below, inverses = jax.lax.stop_gradient(strict), jnp.ones((*strict.shape[:-1], 1, 1), strict.dtype)
+    while block < size:
+        pairs = below.reshape(*below.shape[:-2], size // block // 2, 2, block, size // block // 2, 2, block)
+        corners = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        first, second = inverses[..., ::2, :, :], inverses[..., 1::2, :, :]
+        corners = -_matmul(_matmul(second, corners), first)
+        inverses = jnp.block([[first, jnp.zeros_like(first)], [corners, second]])
+        block *= 2
+    inverse = inverses[..., 0, :, :]
+    solved = _matmul(inverse, right)
+    # The refinement removes rounding errors, and its derivative is that of the solution though the inverse is constant.
+    return solved + _matmul(inverse, right - solved - _matmul(strict, solved))

@@ -48,6 +48,13 @@ def test_the_rule_is_that_of_a_loop_over_tokens(chunk, monkeypatch):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_no_program_of_the_rule_waits_for_xlas_triangular_solve():
+    """Two of them at once never return on a CPU with two threads, with the sizes of a real batch."""
+    *arrays, state = map(jnp.asarray, inputs())
+    gradient = jax.grad(lambda *arrays: delta_rule(*arrays, jnp.zeros((BATCH, TIME), bool), state)[0].sum(), range(5))
+    assert "triangular_solve" not in str(jax.make_jaxpr(gradient)(*arrays))
+
+
 def test_a_token_at_a_time_is_all_tokens_at_once():
     *arrays, state = inputs(4)
     starts = np.zeros((BATCH, 4), bool)
