@@ -47,7 +47,7 @@ def sequence_binary_kl_mask(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
-    delta: float = 5e-3,
+    delta: Scalar = 5e-3,
 ) -> Bool[Array, "batch time"]:
     """False in completions whose mean `binary_kl` is above δ, whatever the sign of the advantage.
 

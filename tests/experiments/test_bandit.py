@@ -216,6 +216,7 @@ def test_markdown_is_the_same_table(tmp_path):
 def test_figures_are_drawn(results, tmp_path):
     thinned = {label: paths[:, :, ::100] for label, paths in results.items()}
     short = {label: paths if label == SAMPLED else paths.repeat(2, axis=1) for label, paths in thinned.items()}
-    bandit.draw_simplex(short, tmp_path / "simplex.png")
+    bandit.draw_simplex(short, tmp_path / "simplex.png", range(len(bandit.BEHAVIORS)), "AB;CD;EE", (8, 12))
+    bandit.draw_simplex(short, tmp_path / "one.png", [0], "A", (7, 6.6))
     bandit.draw_best_arm(np.arange(1, 1 + short["REINFORCE"].shape[2]), short, tmp_path / "best_arm.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("simplex.png", "best_arm.png"))
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("simplex.png", "one.png", "best_arm.png"))
