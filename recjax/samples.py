@@ -23,6 +23,18 @@ from recjax.training.trained import run_config
 FLAGS = flags.FLAGS
 
 
+def kept_rows(run: Path) -> list[dict[str, Any]]:
+    """Reads the completions that a run kept, by step.
+
+    Raises:
+        ValueError: the run kept no completions, or a file is damaged.
+    """
+    rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
+    if not rows:
+        raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
+    return rows
+
+
 def sample_page(runs: Sequence[dict[str, Any]]) -> str:
     """The page; texts of prompts and completions reach it as data and are never read as HTML.
 
@@ -44,10 +56,7 @@ def write_page(runs: Sequence[Path], output: Path) -> int:
     """
     shown = []
     for run in runs:
-        config, folder = run_config(run), folder_of(run)
-        rows = [row.values for path in sorted(folder.glob("*.jsonl")) for row in read_file(path, "samples")]
-        if not rows:
-            raise ValueError(f"{folder} holds no completions; set samples.every above 0 and train")
+        config, rows = run_config(run), kept_rows(run)
         steps = len({row["step"] for row in rows})
         about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
         shown.append({"name": run.resolve().name, "about": about, "rows": rows})
