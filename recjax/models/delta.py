@@ -138,8 +138,8 @@ def _solve_unit_lower(
 ) -> Float[Array, "*batch size units"]:
     """x of (I + strict) x = right, for a strictly lower triangular matrix whose size is a power of two.
 
-    XLA's triangular_solve never returns on a CPU where two of them run at once. This one inverts the diagonal blocks of
-    1, 2, 4, … rows: [[A, 0], [C, D]] has the inverse [[A⁻¹, 0], [-D⁻¹ C A⁻¹, D⁻¹]].
+    XLA's triangular_solve never returns on a CPU where two of them run at once. This function inverts diagonal
+    blocks of 1, 2, 4, … rows: [[A, 0], [C, D]] has the inverse [[A⁻¹, 0], [-D⁻¹ C A⁻¹, D⁻¹]].
     """
     size, block = strict.shape[-1], 1
     below, inverses = jax.lax.stop_gradient(strict), jnp.ones((*strict.shape[:-1], 1, 1), strict.dtype)

@@ -111,10 +111,12 @@ def plain(text: str) -> str:
     text = _rewritten(text, _MARKUP)
     text = text.replace(r"\bmod", r"\pmod ") if r"\equiv" in text else text
     text = _rewritten(_inner(text), _NOTATION)
-    for match in reversed([*_LISTED_MATRIX.finditer(text)]):
-        rows = r"\\".join(re.split(r"\] ?, ?\[", match[1][1:-1])).replace(",", "&")
-        text = rf"{text[: match.start()]}\begin{{matrix}}{rows}\end{{matrix}}{text[match.end() :]}"
-    return text.strip()
+
+    def matrix(listed: re.Match) -> str:
+        rows = r"\\".join(re.split(r"\] ?, ?\[", listed[1][1:-1])).replace(",", "&")
+        return rf"\begin{{matrix}}{rows}\end{{matrix}}"
+
+    return _LISTED_MATRIX.sub(matrix, text).strip()
 
 
 def _rewritten(text: str, rewrites: list) -> str:
