@@ -99,10 +99,8 @@ def parts() -> dict[str, Part]:
         "device": computed("device", 60),
         "gpu_tests": Part(120, lambda _: tests, read_tests),
         "parity": computed("parity", 70),
-        "half_billion": computed("half_billion", 150),
+        "half_billion": computed("half_billion", 95),
         "one_and_a_half_billion": computed("one_and_a_half_billion", 150),
-        "decode_unrolled": computed("decode_unrolled", 60),
-        "decode_graphs": computed("decode_graphs", 60, XLA_FLAGS=GRAPHS),
         "shape_a": compared("a", "recjax:bfloat16", 60),
         "shape_c": compared("c", "recjax:bfloat16", 60),
         "shape_d": compared("d", "recjax:bfloat16", 90),
@@ -112,8 +110,9 @@ def parts() -> dict[str, Part]:
         "torch_d": compared("d", torch, 120),
         "slots": computed("slots", 90),
         "attention": computed("attention", 60),
-        "decode_scanned": computed("decode_scanned", 60),
-        "decode_unrolled_graphs": computed("decode_unrolled_graphs", 60, XLA_FLAGS=GRAPHS),
+        "half_billion_packed": computed("half_billion_packed", 120),
+        "one_and_a_half_billion_packed": computed("one_and_a_half_billion_packed", 120),
+        "decode_graphs": computed("decode_graphs", 60, XLA_FLAGS=GRAPHS),
         "prediction": computed("prediction", 120),
         "quickstart": Part(
             180, lambda file: ["-m", "recjax.train", *config, f"output={file.with_suffix('')}", *small], read_quickstart

@@ -90,7 +90,7 @@ def parity() -> None:
 
 
 def model(shape: Shape) -> None:
-    """Generation, then the update in a few ways, in bfloat16: shares of the peak, memory, compile times."""
+    """Generation, then the update as a run makes it, in bfloat16: shares of the peak, memory, compile times."""
     decoder = decoder_of(shape, BFLOAT16)
     params = init_params(decoder.config, jax.random.key(0))
     weights = in_compute_dtype(decoder, params, copy=True)
@@ -104,22 +104,36 @@ def model(shape: Shape) -> None:
     with attempt("decode_kernels"):
         note(decode_kernels=generate(decoder, weights, shape, profile=len(rounds) - 1)[3])
     del weights
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(shape, "bfloat16", Path(folder))
-    recipe, state = recipe_of(config, decoder), None
+    ways_of(shape, params, batch_of(shape, tokens, logprobs), {"update": None})
+
+
+def packed(shape: Shape) -> None:
+    """The update of packed rows: a prompt with all of its completions in a row, and each with its own."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, shape.model.vocabulary, (shape.rows, shape.completion_tokens)).astype(np.int32)
+    batch = batch_of(shape, tokens, np.full(tokens.shape, -np.log(shape.model.vocabulary), np.float32))
     longest = shape.prompt_tokens + shape.completion_tokens - 1
     group = shape.prompt_tokens - 1 + shape.group_size * shape.completion_tokens
-    for name, rows in [
-        ("update", None),  # as a run makes it
-        ("update_packed_groups", RowShape(2, -(-group // TILE) * TILE)),
-        ("update_packed", row_shape(8 * longest, longest)),
-    ]:
+    ways = {
+        "update_packed_groups": RowShape(2, -(-group // TILE) * TILE),
+        "update_packed": row_shape(8 * longest, longest),
+    }
+    ways_of(shape, init_params(decoder_of(shape, BFLOAT16).config, jax.random.key(0)), batch, ways)
+
+
+def ways_of(shape: Shape, params: dict, batch: Batch, ways: dict[str, RowShape | None]) -> None:
+    """Updates of a batch in several ways, by name; None: as a run makes it, else rows to pack."""
+    decoder, state = decoder_of(shape, BFLOAT16), None
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(shape, "bfloat16", Path(folder))
+    recipe = recipe_of(config, decoder)
+    for name, rows in ways.items():
         with attempt(name):
             if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 state = None
                 params = init_params(decoder.config, jax.random.key(0)) if params is None else params
                 state, params = TrainState(params, recipe.optimizer.init(params)), None
-            state = updates(name, shape, config, recipe, state, batch_of(shape, tokens, logprobs), rows)
+            state = updates(name, shape, config, recipe, state, batch, rows)
 
 
 def updates(
@@ -168,9 +182,9 @@ def updates(
     return state
 
 
-def decode_ways(unrolled: bool) -> None:
-    """Decoding of the 0.5B shape with layers written out or scanned; XLA_FLAGS has all other differences."""
-    decoder = decoder_of(BRIEF, BFLOAT16, unrolled=unrolled)
+def decode_graphs() -> None:
+    """Decoding of the 0.5B shape, with XLA_FLAGS from the command."""
+    decoder = decoder_of(BRIEF, BFLOAT16)
     weights = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
     started = time.perf_counter()
     generate(decoder, weights, BRIEF)
@@ -238,10 +252,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "parity": parity,
     "half_billion": functools.partial(model, HALF),
     "one_and_a_half_billion": functools.partial(model, LARGE),
-    "decode_scanned": functools.partial(decode_ways, False),
-    "decode_unrolled": functools.partial(decode_ways, True),
-    "decode_graphs": functools.partial(decode_ways, False),
-    "decode_unrolled_graphs": functools.partial(decode_ways, True),
+    "half_billion_packed": functools.partial(packed, HALF),
+    "one_and_a_half_billion_packed": functools.partial(packed, LARGE),
+    "decode_graphs": decode_graphs,
     "slots": slots,
     "attention": attention,
     "prediction": prediction,

@@ -127,7 +127,7 @@ def show_memory(console: Console, planned: Plan, programs: dict[str, Program], p
     cache = cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
     moved = planned.sampling_plan.moved
     if moved:
-        table.add_row("weights of the sampling mesh", _gib(moved))
+        table.add_row("second copy of the weights", _gib(moved))
     table.add_row("keys and values", _gib(cache))
     rest = {name: program.temporaries for name, program in programs.items()}
     rest["sample"] -= cache + moved

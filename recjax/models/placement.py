@@ -22,7 +22,7 @@ ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batc
 # Projections from the stream, and back into it.
 INTO, OUT_OF = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay", "output|down|delta_output"
 
-# End of a parameter's path → mesh axes of its dimensions. Layers are stacked on a first axis, which is never split.
+# End of a parameter's path → mesh axes of its dimensions. Stacked layers have a first axis, which is never split.
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
@@ -61,9 +61,10 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     if not shape:
         return ()
     path = re.sub(r"\blayers/\d+/", "layers/", path)  # the number of a layer within a period
+    path, unrolled = re.subn(r"\blayer_\d+/", "layers/", path)
     for rule, axes in RULES:
         if re.search(f"(^|/)({rule})$", path):
-            return axes
+            return axes[unrolled:]
     raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.models.placement.RULES; add one")
 
 

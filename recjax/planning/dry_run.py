@@ -78,7 +78,8 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     if model:
         mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
         check_fits(mesh, model.decoder.config)
-        memory, activations = memory_items(config, model, prompt_tokens, mesh, devices and devices.usable, tuple(REMAT))
+        sizes = prompt_tokens, mesh, devices and devices.usable, tuple(REMAT), devices and devices.platform
+        memory, activations = memory_items(config, model, *sizes)
         if not prompt_tokens:
             notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
         result = result._replace(
@@ -113,12 +114,14 @@ def memory_items(
     mesh: AnyMesh,
     usable: float | None = None,
     remats: Sequence[str] = (),
+    platform: str | None = None,
 ) -> tuple[list[Item], dict[str, int]]:
     """Memory of each device, and the bytes of an update's activations for every value of model.remat in `remats`.
 
     Args:
         prompt_tokens: tokens of the longest prompt; None: not known, and only the arrays that always exist are listed.
         usable: bytes of each device, which limit the number of slots; None: every completion has a slot.
+        platform: JAX's name of the devices' platform; None: that of this machine's devices.
     """
     arrays = resident_arrays(config, model).items()
     sizes = {name: bytes_on_device(laid_out_by_rules(mesh, part.tree)) for name, part in arrays}
@@ -127,10 +130,13 @@ def memory_items(
         return items, {}
     free = None if usable is None else int(usable) - sum(item.bytes for item in items)
     update, activations = update_items(config, model, prompt_tokens, mesh, remats)
-    return items + sampling_items(config, model, prompt_tokens, mesh, free) + update, activations
+    platform = platform or jax.default_backend()
+    return items + sampling_items(config, model, prompt_tokens, mesh, free, platform) + update, activations
 
 
-def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None) -> list[Item]:
+def sampling_items(
+    config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None, platform: str
+) -> list[Item]:
     """Memory of sampling, for the larger of training's and evaluation's batches."""
     decoder, shape, prompts = model.decoder, model.decoder.config, config.rollout.prompts_per_step
     rows, longest, size = (
@@ -140,7 +146,7 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMe
     )
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
-    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free - cast)
+    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free - cast, platform)
     states = (plan.prompts + plan.slots) if plan else prompts + rows
     if plan:
         prompts, rows = plan.prompts + (0 if plan.shares_prompts else plan.slots), plan.slots
@@ -157,7 +163,7 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int, mesh: AnyMe
     with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
         items = [
             Item("sample", name, f"{size} B × trained", cast),
-            Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
+            Item("sample", "second copy of the weights", f"{size} B × parameters", plan.moved if plan else 0),
             Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
             Item("sample", "states of delta nets", recurrent, state_bytes(decoder, states)),
             Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
@@ -339,7 +345,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
     if sampled:
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
-        plan = sampling_of(config, decoder, result.mesh, prompt, free)
+        plan = sampling_of(config, decoder, result.mesh, prompt, free, devices.platform)
         # A step reads the experts that any of its tokens needs: in expectation, with equal loads.
         share = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
         # With s the share of active experts and n tokens, 1 - (1 - s)ⁿ of the experts run; s are in `layers`.

@@ -239,7 +239,7 @@ def plan(config: Config, target: Target) -> Plan:
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)
-    sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free)
+    sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free, target.devices[0].platform)
     planned = Plan(config, target, mesh, model, prompt_tokens, on_mesh, sampler, sampling_plan)
     _turns(planned)  # raises an error if the token budget is too small
     return planned

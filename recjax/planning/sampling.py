@@ -13,6 +13,7 @@ from recjax.config import Config
 from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
+from recjax.models.unrolling import copies_layers
 from recjax.rollout import decoding, keys_values
 from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for, state_bytes
 
@@ -41,7 +42,8 @@ class SamplingPlan(NamedTuple):
         mesh: devices that sample.
         engine: the engine's sizes for the batch.
         prompts: number of prompts, padded for the mesh.
-        moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
+        moved: bytes on each device of a second copy of the weights, on another mesh or with unrolled layers; 0 if the
+            sampler's copy is used directly.
     """
 
     mesh: AnyMesh
@@ -65,17 +67,22 @@ def most_completions(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def sampling_of(config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: int, free: int) -> SamplingPlan:
+def sampling_of(
+    config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: int, free: int, platform: str
+) -> SamplingPlan:
     """The plan for the larger of training's and evaluation's batches.
 
     Args:
         mesh: the mesh of the run.
         free: bytes on each device that the run does not always hold.
+        platform: JAX's name of the devices' platform.
     """
     weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
     moved, group = 0 if same else bytes_on_device(there), most_completions(config)
+    if copies_layers(decoder.config, platform):
+        moved += bytes_on_device(laid_out_by_rules(on, {"layers": weights["layers"]}))
     longest, requests = config.rollout.max_completion_tokens, config.rollout.prompts_per_step * group
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
         sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved}
@@ -99,18 +106,17 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
         trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
     """
     weights, found, home = combine(trained, frozen), [], 0
-    if plan.moved:
-        # The weights move one array after another, from the mesh of the run to the sampling mesh.
-        placed, home = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
-        there = home
-        for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
-            if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-                sent = mover(wanted.sharding).trace(leaf)
-                found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
-                there += bytes_on_device(wanted)
-        weights = placed
+    placed, there = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
+    # The weights move one array after another, from the mesh of the run to the sampling mesh.
+    for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
+        if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
+            sent, home = mover(wanted.sharding).trace(leaf), bytes_on_device(weights)
+            found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
+            there += bytes_on_device(wanted)
+    if copies_layers(decoder.config, plan.mesh.devices.flat[0].platform):
+        home += bytes_on_device(placed["layers"])
     with jax.set_mesh(plan.mesh):
-        sampled = _sampling_programs(config, decoder, plan, weights)
+        sampled = _sampling_programs(config, decoder, plan, placed)
     return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
 
 

@@ -123,6 +123,11 @@ class Devices(NamedTuple):
     usable: float
     kind: Accelerator | None
 
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform; devices of an unknown kind are this machine's."""
+        return ("gpu" if self.kind.gpu else "tpu") if self.kind else jax.default_backend()
+
 
 def named_slice(name: str) -> str:
     """The slice, such as "v5p:2x2x2", for Google's name of it, such as "v5p-16"; another name unchanged.

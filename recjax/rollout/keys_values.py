@@ -99,25 +99,41 @@ def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
 
 
 def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: Int[Array, ""] | int) -> tuple:
-    """Copies rows of keys and values into slots, each behind the slot's tokens: row after row, in place.
+    """Copies rows of keys and values into slots, each behind the slot's tokens, in place.
+
+    A CPU copies row after row. A GPU needs one kernel for each array, as a kernel for each row takes longer to start.
 
     Args:
         places: columns (slot, row of `new`, number of the slot's tokens), of which the first `count` are used. States
             replace the slot's, with 0 as the number of tokens.
     """
 
-    def put(index: Array, cache: tuple) -> tuple:
-        slot, row, tokens = places[:, index]
+    def in_turn(cache: tuple, new: tuple, places: Array, count: Array) -> tuple:
+        def put(index: Array, cache: tuple) -> tuple:
+            slot, row, tokens = places[:, index]
+
+            def copied(mine: Array, theirs: Array) -> Array:
+                one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
+                start = [0] * mine.ndim
+                start[_ROW_AXIS], start[_TIME_AXIS] = slot, tokens
+                return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
+
+            return jax.tree.map(copied, cache, new)
+
+        return jax.lax.fori_loop(0, count, put, cache)
+
+    def together(cache: tuple, new: tuple, places: Array, count: Array) -> tuple:
+        slots, rows, tokens = places
 
         def copied(mine: Array, theirs: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
-            start = [0] * mine.ndim
-            start[_ROW_AXIS], start[_TIME_AXIS] = slot, tokens
-            return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
+            used = jnp.where(jnp.arange(len(slots)) < count, slots, mine.shape[_ROW_AXIS])
+            times = tokens[:, None] + jnp.arange(theirs.shape[_TIME_AXIS])
+            ordered = jnp.moveaxis(jnp.take(theirs, rows, axis=_ROW_AXIS), (_ROW_AXIS, _TIME_AXIS), (0, 1))
+            return mine.at[..., used[:, None], :, times, :].set(ordered.astype(mine.dtype), mode="drop")
 
         return jax.tree.map(copied, cache, new)
 
-    return jax.lax.fori_loop(0, count, put, cache)
+    return jax.lax.platform_dependent(cache, new, places, jnp.int32(count), cuda=together, default=in_turn)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -27,7 +27,7 @@ from recjax.models.logprobs import Compared
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
-from recjax.models.unrolling import unrolled_for_training
+from recjax.models.unrolling import params_for, stacked_params, unrolled_for_training
 
 
 class Recipe(NamedTuple):
@@ -223,7 +223,8 @@ def update(
             read = part._replace(completion_mask=part.completion_mask | observed)
 
         def scored(params, compared=None):
-            arguments = layout, decoder, combine(frozen, params), read, index, *distribution
+            params = combine(*(params_for(decoder, each) for each in (frozen, params)))
+            arguments = layout, decoder, params, read, index, *distribution
             return micro_batch_logprobs(*arguments, experts is not None, compared)
 
         def micro_loss(params):
@@ -245,10 +246,12 @@ def update(
                 total += expert_balance * count * balance_loss(load, experts.per_token)
             return total, (count, values, load)
 
-        (total, (count, seen, load)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
+        # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
+        params = params_for(decoder, state.params)
+        (total, (count, seen, load)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
         return _Sums(total, count, constrain_params(gradient), load), seen
 
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    zeros = jax.tree.map(jnp.zeros_like, params_for(decoder, state.params))
     no_load = Load(*(jnp.zeros((decoder.config.num_layers, experts.count)),) * 2, jnp.zeros(())) if experts else ()
     sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros), no_load)
     count = 2 if compared is None else 3
@@ -256,7 +259,7 @@ def update(
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)
-    gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
+    gradient = stacked_params(decoder.config, jax.tree.map(lambda g: g / divisor, sums.gradient))
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params, **rates)
     # Skip the step without data: momentum and weight decay would change the parameters despite a zero gradient.
     updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)

@@ -16,7 +16,9 @@ from recjax.models.attention import attend, self_attention_mask
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.rollout.keys_values import put_behind
 from recjax.training.update import Recipe, TrainState, update
+from tests.models.test_attention import contexts_of_one_token
 from tests.rollout.padded import engine_completions
 from tests.training.test_update import make_batch
 
@@ -92,6 +94,27 @@ def test_cudnn_attention_is_the_plain_one(gpu, time):
     for one, other in zip(gradients, expected, strict=True):
         assert np.isfinite(one.astype(jnp.float32)).all()
         np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.1)
+
+
+def test_the_kernel_for_one_token_is_the_plain_attention(gpu):
+    queries, segments = contexts_of_one_token(14, 2, 64, (128, 270, 16))
+    found = jax.jit(lambda *given: attend(*given, 0.125, kernel="cudnn"))(queries, segments)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == HALF else x, (queries, segments))
+    expected = attend(*exact, 0.125, kernel="plain")
+    assert not np.array_equal(found, attend(queries, segments, 0.125, kernel="plain"))  # another kernel
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.01)
+
+
+def test_slots_get_the_tokens_of_a_round_as_on_a_cpu(gpu):
+    random = np.random.default_rng(0)
+    cache, new = (tuple(random.normal(size=(5, 2, time, 4)).astype(np.float32) for _ in "kv") for time in (9, 3))
+    places = np.array([[3, 0, 4, 1], [2, 0, 3, 1], [0, 6, 5, 2]], np.int32)
+    found = [
+        jax.jit(put_behind)(*jax.device_put((cache, new, places, np.int32(3)), device))
+        for device in (gpu, jax.devices("cpu")[0])
+    ]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu):

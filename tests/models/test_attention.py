@@ -11,7 +11,7 @@ import pytest
 
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
-from recjax.models.attention import KERNELS, attend, self_attention_mask, splash_attention
+from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.marks import slow_except
@@ -250,3 +250,45 @@ def test_cudnn_becomes_its_flash_attention_forwards_and_backwards(monkeypatch):
     text = lowered("cudnn", "cuda")
     assert "__cudnn$fmhaScaleBiasSoftmax" in text and "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
     assert f"tensor<{BATCH}x8x4x{HEAD_DIM}xbf16>" in text, "an even number of tokens"
+
+
+def contexts_of_one_token(heads, kv_heads, head_dim, lengths, seed=0):
+    """Queries of 4 rows, and segments of which the first has a row for two rows each; some tokens are masked."""
+    random = np.random.default_rng(seed)
+    segments = []
+    for number, length in enumerate(lengths):
+        rows = 4 if number else 2
+        keys, values = (jnp.array(random.normal(size=(rows, kv_heads, length, head_dim)), jnp.bfloat16) for _ in "kv")
+        seen = random.random((rows, length)) < 0.7
+        seen[:, 0] |= number == 0
+        segments.append((keys, values, jnp.array(seen)[:, None, None, None, None, :]))
+    return jnp.array(random.normal(size=(4, heads, 1, head_dim)), jnp.bfloat16), segments
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "lengths"),
+    [(14, 2, 64, (128, 70, 16)), (3, 3, 16, (5, 1)), (40, 2, 32, (130,))],  # blocks with a rest; 7, 1 and 20 heads
+)
+def test_the_kernel_for_one_token_is_attention_by_its_definition(heads, kv_heads, head_dim, lengths):
+    queries, segments = contexts_of_one_token(heads, kv_heads, head_dim, lengths)
+    found = one_token_attention(queries, segments, 0.3, interpret=True)
+    keys, values, seen = (
+        np.concatenate([np.repeat(x, 4 // len(x), axis=0) for x in map(np.asarray, column)], axis=axis)
+        for column, axis in zip(zip(*segments, strict=True), (2, 2, -1), strict=True)
+    )
+    expected = by_definition(queries, keys, values, seen[:, 0, 0, 0], 0.3)
+    np.testing.assert_allclose(found.astype(jnp.float32).reshape(4, -1), expected, atol=0.01)
+
+
+def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
+    queries, segments = contexts_of_one_token(4, 2, 16, (16, 16))
+    monkeypatch.setattr(attention, "one_token_attention", lambda *_: 7 * queries)
+
+    def takes_it(platform="gpu", kernel="cudnn", cap=None):
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        return bool((attend(queries, segments, 0.3, cap, kernel=kernel) == 7 * queries.reshape(4, -1)).all())
+
+    assert takes_it()
+    assert not takes_it("cpu") and not takes_it(kernel="plain") and not takes_it(cap=30.0)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+        assert not takes_it()
