@@ -39,7 +39,15 @@ def _section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_NOT_SHOWN = ("seconds", "shape", "sampling_compile_seconds", "sampling_peak_bytes", "compile_seconds", "failures")
+_NOT_SHOWN = (
+    "seconds",
+    "shape",
+    "weights",
+    "sampling_compile_seconds",
+    "sampling_peak_bytes",
+    "compile_seconds",
+    "failures",
+)
 
 
 def _has_table(name: str, value: Any) -> bool:

@@ -207,7 +207,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     # Research
     "claims.md": 1_200,
     "performance.md": 700,
-    "accelerator.md": 350,
+    "accelerator.md": 480,
     "comparison.md": 420,
     # Project
     "architecture.md": 1_130,  # the table that follows a log-probability, budgets of the rooms

@@ -59,9 +59,11 @@ def attend(
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
     alone = len(segments) == 1 and time > 1
+    # Pallas compiles for no mesh and for no absent GPU.
+    one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
     if alone and kernel == "cudnn" and cap is None:
         mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
-    elif kernel == "cudnn" and cap is None and time == 1 and _is_one_gpu() and head_dim & (head_dim - 1) == 0:
+    elif kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim & (head_dim - 1) == 0:
         mixed = one_token_attention(queries, segments, scale)
     elif alone and kernel == "splash" and ids is not None:
         mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
@@ -199,11 +201,6 @@ def one_token_attention(
         name="one_token_attention",
     )(queries.reshape(batch, kv_heads, count, width), *arrays)
     return mixed.reshape(queries.shape)
-
-
-def _is_one_gpu() -> bool:
-    """True if the computation runs on one GPU of this machine: Pallas compiles for no mesh and for no absent GPU."""
-    return jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def splash_attention(

@@ -15,11 +15,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 # In a rehearsal the other parts repeat one of these, as the next test says.
-REHEARSED = ["device", "gpu_tests", "parity", "half_billion", "decode_unrolled", "decode_graphs", "torch_a"]
+REHEARSED = ["device", "gpu_tests", "parity", "half_billion", "half_billion_packed", "decode_graphs", "torch_a"]
 REHEARSED += ["slots", "attention", "prediction", "quickstart"]
-REPEATED = {"one_and_a_half_billion": "half_billion", "decode_scanned": "decode_unrolled"}
-REPEATED |= {"decode_unrolled_graphs": "decode_graphs", "shape_b": "shape_a", "shape_c": "shape_a"}
-REPEATED |= {"shape_d": "shape_a", "torch_c": "torch_a", "torch_d": "torch_a"}
+REPEATED = {f"one_and_a_half_billion{way}": f"half_billion{way}" for way in ("", "_packed")}
+REPEATED |= dict.fromkeys(("shape_b", "shape_c", "shape_d"), "shape_a") | dict.fromkeys(
+    ("torch_c", "torch_d"), "torch_a"
+)
 
 
 def begun(command, **options):
