@@ -1,12 +1,14 @@
 """Kuhn poker for experiments/agents/kuhn.yaml: three cards, two seats, an exact distance to equilibrium.
 
 python -m experiments.agents.kuhn runs/kuhn [runs/OTHER …]     exploitability at each checkpoint: a table and kuhn.png
+python -m experiments.agents.kuhn ratios runs/older            mean π/μ by staleness: a table and kuhn_ratios.png
 python -m experiments.agents.kuhn                              writes the file of problems again
 """
 
 import itertools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from matplotlib.figure import Figure
 from recjax.models.placement import put_params
 from recjax.rollout import decoding
 from recjax.rollout.agent_policy import Seats
+from recjax.samples import kept_rows
 from recjax.tasks.problems import Problem
 from recjax.training.checkpoint import steps_of
 from recjax.training.trained import checkpoint_reader, run_config
@@ -112,6 +115,34 @@ def policies_of(run: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+def ratios_of(rows: list[dict]) -> dict[int, np.ndarray]:
+    """π/μ of the moves of kept completions, by staleness: updates between μ, which sampled a move, and π."""
+    found = defaultdict(list)
+    for row in rows:
+        pairs = zip(row["chosen"], row["probability_now"], row["probability"], strict=True)
+        found[row["step"] - 1 - row["version"]] += [now / then for chosen, now, then in pairs if chosen]
+    return {staleness: np.array(found[staleness]) for staleness in sorted(found)}
+
+
+def show_ratios(run: Path) -> None:
+    """Prints and draws the mean of π/μ by staleness. Whatever μ is, its expectation is 1."""
+    found = ratios_of(kept_rows(run))
+    means = np.array([ratios.mean() for ratios in found.values()])
+    errors = np.array([ratios.std() / len(ratios) ** 0.5 for ratios in found.values()])
+    print(f"{'staleness':>9} {'moves':>6} {'mean':>7} {'error':>7} {'mean |log π/μ|':>15}")
+    for (staleness, ratios), mean, error in zip(found.items(), means, errors, strict=True):
+        print(f"{staleness:9d} {len(ratios):6d} {mean:7.4f} {error:7.4f} {np.abs(np.log(ratios)).mean():15.4f}")
+    stale = np.concatenate([ratios for staleness, ratios in found.items() if staleness])
+    print(f"older opponents: {len(stale)} moves, mean {stale.mean():.4f} ± {stale.std() / len(stale) ** 0.5:.4f}")
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.errorbar([*found], means, 2 * errors, fmt="o", markersize=4, capsize=2)
+    axes.set(xlabel="staleness, updates", ylabel="mean π/μ, ± 2 standard errors")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(HERE / "kuhn_ratios.png", dpi=110)
+
+
 def main(runs: list[Path]) -> None:
     """Prints and draws the exploitability at each checkpoint: of the policy, and of the average of all so far."""
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -134,7 +165,9 @@ def main(runs: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] == ["ratios"]:
+        show_ratios(Path(sys.argv[2]))
+    elif len(sys.argv) > 1:
         main([Path(run) for run in sys.argv[1:]])
     else:
         for name in ("train", "held_out"):
