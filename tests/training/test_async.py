@@ -173,13 +173,18 @@ def _runs(row):
 AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
 
 
-@pytest.mark.parametrize("agent", [[], [*AGENT, "algorithm.advantage={name: turn_returns}"]], ids=["", "agent"])
-def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, agent):
-    options = ["experience.record=true", "evaluation.every=0", *agent]
+@pytest.mark.parametrize(
+    "more",
+    [[], [*AGENT, "algorithm.advantage={name: turn_returns}"], ["rollout.top_p=0.8"]],
+    ids=["", "agent", "kept_sets"],
+)
+def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, more):
+    options = ["experience.record=true", "evaluation.every=0", *more]
     config, synchronous = tiny("async", *ASYNC, "regime.max_staleness=0", *options), tiny("sync", *options)
     assert learned(train(config)) == learned(train(synchronous))
     ours, theirs = recorded(config), recorded(synchronous)
     assert ours and all(map(same, ours, theirs)) and len(ours) == len(theirs)
+    assert all(bool(row.recorded) == (config.rollout.top_p < 1) for row in ours)
 
 
 # Trains, noting what on, and loses a generator at its third step.
