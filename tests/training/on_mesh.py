@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from recjax.algorithms.losses import Algorithm
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import MeshConfig
 from recjax.experience.batch import Batch
@@ -107,7 +108,11 @@ def drawn(
 
 
 def updated(
-    batch: Batch, micro_batches: int, packed: bool = False, config: DecoderConfig = CONFIG
+    batch: Batch,
+    micro_batches: int,
+    packed: bool = False,
+    config: DecoderConfig = CONFIG,
+    algorithm: Algorithm = ALGORITHM,
 ) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, filled up as the loop does it."""
     state = start(config)
@@ -115,6 +120,7 @@ def updated(
     batch = filled_up(batch, micro_batches * row_shards())
     # Rows for every share of them, which the loop sees to as well.
     shape = RowShape(rows=-(-3 // row_shards()) * row_shards(), tokens=12)
+    has_teacher = algorithm.teacher_divergence is not None
     return update(
         state,
         {},
@@ -122,19 +128,30 @@ def updated(
         put_rows(batch),
         jax.random.key(1),
         Layout(1, pack(batch, shape)) if packed else Layout(micro_batches),
+        init_params(config, jax.random.key(2)) if has_teacher else None,
         recipe=Recipe(
-            Decoder(config), ALGORITHM, OPTIMIZER, Sampling(0.9), 7, expert_balance=0.1 if config.experts else 0.0
+            Decoder(config),
+            algorithm,
+            OPTIMIZER,
+            Sampling(0.9),
+            7,
+            Decoder(config) if has_teacher else None,
+            expert_balance=0.1 if config.experts else 0.0,
         ),
     )
 
 
 def numbers(
-    sizes: tuple[int, ...] | None, micro_batches: int, packed: bool = False, config: DecoderConfig = CONFIG
+    sizes: tuple[int, ...] | None,
+    micro_batches: int,
+    packed: bool = False,
+    config: DecoderConfig = CONFIG,
+    algorithm: Algorithm = ALGORITHM,
 ) -> dict[str, np.ndarray]:
     """Everything on a mesh, by name, as host arrays; Adam's first moment after a step is a tenth of the gradient."""
     batch = batch_of(np.random.default_rng(0))
     with on(sizes):
-        state, metrics, _ = updated(batch, micro_batches, packed, config)
+        state, metrics, _ = updated(batch, micro_batches, packed, config, algorithm)
         found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
         found |= {f"gradient/{path}": 10 * leaf for path, leaf in flatten(on_host(state.optimizer_state[0].mu)).items()}
         found |= {f"params/{path}": leaf for path, leaf in flatten(on_host(state.params)).items()}

@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from recjax.algorithms.presets import build_algorithm
 from recjax.config import TrainingConfig
 from recjax.experience.queue import Queue
 from recjax.models.decoder import Decoder
@@ -71,6 +72,16 @@ def test_eight_devices_change_no_number(tmp_path):
     assert commands.run(["-m", "tests.training.on_mesh", tmp_path / "eight.npz"]).returncode == 0
     with np.load(tmp_path / "eight.npz") as found:
         assert_equal(dict(found), on_one_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
+def test_a_teachers_divergence_is_that_of_one_device(sizes):
+    algorithm = build_algorithm("grpo", {"teacher_divergence": {"coefficient": 0.2, "kind": "jsd", "top_k": 5}})
+    found, expected = (numbers(each, 1, algorithm=algorithm) for each in (sizes, None))
+    assert_equal(found, expected)
+    assert expected["metrics/teacher_divergence"] > 1e-3
+    assert not np.isclose(expected["metrics/gradient_norm"], on_one_device()["metrics/gradient_norm"], rtol=1e-3)
 
 
 @pytest.mark.slow
