@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas
-from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -148,6 +147,8 @@ def one_token_attention(
         segments, scale: see `attend`.
         interpret: run the kernel step by step, on any device.
     """
+    from jax.experimental.pallas import triton  # 0.2 s
+
     batch, heads, _, width = queries.shape
     kv_heads = segments[0][0].shape[1]
     count, arrays, specs = heads // kv_heads, [], []

@@ -169,15 +169,15 @@ FAULTS = {
     "checkpoint-repeats-batch": Fault(
         "a resumed run samples the last batch before the checkpoint again",
         "recjax/experience/queue.py",
-        'plain["batches"], waiting',
-        'max(plain["batches"] - 1, 0), waiting',
+        'Counter(plain["counts"]), plain',
+        'Counter(plain["counts"]) - Counter(batches=1), plain',
         (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
         "training.keep_checkpoints keeps the oldest checkpoints and deletes the newest",
         "recjax/training/checkpoint.py",
-        "sorted(manager.all_steps())[:-keep]",
-        "sorted(manager.all_steps())[keep:]",
+        "sorted(manager.all_steps())[: -training.keep_checkpoints]",
+        "sorted(manager.all_steps())[training.keep_checkpoints :]",
         ("tests/training/test_resume.py::test_the_newest_checkpoints_are_kept",),
     ),
     # --- Store.
@@ -229,8 +229,8 @@ FAULTS = {
     "layout-shares-another-prefix": Fault(
         "packed sequences share a prefix of which only the first half is common to them",
         "recjax/experience/packing.py",
-        "numbers.setdefault(own[:count].tobytes(), len(numbers))",
-        "numbers.setdefault(own[: count // 2].tobytes(), len(numbers))",
+        "(len(common) if common.all() else common.argmin()) - 1",
+        "(len(common) if common.all() else min(2 * common.argmin(), len(common))) - 1",
         ("tests/training/test_packing.py",),
     ),
     # --- Update.
