@@ -23,6 +23,8 @@ _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
 _MODULE = re.compile(r"^- \[([\w.]+)\]\(\.\./([\w/]+\.py)\)$", re.M)
 # What arithmatex makes of $$…$$ and $…$.
 _EQUATION = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.S)
+_TABLE = re.compile(r"<table>.*?</table>", re.S)
+_NAME = re.compile(r"<code>[\w.…]{20,}</code>")
 
 
 def on_config(config):
@@ -124,11 +126,19 @@ def described(line: re.Match) -> str:
 
 
 def on_page_content(content, page, config, files):
-    """Draws equations, and marks output with drawn tables, whose lines must not wrap."""
+    """Draws equations, lets names in wide tables break, and marks drawn tables, whose lines must not wrap."""
     content = _EQUATION.sub(equation, content)
+    content = _TABLE.sub(breakable, content)
     return re.sub(
         r'<div class="([^"]*\bhighlight)">(?=(?:(?!</div>).)*[│┃])', r'<div class="\1 drawn">', content, flags=re.S
     )
+
+
+def breakable(table: re.Match) -> str:
+    """A table of five columns or more, whose longer names may break after a dot or an underscore."""
+    if table[0].count("<th>") < 5:
+        return table[0]
+    return _NAME.sub(lambda name: re.sub(r"(?<=[._])(?=[\w.]{4})", "<wbr>", name[0]), table[0])
 
 
 def equation(found: re.Match) -> str:
