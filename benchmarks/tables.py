@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from recjax.plots.style import COLORS, GREY, new_figure
 
+PICTURE = Path(__file__).parents[1] / "docs" / "benchmarks.png"
 PHASES = {
     "step": "whole step",
     "generate": "generation",
@@ -259,13 +260,13 @@ def chart(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> Figure:
     return figure
 
 
-def main(page: str, files: Sequence[str]) -> None:
+def main(page: str, files: Sequence[str], picture: Path = PICTURE) -> None:
     """Puts the tables of the files into the page, and draws the chart of all its tables for the documentation."""
     made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
     if files:
         put_into_page(page, "tables", made)
     ratios = step_ratios(Path(page).read_text(encoding="utf-8"))
-    chart(ratios).savefig(Path(__file__).parents[1] / "docs" / "benchmarks.png", dpi=120)
+    chart(ratios).savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

@@ -113,11 +113,12 @@ def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
     page, file = tmp_path / "page.md", tmp_path / "toy.json"
     file.write_text(json.dumps(result))
     page.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nafter\n")
+    picture = tmp_path / "chart.png"
     for _ in range(2):
-        tables.main(str(page), [str(file)])
+        tables.main(str(page), [str(file)], picture)
     text = page.read_text()
     assert text.startswith("before\n<!-- tables -->\n") and text.endswith("<!-- end of tables -->\nafter\n")
-    assert "old" not in text and text.count("### Shape toy") == 1
+    assert picture.stat().st_size > 1000 and "old" not in text and text.count("### Shape toy") == 1
     widths = [
         line.count("|") for line in text.splitlines() if line.startswith("| whole step") or "median seconds" in line
     ]
