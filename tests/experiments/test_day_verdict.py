@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import commands
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -22,9 +22,9 @@ SMALL = (
 
 @pytest.mark.slow
 def test_two_algorithms_are_trained_and_compared(tmp_path):
-    command = [sys.executable, "experiments/day/verdict.py", str(tmp_path / "day"), *SMALL]
+    program = "import runpy; runpy.run_path('experiments/day/verdict.py', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RECJAX_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, env=environment)
+    done = commands.run(["-c", program, str(tmp_path / "day"), *SMALL], timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
     assert "3 pairs of runs" in done.stdout and re.search(r"p [\d.]+, 16 problems", done.stdout), done.stdout
     assert "differs: algorithm.preset = reinforce and rec_one_side_nois\n" in done.stdout
