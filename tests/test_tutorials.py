@@ -24,9 +24,9 @@ PAGES = [*sorted((ROOT / "docs/tutorials").glob("*.md")), ROOT / "docs/experienc
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A worse base policy and few steps will do to see that a page works.
 SHORTER = {
-    "steps: 40, checkpoint_every: 20": "steps: 3, checkpoint_every: 3",
+    "steps: 40, checkpoint_every: 20": "steps: 2, checkpoint_every: 2",
     "prompts_per_step: 8, group_size: 8": "prompts_per_step: 2, group_size: 2",
-    "every: 20, problems: 200": "every: 2, problems: 9",
+    "every: 20, problems: 200": "every: 2, problems: 5",
     "steps: 400, batch_size: 256": "steps: 40, batch_size: 32",
     "steps: 100, checkpoint_every: 50": "steps: 6, checkpoint_every: 3",
     "steps: 100, checkpoint_every: 100": "steps: 8, checkpoint_every: 8",
