@@ -108,21 +108,22 @@ def test_no_answer_takes_long(answer, seconds):
 
 
 def test_the_table_is_what_the_documents_say():
-    text = Path("docs/rewards.md").read_text(encoding="utf-8")
+    text = Path("experiments/math/README.md").read_text(encoding="utf-8")
     assert int(re.search(r"holds ([\d,]+) more", text)[1].replace(",", "")) == len(KINDS.read_text().splitlines()) - 1
     assert int(re.search(r"holds ([\d,]+) true", text)[1]) == len(TRUTHS.read_text().splitlines())
     rows = cases()
     assert len(rows) >= 600 and len({row[0] for row in rows}) >= 15
     assert len({row[1:3] for row in rows}) == len(rows), "no case stands there twice"
     assert all(len(row[4]) > 2 and row[3] in (0, 1) for row in rows)
-    stated = re.search(r"([\d,]+) answers in \d+ sections", Path("docs/rewards.md").read_text(encoding="utf-8"))
+    stated = re.search(r"([\d,]+) answers in \d+ sections", text)
     assert int(stated[1].replace(",", "")) == len(rows)
 
 
 @pytest.mark.slow
 def test_math_verify_alone_errs_as_often_as_the_documents_say():
     wrong = errors(theirs)
-    stated = re.search(r"called (\d+) wrong answers right and (\d+) right", Path("docs/rewards.md").read_text())
+    text = Path("experiments/math/README.md").read_text(encoding="utf-8")
+    stated = re.search(r"called (\d+) wrong answers right and (\d+) right", text)
     assert (sum(row[3] == 0 for row in wrong), sum(row[3] == 1 for row in wrong)) == tuple(map(int, stated.groups()))
 
 

@@ -196,7 +196,7 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
 
 
 def same_quantity(truth: Quantity, given: Quantity) -> bool:
-    """True if a quantity equals the true one; see docs/rewards.md."""
+    """True if a quantity equals the true one; see experiments/math/README.md."""
     if truth.percent is not given.percent:
         if truth.units and given.units:
             return False
@@ -218,7 +218,7 @@ def same_quantity(truth: Quantity, given: Quantity) -> bool:
 
 
 def same_number(truth: Quantity, given: Quantity) -> bool:
-    """True for equal numbers or a rounding to six or more digits; docs/rewards.md says which side may be rounded."""
+    """True for equal numbers or a rounding to six or more digits; see experiments/math/README.md."""
     difference = abs(truth.value - given.value)
     if difference == 0:
         return True
