@@ -197,7 +197,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "papers.md": 2_500,
     "metrics.md": 640,  # agents, mixtures, following
     "store_format.md": 880,  # imports, sessions, graders, row lengths
-    "tasks.md": 1_450,  # mixtures, pass rates, curricula, variables of chat templates
+    "tasks.md": 730,  # mixtures, pass rates, curricula, variables of chat templates
     "rewards.md": 1_150,  # classifiers, kinds and failures of custom functions
     "models.md": 820,  # experts, delta nets, adapters, more families
     "faults.md": 600,  # which keys may change at a resume
