@@ -187,7 +187,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "agents.md": 1_060,  # tools, environments, rewards of turns, stored trajectories
     "serving.md": 1_000,  # rewards of turns, vLLM's API, environments of verifiers
     "evaluation.md": 800,  # numerics, training problems, mixtures
-    "sweeps.md": 1_060,  # verdicts
+    "sweeps.md": 610,  # two files and five outputs, which a test runs; verdicts
     "debugging.md": 800,
     "devices.md": 1_000,  # plans for absent devices, the paper's models
     "memory.md": 880,  # dry runs for several devices, lower bounds of time
