@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGE, DOCS = ROOT / "benchmarks" / "FAMILIES.md", ROOT / "docs" / "models.md"
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
 LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
-# Family → its models, and its differences from Llama, for docs/models.md.
+# Family → its models, for docs/models.md, and its differences from Llama.
 DESCRIPTIONS = {
     "llama": (
         "Llama 2, 3, 3.1, 3.2; SmolLM2",
@@ -101,16 +101,22 @@ def page_of(rows: list[str]) -> str:
         " for gradients, it is relative to a tensor's largest gradient. For the engine, it is by how much the logit of"
         " a greedy token misses transformers' largest logit, where 0 means equal tokens. Limits:"
         f" {LIMIT:.0e}, for gradients {GRADIENT_LIMIT:.0e}.\n\n"
-        f"| checkpoint | {' | '.join(CHECKS)} |\n|{'---|' * (len(CHECKS) + 1)}\n" + "".join(rows)
+        f"| checkpoint | {' | '.join(CHECKS)} |\n|{'---|' * (len(CHECKS) + 1)}\n" + "".join(rows) + from_llama()
     )
+
+
+def from_llama() -> str:
+    """The end of the page of differences: how each family differs from Llama."""
+    rows = "".join(f"- `{name}`: {DESCRIPTIONS[name][1]}\n" for name in FAMILIES)
+    base = "RMSNorm, rotary positions, grouped-query attention and SwiGLU"
+    return f"\n## Families next to Llama\n\nLlama has {base}. Beyond these, the families have:\n\n{rows}"
 
 
 def families_table() -> str:
     """The table of families for docs/models.md."""
-    rows = "".join(f"| `{name}` | {' | '.join(DESCRIPTIONS[name])} |\n" for name in FAMILIES)
-    head = "| `model_type` | models | beyond Llama's RMSNorm, rotary positions, grouped-query attention and SwiGLU |\n"
+    rows = "".join(f"| `{name}` | {DESCRIPTIONS[name][0]} |\n" for name in FAMILIES)
     halves = ", ".join(f"`{name}` as `{family}`" for name, family in CONTAINERS.items())
-    return f"{head}|---|---|---|\n{rows}\nOf multimodal models, recjax reads the text half: {halves}.\n"
+    return f"| `model_type` | models |\n|---|---|\n{rows}\nrecjax reads the text half of multimodal models: {halves}.\n"
 
 
 def with_table(page: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.families import CHECKS, DESCRIPTIONS, DOCS, PAGE, differences, too_large, with_table
+from benchmarks.families import CHECKS, DESCRIPTIONS, DOCS, PAGE, differences, from_llama, too_large, with_table
 from recjax.hub.families import FAMILIES
 from tests.hub import test_families
 from tests.hub.test_families import MODELS
@@ -12,6 +12,7 @@ def test_the_table_of_families_is_current():
     assert DESCRIPTIONS.keys() == FAMILIES.keys()
     page = DOCS.read_text(encoding="utf-8")
     assert with_table(page) == page, "run python -m benchmarks.families"
+    assert PAGE.read_text(encoding="utf-8").endswith(from_llama())
 
 
 def test_the_differences_cover_every_checkpoint_and_are_within_limits():
