@@ -181,7 +181,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "tutorials/add_a_loss.md": 670,  # outputs that a test compares
     "tutorials/from_python.md": 620,  # run() and open_run()
     "regimes.md": 850,
-    "experience.md": 1_200,  # following a store, other engines, recorded sets
+    "experience.md": 940,  # outputs that a test compares, following a store
     "asynchronous.md": 500,
     "fine_tuning.md": 700,  # demonstrations, PEFT adapters, continued runs
     "agents.md": 940,  # rewards of turns, seats
