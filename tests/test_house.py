@@ -185,7 +185,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "asynchronous.md": 500,
     "fine_tuning.md": 700,  # demonstrations, PEFT adapters, continued runs
     "agents.md": 940,  # rewards of turns, seats
-    "serving.md": 830,  # rewards of turns, vLLM's API
+    "serving.md": 840,  # rewards of turns, vLLM's API
     "evaluation.md": 800,  # numerics, training problems, mixtures
     "sweeps.md": 610,  # two files and five outputs, which a test runs; verdicts
     "debugging.md": 800,
