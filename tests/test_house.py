@@ -195,7 +195,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "configuration.md": 4_440,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
     "papers.md": 2_500,
-    "metrics.md": 640,  # agents, mixtures, following
+    "metrics.md": 550,  # agents, mixtures, following
     "store_format.md": 660,  # imports, sessions, graders
     "tasks.md": 730,  # mixtures, pass rates, curricula, variables of chat templates
     "rewards.md": 1_150,  # classifiers, kinds and failures of custom functions
