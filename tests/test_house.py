@@ -187,7 +187,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "agents.md": 940,  # rewards of turns, seats
     "serving.md": 840,  # rewards of turns, vLLM's API
     "evaluation.md": 610,  # numerics, training problems, mixtures
-    "sweeps.md": 610,  # two files and five outputs, which a test runs; verdicts
+    "sweeps.md": 440,  # two files and five outputs, which a test runs; verdicts
     "debugging.md": 800,
     "devices.md": 880,  # plans for absent devices, the paper's models
     "memory.md": 640,  # the table of all parts, attention kernels, dry runs for several devices
