@@ -199,7 +199,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "store_format.md": 660,  # imports, sessions, graders
     "tasks.md": 730,  # mixtures, pass rates, curricula, variables of chat templates
     "rewards.md": 1_150,  # classifiers, kinds and failures of custom functions
-    "models.md": 560,  # fifteen families, experts, delta nets, refusals
+    "models.md": 440,  # fifteen families, experts, delta nets, refusals
     "faults.md": 440,  # which keys may differ at a resume
     "coming_from.md": 470,
     "glossary.md": 370,
