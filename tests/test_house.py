@@ -197,7 +197,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "papers.md": 2_500,
     "metrics.md": 550,  # agents, mixtures, following
     "store_format.md": 660,  # imports, sessions, graders
-    "tasks.md": 730,  # mixtures, pass rates, curricula, variables of chat templates
+    "tasks.md": 610,  # mixtures, pass rates, curricula, variables of chat templates
     "rewards.md": 1_150,  # classifiers, kinds and failures of custom functions
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
     "faults.md": 440,  # which keys may differ at a resume
