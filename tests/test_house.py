@@ -202,7 +202,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
     "faults.md": 440,  # which keys may differ at a resume
     "coming_from.md": 470,
-    "glossary.md": 370,
+    "glossary.md": 330,
     "api.md": 80,
     # Research
     "claims.md": 1_200,
