@@ -187,10 +187,10 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "agents.md": 940,  # rewards of turns, seats
     "serving.md": 840,  # rewards of turns, vLLM's API
     "evaluation.md": 610,  # numerics, training problems, mixtures
-    "sweeps.md": 440,  # two files and five outputs, which a test runs; verdicts
+    "sweeps.md": 440,  # two files and four outputs, which a test runs; verdicts
     "debugging.md": 800,
     "devices.md": 880,  # plans for absent devices, the paper's models
-    "memory.md": 460,  # the table of all parts, attention kernels, dry runs for several devices
+    "memory.md": 460,  # tables of remedies, parts and attention kernels; dry runs for several devices
     # Reference
     "configuration.md": 4_440,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
