@@ -118,10 +118,12 @@ def test_kill_and_resume_equals_straight_through(tiny):
 
 @pytest.fixture
 def at_a_terminal():
-    """Ctrl-C interrupts, which it does not where the tests run in a shell's background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C and hanging up interrupt, which they do not if the tests run in a shell's background or under nohup."""
+    before = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, action) for number, action in before.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 @pytest.mark.usefixtures("at_a_terminal")
