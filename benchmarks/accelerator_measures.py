@@ -105,10 +105,10 @@ def busiest(call: Callable[[], Any], most: int = 14) -> dict:
 # --- Models, batches and configs.
 
 
-def decoder_of(shape: Shape, dtype: jnp.dtype, **options: Any) -> Decoder:
+def decoder_of(shape: Shape, dtype: jnp.dtype) -> Decoder:
     """The decoder of a shape, with the attention that a run takes here."""
     config = DecoderConfig(*dataclasses.astuple(shape.model))
-    return Decoder(config, dtype, attention=attention_kernel("auto", config, dtype)).clone(**options)
+    return Decoder(config, dtype, attention=attention_kernel("auto", config, dtype))
 
 
 def work(shape: Shape, precision: str, tokens: float) -> dict[str, Work]:

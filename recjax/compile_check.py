@@ -125,12 +125,13 @@ def show_memory(console: Console, planned: Plan, programs: dict[str, Program], p
         if size := bytes_on_device(tree):
             table.add_row(name, *(_gib(size) for _ in programs))
     cache = cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
-    moved = planned.sampling_plan.moved
-    if moved:
-        table.add_row("second copy of the weights", _gib(moved))
+    moved, copied = planned.sampling_plan.moved, planned.sampling_plan.copied
+    for name, size in (("weights of the sampling mesh", moved), ("unrolled layers", copied)):
+        if size:
+            table.add_row(name, _gib(size))
     table.add_row("keys and values", _gib(cache))
     rest = {name: program.temporaries for name, program in programs.items()}
-    rest["sample"] -= cache + moved
+    rest["sample"] -= cache + moved + copied
     shown = ["unknown" if program.refusal else _gib(max(rest[name], 0)) for name, program in programs.items()]
     table.add_row("activations and other temporaries", *shown)
     peaks = [("over " if program.refusal else "") + _gib(peak_bytes[name]) for name, program in programs.items()]

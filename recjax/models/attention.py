@@ -38,6 +38,7 @@ def attend(
     *,
     ids: Array | None = None,
     kernel: str = "plain",
+    is_sampling: bool = False,
 ) -> Array:
     """Attention of every query over the keys of all segments under one softmax.
 
@@ -50,8 +51,9 @@ def attend(
         ids: the tokens' own mask, if the only segment's mask follows from it and causality; None otherwise. The splash
             kernel reads it as the sequences' ids, so they must not share tokens.
         kernel: one of KERNELS, for self-attention of several tokens. Attention over contexts and options that the
-            kernel lacks use "plain", except that with "cudnn" a single token on one device uses `one_token_attention`.
-            Results at padding are undefined.
+            kernel lacks use "plain". Results at padding are undefined.
+        is_sampling: True in a sampling loop, which needs no gradient: with "cudnn", a single token on one device then
+            uses `one_token_attention`.
     Returns:
         [batch * time, heads * head_dim].
     """
@@ -62,7 +64,7 @@ def attend(
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
     if alone and kernel == "cudnn" and cap is None:
         mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
-    elif kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim & (head_dim - 1) == 0:
+    elif is_sampling and kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
     elif alone and kernel == "splash" and ids is not None:
         mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
@@ -140,7 +142,8 @@ def one_token_attention(
 ) -> Float[Array, "batch heads 1 head_dim"]:
     """Attention of one token per row, as one kernel on an NVIDIA GPU; `plain_attention` takes about fifteen.
 
-    An instance of the kernel has the heads that share a row's keys, and takes blocks of keys one after the other.
+    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes blocks of keys one
+    after the other.
 
     Args:
         queries: in bfloat16, as keys and values are; head_dim is a power of two.

@@ -150,6 +150,7 @@ class Block(nn.Module):
                 scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
                 # In a layer with a window, ids do not suffice to determine the mask.
                 alone = {"ids": part.ids if layer.windows is None else None, "kernel": self.attention}
+                alone["is_sampling"] = place is not None
                 mixed.append(attend(rotate(query, turns), segments, scale, config.attention_cap, **alone))
             mixed = joined(mixed, shapes)
             if config.gated_attention:

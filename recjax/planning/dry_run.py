@@ -163,7 +163,8 @@ def sampling_items(
     with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
         items = [
             Item("sample", name, f"{size} B × trained", cast),
-            Item("sample", "second copy of the weights", f"{size} B × parameters", plan.moved if plan else 0),
+            Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
+            Item("sample", "unrolled layers", f"{size} B × layers", plan.copied if plan else 0),
             Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
             Item("sample", "states of delta nets", recurrent, state_bytes(decoder, states)),
             Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),

@@ -42,14 +42,15 @@ class SamplingPlan(NamedTuple):
         mesh: devices that sample.
         engine: the engine's sizes for the batch.
         prompts: number of prompts, padded for the mesh.
-        moved: bytes on each device of a second copy of the weights, on another mesh or with unrolled layers; 0 if the
-            sampler's copy is used directly.
+        moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
+        copied: bytes on each device of unrolled layers; 0 if sampling takes no copy of them.
     """
 
     mesh: AnyMesh
     engine: EnginePlan
     prompts: int
     moved: int
+    copied: int
 
     @property
     def slots(self) -> int:
@@ -81,13 +82,13 @@ def sampling_of(
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
     moved, group = 0 if same else bytes_on_device(there), most_completions(config)
-    if copies_layers(decoder.config, platform):
-        moved += bytes_on_device(laid_out_by_rules(on, {"layers": weights["layers"]}))
+    layers = {"layers": weights["layers"]} if copies_layers(decoder.config, platform) else {}
+    copied = bytes_on_device(laid_out_by_rules(on, layers))
     longest, requests = config.rollout.max_completion_tokens, config.rollout.prompts_per_step * group
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved}
+        sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved - copied}
         plan = plan_for(decoder, requests, longest, group, **sizes)
-        return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved)
+        return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved, copied)
 
 
 def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
@@ -106,18 +107,19 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
         trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
     """
     weights, found, home = combine(trained, frozen), [], 0
-    placed, there = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
-    # The weights move one array after another, from the mesh of the run to the sampling mesh.
-    for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
-        if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-            sent, home = mover(wanted.sharding).trace(leaf), bytes_on_device(weights)
-            found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
-            there += bytes_on_device(wanted)
-    if copies_layers(decoder.config, plan.mesh.devices.flat[0].platform):
-        home += bytes_on_device(placed["layers"])
+    if plan.moved:
+        # The weights move one array after another, from the mesh of the run to the sampling mesh.
+        placed, home = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
+        there = home
+        for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
+            if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
+                sent = mover(wanted.sharding).trace(leaf)
+                found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
+                there += bytes_on_device(wanted)
+        weights = placed
     with jax.set_mesh(plan.mesh):
-        sampled = _sampling_programs(config, decoder, plan, placed)
-    return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
+        sampled = _sampling_programs(config, decoder, plan, weights)
+    return [*found, *(part._replace(beside=part.beside + home + plan.copied) for part in sampled)]
 
 
 def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:

@@ -12,7 +12,7 @@ import pytest
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder, Tokens, init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.marks import slow_except
 
@@ -284,11 +284,28 @@ def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
     queries, segments = contexts_of_one_token(4, 2, 16, (16, 16))
     monkeypatch.setattr(attention, "one_token_attention", lambda *_: 7 * queries)
 
-    def takes_it(platform="gpu", kernel="cudnn", cap=None):
+    def takes_it(platform="gpu", kernel="cudnn", cap=None, is_sampling=True):
         monkeypatch.setattr(jax, "default_backend", lambda: platform)
-        return bool((attend(queries, segments, 0.3, cap, kernel=kernel) == 7 * queries.reshape(4, -1)).all())
+        found = attend(queries, segments, 0.3, cap, kernel=kernel, is_sampling=is_sampling)
+        return bool((found == 7 * queries.reshape(4, -1)).all())
 
     assert takes_it()
     assert not takes_it("cpu") and not takes_it(kernel="plain") and not takes_it(cap=30.0)
+    assert not takes_it(is_sampling=False)
     with jax.set_mesh(jax.make_mesh((2,), ("data",))):
         assert not takes_it()
+
+
+def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
+    config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
+    decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), init_params(config, jax.random.key(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the rest of the update is computed here
+    token, mask = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool)
+
+    def total(params):
+        parts = [Tokens(token, token - 1, mask), Tokens(token, token, mask)]  # a prompt, and its completion
+        of_parts = decoder.apply({"params": params}, *parts, method="of_groups")
+        return sum(hidden.astype(jnp.float32).sum() for hidden in of_parts)
+
+    gradient = jax.grad(total)(params)["layers"]["key"]["kernel"]
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0

@@ -158,6 +158,16 @@ def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, pla
     assert found.get("older weights of frozen seats", 0) == copies * found["weights as they compute"]
 
 
+@pytest.mark.parametrize(("device", "layers", "copies"), [("h100-80", 2, 1), ("h100-80", 33, 0), ("v5e-16", 2, 0)])
+def test_a_gpu_has_a_copy_of_few_layers_which_it_unrolls(tiny, no_activations, device, layers, copies):
+    no_activations()
+    sizes = f"hidden_size: 256, num_layers: {layers}, num_heads: 4, num_kv_heads: 4, intermediate_size: 512"
+    config = tiny(f"model.decoder={{{sizes}}}", "model.dtype=bfloat16")
+    found = memory(dry_run(config, named_devices(device)))
+    kernels, norms = 4 * 256 * 256 + 3 * 256 * 512, 2 * 256  # in bfloat16, and in float32
+    assert found.get("unrolled layers", 0) == copies * layers * (2 * kernels + 4 * norms)
+
+
 def test_keys_and_values_are_those_of_the_sampler(tiny):
     config = tiny("evaluation.samples=6")  # more rows than training has
     result = dry_run(config)
