@@ -21,7 +21,7 @@ import pandas as pd
 
 from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
-from recjax.config import PASSED, Config, EvaluationConfig, FileTask, RolloutConfig, make_config
+from recjax.config import PASSED, PYTHON, Config, EvaluationConfig, FileTask, RolloutConfig, make_config
 from recjax.config.yaml_values import read_yaml_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
@@ -118,6 +118,8 @@ def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, r
         names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
         task = task.model_copy(update={"file": task.file.model_copy(update=names)})
     if reward is not None:
+        if task.reward is not None and not task.reward.startswith(PYTHON):
+            raise ValueError(f"reward: the config has task.reward = {task.reward!r}; remove it, or pass no reward")
         task = task.model_copy(update={"reward": passed_name(reward)})
     return Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
 

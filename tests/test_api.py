@@ -171,6 +171,8 @@ def test_other_problems_and_another_reward_are_refused_with_the_remedy(counted, 
         counted("run", tmp_path / "run" / "config.yaml", problems=None, overwrite=True)
     assert counted("run", longer, reward=digits).summary["steps"] == 3
     assert len(counted("run", longer, ROWS[1:], reward=digits, overwrite=True).metrics) == 4
+    with pytest.raises(ValueError, match="reward: the config has task.reward = 'math'; remove it, or pass no reward"):
+        counted("other", VALUES | {"task": {"reward": "math"}}, reward=digits)
 
 
 def test_a_run_continues_in_a_folder_that_was_moved(counted, tmp_path):

@@ -328,6 +328,10 @@ class TaskConfig(OneTask):
         frozen = [name for name, player in self.seats.items() if player == INITIAL or isinstance(player, int)]
         return {self.seat_version(name, version) for name in frozen for version in versions}
 
+    def most_older_versions(self, steps: int) -> int:
+        """The largest number of older versions that play seats in the same batch, in a run of `steps` updates."""
+        return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1)) if self.seats else 0
+
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Refuses unknown rewards, seats that cannot be played or trained, and settings that nothing would read."""
         for name, task in self.tasks().items():

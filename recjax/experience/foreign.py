@@ -84,10 +84,10 @@ def import_rows(
         is_csv = file.suffix.lower() == ".csv"
         if not (is_csv or ENDING.search(file.name)):
             raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
+        named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
         for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
             row, number = _Source(values, columns, place), len(records)
-            named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
             seen |= dict.fromkeys(values)

@@ -118,7 +118,7 @@ def _rules_of_numbers(one: Completion) -> Rules:
         yield "top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "takes a number above 0 and at most 1, or null"
         yield "min_p", min_p, _is_number(min_p) and 0 <= min_p <= 1, "takes a number from 0 to 1, or null"
     try:
-        is_object = isinstance(one.metadata, dict) and json.dumps(one.metadata).encode() is not None
+        is_object = one.metadata == {} or isinstance(one.metadata, dict) and json.dumps(one.metadata).encode()
     except (TypeError, ValueError, RecursionError):
         is_object = False
     yield "metadata", one.metadata, is_object, "takes a JSON object"

@@ -139,14 +139,14 @@ def sampling_items(
 ) -> list[Item]:
     """Memory of sampling, for the larger of training's and evaluation's batches."""
     decoder, shape, prompts = model.decoder, model.decoder.config, config.rollout.prompts_per_step
-    rows, longest, size = (
-        prompts * most_completions(config),
-        config.rollout.max_completion_tokens,
-        decoder.dtype.itemsize,
-    )
+    rows, longest = prompts * most_completions(config), config.rollout.max_completion_tokens
+    size = decoder.dtype.itemsize
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
-    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free - cast, platform)
+    # Each version of frozen seats has an engine of its own.
+    engines = 1 + config.task.most_older_versions(config.training.steps)
+    free = None if free is None else (free - cast) // engines
+    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free, platform)
     states = (plan.prompts + plan.slots) if plan else prompts + rows
     if plan:
         prompts, rows = plan.prompts + (0 if plan.shares_prompts else plan.slots), plan.slots
@@ -159,14 +159,14 @@ def sampling_items(
     if net := shape.delta:
         state, window = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B", (net.kernel - 1) * net.channels
         recurrent = f"{sum(net.layers)} layers × {states} rows × ({state} + {window} × {size} B)"
-    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    scores, each = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B", "" if engines == 1 else f"{engines} × "
     with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
         items = [
             Item("sample", name, f"{size} B × trained", cast),
             Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
-            Item("sample", "unrolled layers", f"{size} B × layers", plan.copied if plan else 0),
-            Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
-            Item("sample", "states of delta nets", recurrent, state_bytes(decoder, states)),
+            Item("sample", "unrolled layers", f"{each}{size} B × layers", engines * plan.copied if plan else 0),
+            Item("sample", "keys and values", each + formula, engines * key_value_bytes(decoder, **sizes)),
+            Item("sample", "states of delta nets", each + recurrent, engines * state_bytes(decoder, states)),
             Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
         ]
     return [item for item in items if item.bytes]

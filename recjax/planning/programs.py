@@ -168,8 +168,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, whole))
     if keeps_copy(config) and not (reads_start and config.regime.offline):
         parts[COPY] = copy
-    steps = range(config.training.steps + 1)
-    if older := max(len(config.task.older_versions([version]) - {version}) for version in steps):
+    if older := config.task.most_older_versions(config.training.steps):
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
     if config.model.teacher:
         decoder = teacher_decoder(config)

@@ -329,19 +329,18 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         by_seat = dict.fromkeys(trained) if returned is None else returned
         has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
         rewards = [by_seat[name] if has_all else math.nan for name in trained]
-    if failure is None and not all(map(_is_graded, rewards)):
+    are_valid = (
+        reward is None or is_reward(reward)
+        if not isinstance(reward, Mapping)
+        else reward and all(isinstance(part, str) and is_reward(value) for part, value in reward.items())
+        for reward in rewards
+    )
+    if failure is None and not all(are_valid):
         form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
         failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
     return [
         Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
     ]
-
-
-def _is_graded(returned: Any) -> bool:
-    """True for a reward, a dict of rewards by the names of their parts, and None."""
-    if not isinstance(returned, Mapping):
-        return returned is None or is_reward(returned)
-    return bool(returned) and all(isinstance(name, str) and is_reward(value) for name, value in returned.items())
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:

@@ -156,6 +156,8 @@ def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, pla
     seats = ["task.agent=x:y", f"task.seats={{a: policy, b: {players}}}", "rollout.max_context_tokens=32"]
     found = memory(dry_run(tiny(*seats, "model.dtype=bfloat16", "model.freeze=[embedding]")))
     assert found.get("older weights of frozen seats", 0) == copies * found["weights as they compute"]
+    alone = memory(dry_run(tiny(*seats[::2], "model.dtype=bfloat16", "model.freeze=[embedding]")))
+    assert found["keys and values"] == (1 + copies) * alone["keys and values"]
 
 
 @pytest.mark.parametrize(("device", "layers", "copies"), [("h100-80", 2, 1), ("h100-80", 33, 0), ("v5e-16", 2, 0)])
