@@ -300,6 +300,10 @@ async def duel(problem: Problem, policy: Seats) -> dict[str, float]:
             await policy.complete("1")
         case "one number":
             return 1.0
+        case "one seat":
+            return {"second": 1.0}
+        case "a fourth seat":
+            return {"first": 1.0, "second": -1.0, "fourth": 0.0}
     policy.seat("second").reward(0.25)
     won = 1.0 if (int(drawn.text) + int(first.tokens.sum() + second.tokens.sum())) % 2 else -0.5
     return {"first": {"won": won}, "second": -won}

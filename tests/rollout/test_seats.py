@@ -71,12 +71,12 @@ class Front(LiveEngine):
 
 @pytest.fixture
 def play(make, monkeypatch):
-    """A function that samples groups with grades at version 7; also the versions that were read, and the engines."""
+    """A function that samples groups with grades at one version or more; also the versions read, and the engines."""
     monkeypatch.setattr(agents, "Engine", Weights)
     monkeypatch.setattr(agents, "LiveEngine", Front)
     monkeypatch.setattr(Front, "engines", [])
 
-    def played(*options, problems=SUMS, newer=None):
+    def played(*options, problems=SUMS, newer=None, versions=(7,)):
         config, read = make(*SEATS, *options), []
         policy = policy_alone(config, "0123456789+=!")
         prompts = encode_problems(problems, policy.tokenizer, None)
@@ -84,9 +84,10 @@ def play(make, monkeypatch):
             Grading(config, load_reward(config.task.reward_name())) as grading,
             Agents(config, policy, lambda step: read.append(step) or {"of": step}) as opened,
         ):
-            names = {"name": "b", "source": "policy", "version": 7, "newer": newer}
-            arguments = policy, {"of": 7}, prompts, jax.random.key(0), 3, Sampling(), grading
-            groups, grades = opened.sample_groups(*arguments, **names)
+            for version in versions:
+                names = {"name": "b", "source": "policy", "version": version, "newer": newer}
+                arguments = policy, {"of": version}, prompts, jax.random.key(0), 3, Sampling(), grading
+                groups, grades = opened.sample_groups(*arguments, **names)
             return with_grades(groups, grades.result()), read, Front.engines
 
     return played
@@ -110,6 +111,12 @@ def test_each_seat_has_groups_versions_and_rewards_of_its_own(play):
     assert len({one.id for one in completions}) == len(completions) == len({*keys}) == len(keys) == 12
 
 
+def test_each_version_of_a_frozen_seat_is_read_once(play):
+    _, read, engines = play(versions=(7, 8, 9, 10))
+    assert read == [6, 9] and [one.version for one in engines] == [7, 6, 8, 6, 9, 10, 9]
+    assert all(one.params == {"of": one.version} for one in engines)
+
+
 def test_weights_that_swap_within_a_batch_never_play_a_frozen_seat(play):
     _, read, engines = play("task.seats.second=7", "training.checkpoint_every=7", newer=lambda: None)
     assert read == [] and [(one.version, one.newer is None) for one in engines] == [(7, False), (7, True)]
@@ -129,6 +136,8 @@ def test_failures_name_the_seat_and_a_seat_that_does_not_play_leaves_its_group(p
         ("no seat", r"policy.seat\('third'\): task.seats has first, second, rule; add third there"),
         ("policy", r"policy.complete: the agent has seats; call policy.seat\(name\).complete"),
         ("one number", "it returned 1.0; rewards are .* or None for each of the seats first, second"),
+        ("one seat", "it returned {'second': 1.0}; rewards are .* or None for each of the seats first, second"),
+        ("a fourth seat", "it returned {.*'fourth': 0.0}; rewards are .* or None for each of the seats first, second"),
     ],
 )
 def test_mistakes_with_seats_are_explained(play, what, words):
