@@ -541,7 +541,7 @@ class Store:
             contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
         ):
             parts = [wanted] if values is None else (wanted.where(column.in_(part)) for part in _parts(values))
-            return [row for part in parts for row in connection.execute(part)]
+            return [row for part in parts for row in connection.execute(part).all()]
 
     # --- From rows to records.
 

@@ -140,10 +140,11 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     if not completion.rows:
         return ""
     place, end = completion.turns[-1] if completion.turns else (-1, None)
-    row, special = completion.rows[place], set(tokenizer.all_special_ids)
+    row = completion.rows[place]
     tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
     ends = {turn.end for turn in completion.turns if turn.row == place}
     starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
+    special = set(tokenizer.all_special_ids) if starts[1:] else set()
     for start, stop in itertools.pairwise(starts):
         piece = tokens[start:stop]
         if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):

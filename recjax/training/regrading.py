@@ -9,6 +9,7 @@ import numpy as np
 
 from recjax import hosts
 from recjax.experience.group import Completion, Group
+from recjax.experience.store import signed_hash
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt
 from recjax.files import read_sealed, write_sealed
@@ -34,8 +35,10 @@ def known_problems(run: Run) -> Known:
     for prompts in (run.held_out, run.train):
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             known[_key(run, Group("", tokens[mask], (), problem.prompt, problem.answer))] = (text, problem)
-    for group in run.stored.groups:
-        if group.answer is None and _key(run, group) not in known:
+    groups, keys = run.stored.groups, [key if isinstance(key, bytes) else key.encode() for key in known]
+    stored = groups.index.problems if run.agents else groups.index.prompts
+    for group in groups.chosen(~np.isin(stored[groups.places], [*map(signed_hash, keys)])):
+        if group.answer is None:
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
