@@ -281,10 +281,9 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
 def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
     """Converts the recorded arrays of rows to bytes, None without any; `recorded_from_bytes` is the inverse."""
     arrays = {f"{place}/{name}": one for place, row in enumerate(rows) for name, one in row.recorded.items()}
-    if not arrays:
-        return None
-    np.savez(file := io.BytesIO(), **arrays)
-    return zlib.compress(file.getvalue(), 1)
+    if arrays:
+        np.savez(file := io.BytesIO(), **arrays)
+    return zlib.compress(file.getvalue(), 1) if arrays else None
 
 
 def recorded_from_bytes(content: bytes | None, rows: int) -> list[dict[str, np.ndarray]]:

@@ -157,8 +157,7 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
         Group("", tokens[mask], (), problem.prompt, problem.answer)
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
-    shared = sum(bool(others.get(group, any_seat=True)) for group in asked)
-    if not shared:
+    if not (shared := sum(map(others.has, asked))):
         raise ValueError(
             f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"
             " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"

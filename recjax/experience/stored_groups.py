@@ -185,18 +185,22 @@ class ByPrompt:
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]
 
-    def get(self, group: Group, any_seat: bool = False) -> list[Completion]:
+    def has(self, group: Group) -> bool:
+        """True if the store has a group with the prompt of a group, in any seat; compares checksums."""
+        return len(self._like(self._content(group))) > 0
+
+    def get(self, group: Group) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
+        content = self._content(group)
+        like = [one for one in self._like(content) if self._content(one) == content and one.seat == group.seat]
+        return [one for other in like for one in other.completions if one.grade]
 
-        def content_of(group: Group) -> bytes:
-            is_problem = self._of_problems
-            return problem_text(group.prompt, group.answer).encode() if is_problem else group.prompt_tokens.tobytes()
+    def _content(self, group: Group) -> bytes:
+        return problem_text(group.prompt, group.answer).encode() if self._of_problems else group.prompt_tokens.tobytes()
 
-        content = content_of(group)
-        begin, end = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
-        groups = [self._groups[place] for place in self._order[begin:end]]
-        groups = [one for one in groups if content_of(one) == content and (any_seat or one.seat == group.seat)]
-        return [one for other in groups for one in other.completions if one.grade]
+    def _like(self, content: bytes) -> StoredGroups:
+        ends = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
+        return self._groups.chosen(self._order[slice(*ends)])
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:

@@ -329,12 +329,8 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         by_seat = dict.fromkeys(trained) if returned is None else returned
         has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
         rewards = [by_seat[name] if has_all else math.nan for name in trained]
-    are_valid = (
-        reward is None or is_reward(reward)
-        if not isinstance(reward, Mapping)
-        else reward and all(isinstance(part, str) and is_reward(value) for part, value in reward.items())
-        for reward in rewards
-    )
+    parts = [one.items() if isinstance(one, Mapping) else [("", 0.0 if one is None else one)] for one in rewards]
+    are_valid = (each and all(isinstance(name, str) and is_reward(value) for name, value in each) for each in parts)
     if failure is None and not all(are_valid):
         form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
         failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
