@@ -136,7 +136,6 @@ def main(argv: list[str]) -> None:
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
-    gc.disable()  # the command creates millions of objects and hardly any cycles, and would be a sixth slower
     exports, found = [read_exported(Path(file)) for file in FLAGS.input], None
     if all(exports):
         count, summary = import_exports(exports, FLAGS.output), "completions"
@@ -180,4 +179,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("top_k", 0, "top_k that sampled the completions; 0: all tokens.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "top_p that sampled the completions; 1: all tokens.", lower_bound=0, upper_bound=1)
     flags.DEFINE_float("min_p", 0.0, "min_p that sampled the completions; 0: all tokens.", lower_bound=0, upper_bound=1)
+    gc.disable()  # the command creates millions of objects and hardly any cycles, and would be a sixth slower
     start(main)
