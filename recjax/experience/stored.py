@@ -10,7 +10,8 @@ from recjax.config import Config, TaskConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.sources import check_logprobs
-from recjax.experience.stored_groups import ByPrompt, StoredGroups, load_groups
+from recjax.experience.store import signed_hash
+from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
 
@@ -147,17 +148,17 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
         logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
 
 
-def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
+def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: Prompts) -> None:
     """Logs the number of training prompts with stored completions, which join the groups of their prompts.
 
     Raises:
         ValueError: no training prompt has stored completions.
     """
     asked = [
-        Group("", tokens[mask], (), problem.prompt, problem.answer)
+        signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
-    if not (shared := sum(map(others.has, asked))):
+    if not (shared := int(np.isin(asked, groups.contents(of_problems)).sum())):
         raise ValueError(
             f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"
             " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"

@@ -132,6 +132,10 @@ class StoredGroups(Sequence[Group]):
         """The number of completions in each group."""
         return np.diff(self.index.starts)[self.places]
 
+    def contents(self, of_problems: bool) -> np.ndarray:
+        """The checksum of each group's `content_of`."""
+        return (self.index.problems if of_problems else self.index.prompts)[self.places]
+
     @functools.cached_property
     def members(self) -> np.ndarray:
         """The places of the completions in the index, group by group."""
@@ -170,6 +174,11 @@ class StoredGroups(Sequence[Group]):
 _BY_GROUP = ("starts", "prompts", "problems", "origins")
 
 
+def content_of(group: Group, of_problems: bool) -> bytes:
+    """The prompt's tokens, or prompt and answer of the problem, whose checksum `StoredGroups.contents` has."""
+    return problem_text(group.prompt, group.answer).encode() if of_problems else group.prompt_tokens.tobytes()
+
+
 class ByPrompt:
     """The rewarded completions of all groups with the same prompt, read on demand."""
 
@@ -180,27 +189,17 @@ class ByPrompt:
             of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
                 compare the prompts' tokens.
         """
-        self._of_problems = of_problems
-        keys = (groups.index.problems if of_problems else groups.index.prompts)[groups.places]
+        self._of_problems, keys = of_problems, groups.contents(of_problems)
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]
 
-    def has(self, group: Group) -> bool:
-        """True if the store has a group with the prompt of a group, in any seat; compares checksums."""
-        return len(self._like(self._content(group))) > 0
-
     def get(self, group: Group) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
-        content = self._content(group)
-        like = [one for one in self._like(content) if self._content(one) == content and one.seat == group.seat]
-        return [one for other in like for one in other.completions if one.grade]
-
-    def _content(self, group: Group) -> bytes:
-        return problem_text(group.prompt, group.answer).encode() if self._of_problems else group.prompt_tokens.tobytes()
-
-    def _like(self, content: bytes) -> StoredGroups:
+        content, of_problems = content_of(group, self._of_problems), self._of_problems
         ends = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
-        return self._groups.chosen(self._order[slice(*ends)])
+        groups = self._groups.chosen(self._order[slice(*ends)])
+        groups = [one for one in groups if content_of(one, of_problems) == content and one.seat == group.seat]
+        return [one for other in groups for one in other.completions if one.grade]
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:

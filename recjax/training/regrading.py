@@ -11,18 +11,18 @@ from recjax import hosts
 from recjax.experience.group import Completion, Group
 from recjax.experience.store import signed_hash
 from recjax.experience.stored import with_rewards
-from recjax.experience.stored_groups import ByPrompt
+from recjax.experience.stored_groups import ByPrompt, content_of
 from recjax.files import read_sealed, write_sealed
 from recjax.rollout.agents import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.reward import agent_weights
-from recjax.tasks.problems import Problem, problem_text, question_of
+from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
-Known = dict[bytes | str, tuple[str, Problem]]  # rendered prompt and problem of the task, by `_key`
+Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 
 
 def known_problems(run: Run) -> Known:
@@ -31,24 +31,19 @@ def known_problems(run: Run) -> Known:
     Raises:
         ValueError: a prompt of the store has no known answer.
     """
-    known = {}
+    known, of_problems = {}, run.agents is not None  # agents make prompts of their own
     for prompts in (run.held_out, run.train):
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
-            known[_key(run, Group("", tokens[mask], (), problem.prompt, problem.answer))] = (text, problem)
-    groups, keys = run.stored.groups, [key if isinstance(key, bytes) else key.encode() for key in known]
-    stored = groups.index.problems if run.agents else groups.index.prompts
-    for group in groups.chosen(~np.isin(stored[groups.places], [*map(signed_hash, keys)])):
+            group = Group("", tokens[mask], (), problem.prompt, problem.answer)
+            known[content_of(group, of_problems)] = (text, problem)
+    groups = run.stored.groups
+    for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         if group.answer is None:
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
     return known
-
-
-def _key(run: Run, group: Group) -> bytes | str:
-    """The prompt's tokens; with agents, which make prompts of their own, prompt and answer of the problem."""
-    return problem_text(group.prompt, group.answer) if run.agents else group.prompt_tokens.tobytes()
 
 
 def regraded(run: Run, known: Known) -> Run:
@@ -82,7 +77,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
         numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
         for group in lacking:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
-            text, problem = known.get(_key(run, group)) or (
+            text, problem = known.get(content_of(group, run.agents is not None)) or (
                 tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )

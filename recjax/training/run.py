@@ -210,7 +210,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     stored = load_stored(config, policy) if reads else None
     joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
     if joins:
-        check_prompts(ByPrompt(stored.groups, of_problems=agents is not None), experience.mix.store, train)
+        check_prompts(stored.groups, agents is not None, experience.mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:

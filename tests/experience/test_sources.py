@@ -305,7 +305,8 @@ def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
 def test_the_seats_of_a_problem_do_not_join(tmp_path):
     known = dict(prompt="say", answer="7", tokenizer="t")
     ours, *rows = (make_row(place, place, **known, metadata={"seat": seat}) for place, seat in enumerate("abab"))
-    others = ByPrompt(stored(tmp_path / "s.db", *rows), of_problems=True)
+    groups = stored(tmp_path / "s.db", *rows)
+    others = ByPrompt(groups, of_problems=True)
     assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
     token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
-    check_prompts(others, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error
+    check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error
