@@ -310,3 +310,5 @@ def test_the_seats_of_a_problem_do_not_join(tmp_path):
     assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
     token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
     check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error
+    with pytest.raises(ValueError, match="'s.db': has no completions of the task's 1 training prompts"):
+        check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [Problem("say", "8")]))
