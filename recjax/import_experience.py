@@ -19,15 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from absl import flags
-from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command, start
 from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.store import Change, Record, Store
 from recjax.experience.store_checks import check_records
-from recjax.experience.tokenize import tokenizer_name
-from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
 
 FLAGS = flags.FLAGS
@@ -51,8 +48,14 @@ def import_files(
     Raises:
         ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
-    vocabulary = load_tokenizer(tokenizer) if tokenizer else None
-    name = tokenizer_name(vocabulary) if vocabulary else None
+    vocabulary = name = None
+    if tokenizer:
+        # These imports take seconds, and only rows with tokens need them.
+        from recjax.experience.tokenize import tokenizer_name
+        from recjax.hub.tokenizers import load_tokenizer
+
+        vocabulary = load_tokenizer(tokenizer)
+        name = tokenizer_name(vocabulary)
     found = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
         if all(record.tokenizer is None for record in found.records):
@@ -87,7 +90,9 @@ def _changes(records: Iterable[Record]) -> Iterator[Change]:
     return map(Change, iter(lambda: list(itertools.islice(records, TOGETHER)), []))
 
 
-def check_texts(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]) -> None:
+def check_texts(
+    records: Sequence[Record], tokenizer: "transformers.PreTrainedTokenizerBase", place: Callable[[int], str]
+) -> None:
     """Refuses rows whose tokens do not decode to their text; ignores whitespace and special tokens.
 
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.

@@ -80,6 +80,7 @@ def import_rows(
             raise ValueError(f"{file}: {problem}")
         digest.update(file.read_bytes())
     name, records, places, seen = digest.hexdigest()[:12], [], [], {}
+    fields = [(field, column) for field, column in columns._asdict().items() if column]
     for file in map(Path, files):
         is_csv = file.suffix.lower() == ".csv"
         if not (is_csv or ENDING.search(file.name)):
@@ -87,10 +88,11 @@ def import_rows(
         named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
         for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
-            row, number = _Source(values, columns, place), len(records)
+            given = {field: values[column] for field, column in fields if column in values}
+            row, number = _Source(values, given, columns, place), len(records)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
-            seen |= dict.fromkeys(values)
+            seen |= values
     if not records:
         raise ValueError(f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
     for column, wanted in columns._asdict().items():
@@ -134,21 +136,18 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
 
 
 class _Source(NamedTuple):
-    """A row of a file, the names of the columns, and the row's place for error messages."""
+    """A row of a file, its values by field of `Columns`, the names of the columns, and its place for messages."""
 
     values: Mapping[str, Any]
+    given: Mapping[str, Any]
     columns: Columns
     place: str
-
-    def get(self, column: str) -> Any:
-        """The row's value for a field of `Columns`; None if it has no value."""
-        return self.values.get(getattr(self.columns, column) or "")
 
     def require(self, fits: object, column: str, reason: str) -> None:
         """Raises an error about the value in a column unless `fits` is true."""
         if not fits:
             name = getattr(self.columns, column)
-            raise ValueError(f"{self.place}: {name}: {self.values.get(name)!r:.80}: {reason}")
+            raise ValueError(f"{self.place}: {name}: {self.given.get(column)!r:.80}: {reason}")
 
 
 def _record(
@@ -158,22 +157,23 @@ def _record(
     template = {} if messages is None else template_of(FileRow(row.values, row.place))
     asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
     group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
-    parts = row.get("reward_parts")
+    parts = row.given.get("reward_parts")
     if isinstance(parts, list) and all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in parts):
         parts = {pair["name"]: pair["value"] for pair in parts}
     row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
     # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
     parts = {part: value for part, value in (parts or {}).items() if value is not None}
-    truncated, reason = row.get("truncated"), row.get("finish_reason")
+    truncated, reason = row.given.get("truncated"), row.given.get("finish_reason")
     row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")
     endings = "takes stop (it ended) and length (it was cut off); other replies are no completions"
     row.require(reason in (None, "stop", "length"), "finish_reason", endings)
     agrees = None in (truncated, reason) or truncated == (reason == "length")
     row.require(agrees, "truncated", f"contradicts {row.columns.finish_reason} = {reason!r}")
-    answer = as_text(row.get("answer"))
-    row.require(answer or row.get("answer") is None, "answer", "takes text or a number")
+    answer = as_text(row.given.get("answer"))
+    row.require(answer or row.given.get("answer") is None, "answer", "takes text or a number")
     prompt_tokens, rows, distribution = _tokens(row, tokenizer, sampling)
-    reward = None if row.get("reward") is None else _number(row, "reward", row.get("reward"))
+    reward = row.given.get("reward")
+    reward = None if reward is None else _number(row, "reward", reward)
     reward_parts = {part: _number(row, "reward_parts", value) for part, value in parts.items()} or None
     completion = Completion(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
@@ -192,7 +192,7 @@ def _record(
 
 def _texts(row: _Source) -> tuple[str | None, list | None, str]:
     """The prompt or the messages (one is None), and the completion."""
-    prompt, messages, completion = (row.get(name) for name in ("prompt", "messages", "completion"))
+    prompt, messages, completion = (row.given.get(name) for name in ("prompt", "messages", "completion"))
     column = "messages"
     if isinstance(prompt, list) and messages is None:
         column, prompt, messages = "prompt", None, prompt
@@ -235,7 +235,7 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
 
 
 def _label(row: _Source, column: str) -> str:
-    value = row.get(column)
+    value = row.given.get(column)
     row.require(as_text(value), column, "takes text or a number")
     return str(value)
 
@@ -249,7 +249,7 @@ def _tokens(
     row: _Source, tokenizer: str | None, sampling: Sampling | None
 ) -> tuple[np.ndarray, tuple[Row, ...], Sampling | None]:
     """The prompt's tokens, empty if the record has none, the rows, and the distribution."""
-    prompt, tokens, logprobs = (row.get(name) for name in ("prompt_tokens", "tokens", "logprobs"))
+    prompt, tokens, logprobs = (row.given.get(name) for name in ("prompt_tokens", "tokens", "logprobs"))
     unnamed = "token ids need their vocabulary; give --tokenizer, the folder of the model's tokenizer"
     for column, value in (("prompt_tokens", prompt), ("tokens", tokens)):
         if value is not None:

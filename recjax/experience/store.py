@@ -8,6 +8,7 @@ Every row has a checksum, which readers verify. docs/store_format.md describes t
 import base64
 import contextlib
 import json
+import operator
 import os
 import sqlite3
 import urllib.parse
@@ -760,11 +761,10 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
     is_chat = not isinstance(group.prompt, str)
     own = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
     prompts = [prompt, *(tokens for tokens in own if tokens is not None)]
-    lengths = [[None if one is None else len(one), len(row.tokens)] for one, row in zip(own, rows, strict=True)]
+    is_single, tokens = len(rows) <= 1 and len(prompts) == 1, [row.tokens for row in rows]
+    prompt_lengths, lengths = [len(row.prompt_tokens) for row in rows], [*map(len, tokens)]
+    own_lengths = [None if one is None else len(one) for one in own]
     has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
-
-    def joined(arrays: Iterable[Any], dtype: str) -> bytes:
-        return b"".join(np.asarray(array, dtype).tobytes() for array in arrays)
 
     return {
         "number": number,
@@ -774,13 +774,11 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
         "tokenizer": record.tokenizer if rows or len(prompt) else None,
         "prompt_key": signed_hash(prompt.tobytes()),
         "problem_key": signed_hash(problem_text(group.prompt, group.answer).encode()),
-        "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
-        "completion_length": sum(len(row.tokens) for row in rows),
-        "row_length": max((len(row.prompt_tokens) + len(row.tokens) for row in rows), default=0),
-        "largest_token": max(
-            (int(np.max(one)) for one in (*prompts, *(row.tokens for row in rows)) if len(one)), default=0
-        ),
-        "is_plain": len(rows) == len(prompts) == 1 and bool(rows[0].mask.all()),
+        "prompt_length": max(prompt_lengths, default=len(prompt)),
+        "completion_length": sum(lengths),
+        "row_length": max(map(operator.add, prompt_lengths, lengths), default=0),
+        "largest_token": max([int(np.max(one)) for one in (*prompts, *tokens) if len(one)], default=0),
+        "is_plain": is_single and len(rows) == 1 and bool(rows[0].mask.all()),
         "has_logprobs": has_logprobs,
         "temperature": sampling and float(sampling.temperature),
         "top_k": sampling and int(sampling.top_k),
@@ -797,13 +795,17 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
         "metadata": _json(completion.metadata),
         "token_versions": _json(completion.version_runs),
         "turns": _json(completion.turns),
-        "row_lengths": _json([len(prompt), *lengths]) if len(rows) > 1 or len(prompts) > 1 else None,
-        "prompt_tokens": joined(prompts, "<i4"),
-        "completion_tokens": joined((row.tokens for row in rows), "<i4"),
-        "completion_mask": joined((row.mask for row in rows), "bool"),
-        "behavior_logprobs": joined((row.behavior_logprobs for row in rows), "<f4") if has_logprobs else None,
+        "row_lengths": None if is_single else _json([len(prompt), *zip(own_lengths, lengths, strict=True)]),
+        "prompt_tokens": _joined(prompts, "<i4"),
+        "completion_tokens": _joined(tokens, "<i4"),
+        "completion_mask": _joined([row.mask for row in rows], "bool"),
+        "behavior_logprobs": _joined([row.behavior_logprobs for row in rows], "<f4") if has_logprobs else None,
         "recorded": recorded_to_bytes(rows),
     }
+
+
+def _joined(arrays: Sequence[Any], dtype: str) -> bytes:
+    return b"".join([np.asarray(array, dtype).tobytes() for array in arrays])
 
 
 def signed_hash(content: bytes) -> int:

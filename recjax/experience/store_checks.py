@@ -44,12 +44,14 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
     group, one = record.group, record.completion
     texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text}
     for column, value in (texts | {"time": record.time}).items():
-        yield column, value, value is not None, "must be given in every row"
+        if value is None:
+            yield column, value, False, "must be given in every row"
     is_chat = not isinstance(group.prompt, str)
     texts |= {"tokenizer": record.tokenizer, "answer": group.answer} | ({} if is_chat else {"prompt": group.prompt})
     for column, value in texts.items():
-        yield column, value, value is None or _is_text(value), "takes text in Unicode"
-        yield column, value, value != "" or column in ("completion", "answer"), "must not be empty"
+        if value is not None and not (value and _is_text(value)):
+            yield column, value, _is_text(value), "takes text in Unicode"
+            yield column, value, column in ("completion", "answer"), "must not be empty"
     yield "id", one.id, one.id not in ids, "is the id of an earlier row; ids must be unique"
     yield "truncated", one.truncated, isinstance(one.truncated, bool | np.bool_), "takes true and false"
     yield "prompt", None, group.prompt is not None, "give one of prompt and messages"
@@ -66,7 +68,7 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
 
 def _is_text(value: Any) -> bool:
     try:
-        return isinstance(value, str) and value.encode() is not None
+        return isinstance(value, str) and (value.isascii() or value.encode() is not None)
     except UnicodeEncodeError:
         return False
 

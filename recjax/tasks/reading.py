@@ -11,9 +11,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
-import huggingface_hub
-
 from recjax.config.fields import wrong_with_variables
 
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
@@ -123,6 +120,8 @@ def read_file(file: Path, key: str) -> list[FileRow]:
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
     if ending[2]:
+        import datasets  # takes a second, and JSON Lines do not need it
+
         try:
             table = datasets.load_dataset("parquet", data_files=str(file), split="train")
         except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
@@ -166,6 +165,8 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
         return read_file(place, key)
     folder = place
     if not place.is_dir():
+        import huggingface_hub
+
         try:
             folder = Path(huggingface_hub.snapshot_download(where, repo_type="dataset", allow_patterns=[files]))
         except (OSError, ValueError) as error:
@@ -198,16 +199,21 @@ def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileR
     return [FileRow(_parsed(line, place), place) for place, line in texts.items()]
 
 
-def _parsed(line: bytes, place: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        if len({*names}) < len(names):
-            raise KeyError(next(name for index, name in enumerate(names) if name in names[:index]))
-        return dict(pairs)
+        raise KeyError(next(name for index, name in enumerate(names) if name in names[:index]))
+    return values
 
+
+_decode = json.JSONDecoder(object_pairs_hook=_unique).decode  # json.loads would make a decoder for every line
+
+
+def _parsed(line: bytes, place: str) -> Any:
     try:
         text = line.decode("utf-8")
-        values = json.loads(text, object_pairs_hook=unique)
+        values = _decode(text)
         if "\\ud" in text.casefold():
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
