@@ -288,7 +288,7 @@ class Store:
         wanted = sql.select(_SESSION_TURNS).where(_SESSION_TURNS.c.server == server).order_by(_SESSION_TURNS.c.number)
         rows = self._select(wanted)
         for row in rows:
-            self._verify(row, f"turn {row.number} of session {row.session!r}")
+            self._verify(row, "turn {0.number} of session {0.session!r}")
         return [(row.session, row.content) for row in rows]
 
     def last(self) -> Last:
@@ -547,19 +547,19 @@ class Store:
     # --- From rows to records.
 
     def _record(self, row: Any, given: tuple[Grade, str | None] | None) -> Record:
-        self._verify(row, f"completion {row.number} ({row.id!r:.60})")
+        self._verify(row, "completion {0.number} ({0.id!r:.60})")
         # A dictionary of all columns takes less time than the row's attributes.
         return record_of(dict(zip(_COLUMNS, row, strict=True)), *(given or (None, None)))
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
-        self._verify(row, f"reward {row.number} of completion {row.completion}")
+        self._verify(row, "reward {0.number} of completion {0.completion}")
         _, _, _, reward, _, parts, accurate, failure, comment, turns, *_ = row
         parts, turns = _from_json(parts, None), tuple(_from_json(turns, ()))
         return Grade(reward, parts, accurate, failure, turns), comment
 
-    def _verify(self, row: Any, what: str) -> None:
+    def _verify(self, row: Any, name: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
-            raise ValueError(f"{self.name} is damaged: {what} does not match its checksum; {_RESTORE}")
+            raise ValueError(f"{self.name} is damaged: {name.format(row)} does not match its checksum; {_RESTORE}")
 
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""

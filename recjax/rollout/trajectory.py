@@ -142,6 +142,8 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     place, end = completion.turns[-1] if completion.turns else (-1, None)
     row = completion.rows[place]
     tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
+    if not completion.turns and mask.all():
+        return opening
     ends = {turn.end for turn in completion.turns if turn.row == place}
     starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
     special = set(tokenizer.all_special_ids) if starts[1:] else set()

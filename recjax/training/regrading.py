@@ -1,6 +1,7 @@
 """Grades the completions of a store with the reward of the run."""
 
 import itertools
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
+
+_WRITE_SECONDS = 1.0  # between two transactions; a killed run computes at most these grades again
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 
@@ -87,17 +90,27 @@ def _grade(run: Run, known: Known, grader: str) -> None:
 
     left, weights = rows(), agent_weights(run.config.task.reward_weights)
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
-    with run.grading as grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
+
+    def submitted() -> Iterator[tuple[list, Grades]]:
         while batch := list(itertools.islice(left, size)):
             own = [
                 Answered.to(problem, text, one.text, one.sampled_tokens, one.id, opening)
                 for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
-            found = Grades(grading.submit(own), len(batch)).result()
+            yield batch, Grades(run.grading.submit(own), len(batch))
+
+    with run.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
+        batches, rewards, written = submitted(), {}, time.monotonic()
+        ahead = next(batches, None)  # the workers grade it while the next batch is read
+        while ahead:
+            (batch, grades), ahead = ahead, next(batches, None)
+            found = grades.result()
+            if run.agents:
+                counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
+                found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
             if hosts.is_first():
-                if run.agents:
-                    counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
-                    found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
-                rewards = {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
-                groups.store.add_rewards(rewards, grader)
+                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
+                if not ahead or time.monotonic() - written > _WRITE_SECONDS:
+                    groups.store.add_rewards(rewards, grader)
+                    rewards, written = {}, time.monotonic()
             bar.update(len(batch))
