@@ -205,10 +205,31 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
-    """Token ids of a text, without added special tokens."""
+def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
+    """The library's tokenizer that transformers would call, with the same result; None for other tokenizers.
+
+    transformers takes several times as long around each call, which is most of an agent's time between two replies.
+    """
+    if not _is_usual(type(tokenizer)):
+        return None
+    backend = tokenizer.backend_tokenizer
+    changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
+    return None if any(changes) else backend
+
+
+@functools.cache
+def _is_usual(kind: type) -> bool:
+    own = ("encode", "_encode_plus", "decode", "_decode")
+    usual = PreTrainedTokenizerFast
+    return issubclass(kind, usual) and all(getattr(kind, name) is getattr(usual, name) for name in own)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
+    """Token ids of a text, without added special tokens unless `special` is true."""
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        if backend := _backend(tokenizer):
+            return backend.encode(text, add_special_tokens=special).ids
+        return tokenizer.encode(text, add_special_tokens=special)
     except Exception as error:
         # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
@@ -298,11 +319,14 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
-    ids, options = [int(token) for token in tokens], {"clean_up_tokenization_spaces": False}
-    text = tokenizer.decode(ids, **options)
+    ids, backend = [int(token) for token in tokens], _backend(tokenizer)
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    if backend:
+        decode = functools.partial(backend.decode, skip_special_tokens=False)
+    text = decode(ids)
     # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
     for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
-        whole = tokenizer.decode(ids[:-count], **options)
+        whole = decode(ids[:-count])
         if not whole.endswith("\ufffd"):
             return text if text.startswith(whole) else whole + "\ufffd" * count
     return text
@@ -330,7 +354,7 @@ def encode_prompts(
         ValueError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
     """
     begin = [tokenizer.bos_token_id]
-    prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
+    prefix = begin if _encode(tokenizer, "", "", special=True)[:1] == begin else []
     are_rendered = [rendered] * len(prompts) if isinstance(rendered, bool) else rendered
     encoded = []
     for index, (prompt, is_rendered) in enumerate(zip(prompts, are_rendered, strict=True), first):

@@ -135,7 +135,7 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     """
 
     def text_of(ids: np.ndarray) -> str:
-        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return decode_after(tokenizer, (), ids)
 
     if not completion.rows:
         return ""
