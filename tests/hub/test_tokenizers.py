@@ -126,6 +126,30 @@ def test_prompts_begin_once_and_never_end(adds):
     assert tokenizer.decode(plain, skip_special_tokens=True) == "abc"
 
 
+class Loud(PreTrainedTokenizerFast):
+    """Decodes and encodes in capital letters."""
+
+    def _decode(self, *arguments, **options):
+        return super()._decode(*arguments, **options).upper()
+
+    def _encode_plus(self, text, **options):
+        return super()._encode_plus(text.upper(), **options)
+
+
+def test_texts_are_those_of_transformers_in_any_state_of_the_tokenizer():
+    tokenizer = llama_like()
+    text, ids = "</s>ab é", [1, 259, 3, 4]
+    expected = tokenizer.encode(text, add_special_tokens=False), tokenizer.decode(ids)
+    tokenizer.pad_token = "</s>"
+    tokenizer("a", padding="max_length", truncation=True, max_length=2)  # stays in the library's tokenizer
+    assert (encode_after(tokenizer, (), text), decode_after(tokenizer, (), ids)) == expected
+    assert encode_prompts(tokenizer, [text]) == [[0, *expected[0]]]
+    tokenizer.split_special_tokens = True
+    assert encode_after(tokenizer, (), "</s>") == tokenizer.encode("</s>", add_special_tokens=False) != [1]
+    loud = Loud(tokenizer_object=llama_like().backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    assert decode_after(loud, (), encode_after(loud, (), "ab")) == "AB"
+
+
 def test_prompt_errors():
     with pytest.raises(ValueError, match="prompt 1, '', has no tokens"):
         encode_prompts(TOKENIZER, ["1", ""])
