@@ -1,6 +1,7 @@
 """Runs from Python: problems and rewards of a program, watching and stopping, resuming, checkpoints, the policy."""
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -150,6 +151,15 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
     assert seen == list(range(last + 1)) and 2 <= last <= 3 and stopped.summary is None
     straight, resumed = counted("straight"), counted("stopped", on_step=lambda row: seen.append(row["step"]))
     assert rows_of(resumed) == rows_of(straight) and seen == list(range(8))
+
+
+def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
+    gc.unfreeze()
+    monkeypatch.setattr(loop, "close_gaps", lambda: 1)  # as in a command
+    frozen = []
+    counted("run", on_step=lambda row: frozen.append(gc.get_freeze_count()))
+    assert frozen[0] == 0 < frozen[-1] and gc.get_freeze_count() == 0
+    gc.freeze()  # what the tests import
 
 
 def test_ctrl_c_saves_and_the_same_call_resumes(counted):

@@ -81,7 +81,6 @@ def train(
     options = reward, on_step, sources, learner
     with start_run(config, overwrite, *options) as (run, state), contextlib.ExitStack() as stack:
         check(run)
-        stack.callback(gc.unfreeze)
         config, first, last = run.config, state.step + 1, run.config.training.steps
         traced, folder = config.training.profile_steps, Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
@@ -166,10 +165,10 @@ def train(
                 run.metrics.settle()
             if saves:
                 state = _saved(run, state)
-            if step < first + SETTLING_STEPS:
-                close_gaps()
+            if step < first + SETTLING_STEPS and close_gaps():  # only in a command
                 gc.collect()
                 gc.freeze()  # a later collection would look through all that JAX keeps of programs, for a second
+                stack.callback(gc.unfreeze)
             if stop_requests.any_says(bool(run.stopping)):  # with several processes: asked in the previous step
                 break
         if state.step < last:
