@@ -49,8 +49,7 @@ def import_files(
         ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = name = None
-    if tokenizer:
-        # These imports take seconds, and only rows with tokens need them.
+    if tokenizer:  # whose imports take seconds
         from recjax.experience.tokenize import tokenizer_name
         from recjax.hub.tokenizers import load_tokenizer
 

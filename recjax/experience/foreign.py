@@ -172,8 +172,7 @@ def _record(
     answer = as_text(row.given.get("answer"))
     row.require(answer or row.given.get("answer") is None, "answer", "takes text or a number")
     prompt_tokens, rows, distribution = _tokens(row, tokenizer, sampling)
-    reward = row.given.get("reward")
-    reward = None if reward is None else _number(row, "reward", reward)
+    reward = None if (found := row.given.get("reward")) is None else _number(row, "reward", found)
     reward_parts = {part: _number(row, "reward_parts", value) for part, value in parts.items()} or None
     completion = Completion(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),

@@ -8,7 +8,6 @@ Every row has a checksum, which readers verify. docs/store_format.md describes t
 import base64
 import contextlib
 import json
-import operator
 import os
 import sqlite3
 import urllib.parse
@@ -303,8 +302,7 @@ class Store:
             ValueError: a completion is gone or damaged.
         """
         numbers = list(map(int, numbers))
-        rows = self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)
-        rows = {row[0]: row for row in rows}
+        rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
         if gone := [number for number in numbers if number not in rows]:
             raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {_RESTORE}")
         rewards = self.rewards(numbers, grader) if grader else {}
@@ -765,7 +763,6 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
     prompt_lengths, lengths = [len(row.prompt_tokens) for row in rows], [*map(len, tokens)]
     own_lengths = [None if one is None else len(one) for one in own]
     has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
-
     return {
         "number": number,
         "id": completion.id,
@@ -776,7 +773,7 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
         "problem_key": signed_hash(problem_text(group.prompt, group.answer).encode()),
         "prompt_length": max(prompt_lengths, default=len(prompt)),
         "completion_length": sum(lengths),
-        "row_length": max(map(operator.add, prompt_lengths, lengths), default=0),
+        "row_length": max(map(sum, zip(prompt_lengths, lengths, strict=True)), default=0),
         "largest_token": max([int(np.max(one)) for one in (*prompts, *tokens) if len(one)], default=0),
         "is_plain": is_single and len(rows) == 1 and bool(rows[0].mask.all()),
         "has_logprobs": has_logprobs,

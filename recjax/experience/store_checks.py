@@ -49,7 +49,7 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
     is_chat = not isinstance(group.prompt, str)
     texts |= {"tokenizer": record.tokenizer, "answer": group.answer} | ({} if is_chat else {"prompt": group.prompt})
     for column, value in texts.items():
-        if value is not None and not (value and _is_text(value)):
+        if value is not None and not (value and _is_text(value)):  # a tuple for each valid text would take longer
             yield column, value, _is_text(value), "takes text in Unicode"
             yield column, value, column in ("completion", "answer"), "must not be empty"
     yield "id", one.id, one.id not in ids, "is the id of an earlier row; ids must be unique"

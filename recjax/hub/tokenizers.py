@@ -40,18 +40,15 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it "
-            f"({str(error).splitlines()[0]}); give a local folder with config.json, model.safetensors and "
-            "tokenizer.json"
+            f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it"
+            f" ({str(error).splitlines()[0]}); give a folder with config.json, model.safetensors and tokenizer.json"
         ) from error
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """The built-in tokenizer: `<eos>` (id 0) and one token per character.
+    """The built-in tokenizer: `<eos>` (id 0) and one token per character; decoding returns exactly the encoded text.
 
     It pads with `<eos>`, because the policy could sample a separate padding token.
-
-    Decoding returns exactly the encoded text, including spaces and line ends.
 
     Args:
         characters: alphabet, in the order of the ids (from 1).
@@ -60,9 +57,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated or not characters:
-        raise ValueError(
-            f"characters {characters!r} must name each character of the alphabet once; repeated: {repeated}"
-        )
+        raise ValueError(f"characters {characters!r} must name each character once; repeated: {repeated}")
     vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -94,9 +89,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise a bare Exception for a damaged file.
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
-        ) from error
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
     tokenizer.init_kwargs.pop(CHAT_DATE, None)  # a saved tokenizer may contain an old date
     if reads_clock(folder):
         tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
@@ -206,30 +199,21 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
-    """The library's tokenizer that transformers would call, with the same result; None for other tokenizers.
-
-    transformers takes several times as long around each call, which is most of an agent's time between two replies.
-    """
-    if not _is_usual(type(tokenizer)):
+    """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
+    usual, kind = PreTrainedTokenizerFast, type(tokenizer)
+    own = ("encode", "_encode_plus", "decode", "_decode")
+    if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in own):
         return None
     backend = tokenizer.backend_tokenizer
     changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
     return None if any(changes) else backend
 
 
-@functools.cache
-def _is_usual(kind: type) -> bool:
-    own = ("encode", "_encode_plus", "decode", "_decode")
-    usual = PreTrainedTokenizerFast
-    return issubclass(kind, usual) and all(getattr(kind, name) is getattr(usual, name) for name in own)
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
     """Token ids of a text, without added special tokens unless `special` is true."""
     try:
-        if backend := _backend(tokenizer):
-            return backend.encode(text, add_special_tokens=special).ids
-        return tokenizer.encode(text, add_special_tokens=special)
+        encoded = (_backend(tokenizer) or tokenizer).encode(text, add_special_tokens=special)
+        return getattr(encoded, "ids", encoded)
     except Exception as error:
         # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
@@ -320,9 +304,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, backend = [int(token) for token in tokens], _backend(tokenizer)
-    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    if backend:
-        decode = functools.partial(backend.decode, skip_special_tokens=False)
+    options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
+    decode = functools.partial((backend or tokenizer).decode, **options)
     text = decode(ids)
     # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
     for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):

@@ -200,10 +200,8 @@ def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileR
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise KeyError(next(name for index, name in enumerate(names) if name in names[:index]))
+    if len(values := dict(pairs)) < len(pairs):
+        raise KeyError(max(values, key=[name for name, _ in pairs].count))
     return values
 
 

@@ -1,12 +1,12 @@
 """The loop: sync → sample → queue → pad → update → log → evaluate and checkpoint."""
 
-import contextlib
 import gc
 import itertools
 import json
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,12 @@ def train(
         Preempted: on SIGTERM, SIGHUP, Ctrl-C or a request of `on_step`, after the current step and its checkpoint.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
-    options = reward, on_step, sources, learner
-    with start_run(config, overwrite, *options) as (run, state), contextlib.ExitStack() as stack:
+    with start_run(config, overwrite, reward, on_step, sources, learner) as (run, state), ExitStack() as stack:
         check(run)
         config, first, last = run.config, state.step + 1, run.config.training.steps
         traced, folder = config.training.profile_steps, Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
-        stack.enter_context(contextlib.closing(steps))
+        stack.enter_context(closing(steps))
         algorithm, stop_requests = config.algorithm.build(), hosts.LateAnswers()
         unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
         turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None

@@ -23,8 +23,6 @@ from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
-_WRITE_SECONDS = 1.0  # between two transactions; a killed run computes at most these grades again
-
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 
 
@@ -56,9 +54,8 @@ def regraded(run: Run, known: Known) -> Run:
         ValueError: the reward function fails, or the store cannot be written.
     """
     path = Path(run.config.output) / "grader.json"
-    if hosts.is_first():
-        if not path.exists():
-            write_sealed(path, {"grader": f"run {uuid.uuid4().hex}"})
+    if hosts.is_first() and not path.exists():
+        write_sealed(path, {"grader": f"run {uuid.uuid4().hex}"})
     hosts.wait_for_all("the name of a grader")
     grader = read_sealed(path)["grader"]
     _grade(run, known, grader)
@@ -69,8 +66,7 @@ def regraded(run: Run, known: Known) -> Run:
 
 def _grade(run: Run, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
-    groups, rollout = run.stored.groups, run.config.rollout
-    tokenizer = run.policy.tokenizer
+    groups, rollout, tokenizer = run.stored.groups, run.config.rollout, run.policy.tokenizer
     graded, _ = groups.store.scan_rewards(grader)
     is_done = np.isin(groups.index.numbers, graded)
     hosts.wait_for_all("the known grades of a store")
@@ -100,17 +96,16 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             yield batch, Grades(run.grading.submit(own), len(batch))
 
     with run.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
-        batches, rewards, written = submitted(), {}, time.monotonic()
-        ahead = next(batches, None)  # the workers grade it while the next batch is read
-        while ahead:
-            (batch, grades), ahead = ahead, next(batches, None)
+        rewards, written = {}, time.monotonic()
+        # The workers grade a batch while the next one is read.
+        for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
             found = grades.result()
             if run.agents:
                 counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
                 found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
             if hosts.is_first():
                 rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
-                if not ahead or time.monotonic() - written > _WRITE_SECONDS:
+                if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
                     groups.store.add_rewards(rewards, grader)
                     rewards, written = {}, time.monotonic()
             bar.update(len(batch))

@@ -412,7 +412,7 @@ def nan_part(prompts, completions, answers):
         (fails_on_two, r"failed with KeyError: 'oops'\n  .*test_grading.py:\d+ in fails_on_two: raise"),
         (huge, r"returned 1e\+300 for completion 'b' .*at most 1e\+09 either way"),
         (beyond_float32, r"returned -1e\+39 for completion 'b'"),
-        (whole_and_huge, "must return a number, or None, for each completion"),
+        (whole_and_huge, "return a number or None per completion"),
         (leaves, r"failed with SystemExit: 0\n.* in leaves: "),
         (leaves_on_b, r"failed with SystemExit: \n.* in leaves_on_b: "),
         (canceled, "failed with CancelledError"),

@@ -241,8 +241,7 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -
         values = list(values)
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
-        wanted = "it must return a number, or None, for each completion"
-        raise ValueError(f"{name} returned {values!r:.200}: {error}; {wanted}") from error
+        raise ValueError(f"{name} returned {values!r:.200}: {error}; return a number or None per completion") from error
     if len(numbers) != len(rows):
         raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
     for index, value in enumerate(numbers):
