@@ -41,7 +41,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it"
-            f" ({str(error).splitlines()[0]}); give a folder with config.json, model.safetensors and tokenizer.json"
+            f" ({str(error).splitlines()[0]}); give a local folder with config.json, weights and tokenizer.json"
         ) from error
 
 
