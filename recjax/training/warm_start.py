@@ -139,8 +139,8 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
-            state = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch, rate)
-            params, optimizer_state, loss = state
+            state = (params, optimizer_state)
+            params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
     return params
