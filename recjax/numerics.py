@@ -161,10 +161,10 @@ class _Report:
         decoder, params = with_adapters(
             policy.decoder, self.params, config.model.lora or LoraConfig(), jax.random.key(config.seed)
         )
-        leaves = flatten(params)
-        for number, (path, leaf) in enumerate(leaves.items()):
+        leaves, generator = flatten(params), np.random.default_rng(config.seed)
+        for path, leaf in leaves.items():
             if path.endswith("_lora_b/kernel"):  # new adapters are 0 and change nothing
-                leaves[path] = 0.02 * jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype)
+                leaves[path] = jnp.asarray(0.02 * generator.normal(size=leaf.shape), leaf.dtype, device=leaf.sharding)
         adapted, params = policy._replace(decoder=decoder), unflatten(leaves)
         self.add("adapters", self.sample(adapted, params, plain), plain, policy=adapted, params=params)
         for is_cached, name in ((True, "second turn, cached"), (False, "second turn, not cached")):

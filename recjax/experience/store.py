@@ -816,7 +816,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     Raises:
         ValueError: the columns contradict each other.
     """
-    prompts, tokens = (np.frombuffer(row[name], "<i4") for name in ("prompt_tokens", "completion_tokens"))
+    prompts, tokens = np.frombuffer(row["prompt_tokens"], "<i4"), np.frombuffer(row["completion_tokens"], "<i4")
     mask, logprobs = np.frombuffer(row["completion_mask"], bool), row["behavior_logprobs"]
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
@@ -844,7 +844,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
         truncated=row["truncated"],
         grade=grade,
         version_runs=tuple(map(tuple, _from_json(row["token_versions"], ()))),
-        turns=tuple(Turn(*turn) for turn in _from_json(row["turns"], ())),
+        turns=tuple([Turn(*turn) for turn in _from_json(row["turns"], ())]),
         metadata=metadata if comment is None else metadata | {"comment": comment},
     )
     chat_or_text = row["prompt"] if row["messages"] is None else json.loads(row["messages"])
@@ -877,8 +877,8 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
         if group is None:
             groups[record.group.id] = record.group
             continue
-        prompts = group.prompt_tokens, record.group.prompt_tokens
-        if all(map(len, prompts)) and not np.array_equal(*prompts):
+        one, other = group.prompt_tokens, record.group.prompt_tokens
+        if len(one) and len(other) and (len(one) != len(other) or (one != other).any()):
             raise ValueError(
                 f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
                 " prompts, and all completions in a group must answer the same prompt; import the rows as separate"

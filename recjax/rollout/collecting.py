@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -140,14 +141,15 @@ class Grades:
         # The shares of the processes may have different tasks of a mixture, whose rewards have different parts.
         scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in hosts.union(scores.parts)})
         rewards, parts, accurate, failures = hosts.gathered(scores, self._count)
+        columns = [values.tolist() for values in (rewards, accurate, failures, *parts.values())]
         grades = [
             Grade(
-                reward=None if np.isnan(rewards[row]) else float(rewards[row]),
-                reward_parts={name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
-                accurate=bool(accurate[row]),
-                failure=FAILURES[failures[row]],
+                reward=None if math.isnan(reward) else reward,
+                reward_parts={name: part for name, part in zip(parts, own, strict=True) if not math.isnan(part)},
+                accurate=is_right,
+                failure=FAILURES[failure],
             )
-            for row in range(self._count)
+            for reward, is_right, failure, *own in zip(*columns, strict=True)
         ]
         return self._complete(grades)
 

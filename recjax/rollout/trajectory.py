@@ -1,5 +1,6 @@
 """Joins turns into rows. Completions keep the tokens that were sampled; recjax never tokenizes them again."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -127,6 +128,11 @@ def up_to_stop(
     return sampled, text, False
 
 
+@functools.lru_cache(maxsize=64)  # the completions of a group have one prompt
+def _opening(tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...]) -> str:
+    return opening_tag(decode_after(tokenizer, (), prompt))
+
+
 def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
     """The opening tag of the thoughts that a completion's text starts inside; empty if it starts outside thoughts.
 
@@ -134,14 +140,11 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     thoughts that they have not closed. A special token at the end of a reply, or after it, starts a new turn.
     """
 
-    def text_of(ids: np.ndarray) -> str:
-        return decode_after(tokenizer, (), ids)
-
     if not completion.rows:
         return ""
     place, end = completion.turns[-1] if completion.turns else (-1, None)
     row = completion.rows[place]
-    tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
+    tokens, mask, opening = row.tokens[:end], row.mask[:end], _opening(tokenizer, (*row.prompt_tokens.tolist(),))
     if not completion.turns and mask.all():
         return opening
     ends = {turn.end for turn in completion.turns if turn.row == place}
@@ -151,7 +154,7 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
         piece = tokens[start:stop]
         if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):
             opening = ""
-        text = text_of(piece)
+        text = decode_after(tokenizer, (), piece)
         if mask[start] or opening:
             opening = unclosed_tag(opening + text)
         opening = opening or opening_tag(text)

@@ -1,5 +1,6 @@
 """Grades the completions of a store with the reward of the run."""
 
+import dataclasses
 import itertools
 import time
 import uuid
@@ -66,9 +67,8 @@ def regraded(run: Run, known: Known) -> Run:
 
 def _grade(run: Run, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
-    groups, rollout, tokenizer = run.stored.groups, run.config.rollout, run.policy.tokenizer
-    graded, _ = groups.store.scan_rewards(grader)
-    is_done = np.isin(groups.index.numbers, graded)
+    groups = dataclasses.replace(run.stored.groups, changes=())  # only training needs the changes
+    is_done = np.isin(groups.index.numbers, groups.store.scan_rewards(grader)[0])
     hosts.wait_for_all("the known grades of a store")
 
     def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
@@ -77,15 +77,15 @@ def _grade(run: Run, known: Known, grader: str) -> None:
         for group in lacking:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(content_of(group, run.agents is not None)) or (
-                tokenizer.decode(group.prompt_tokens),
+                run.policy.tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )
             for one, (number, done) in zip(group.completions, numbers, strict=False):
                 if not done:
-                    yield number, one, text, problem, thoughts_opening(one, tokenizer)
+                    yield number, one, text, problem, thoughts_opening(one, run.policy.tokenizer)
 
     left, weights = rows(), agent_weights(run.config.task.reward_weights)
-    size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
+    size = run.config.rollout.prompts_per_step * run.config.rollout.group_size  # one batch at a time, as in training
 
     def submitted() -> Iterator[tuple[list, Grades]]:
         while batch := list(itertools.islice(left, size)):
