@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 
 from absl import flags
-from rich.table import Table
-from rich.text import Text
 
 from recjax.config import load_config
 from recjax.config.help import help_text
@@ -66,6 +64,9 @@ def main(argv: list[str]) -> None:
 
 def show_result(result: "recjax.api.Result") -> None:
     """Prints accuracy, and completions of a few problems, before and after training, and the costs."""
+    from rich.table import Table  # not at module level: --help needs no tables
+    from rich.text import Text
+
     console, output, summary = plain_console(), result.folder, result.summary
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
