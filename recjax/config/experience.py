@@ -232,7 +232,7 @@ class ExperienceConfig(ConfigBlock):
     refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
     missing_logprobs: MissingLogprobs = key(
         "error",
-        "Treatment of completions in a store that have no behavior log-probs. error: refuse them; unneeded: the"
+        "Treatment of stored completions without behavior log-probs. error: refuse them; unneeded: the"
         " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
         needs=f"{_STORE} or experience.mix",
     )

@@ -102,7 +102,7 @@ Refusal = tuple[Any, str, str]
 class ConfigBlock(pydantic.BaseModel):
     """A block of keys: frozen, with no other keys, with conversion only from texts to numbers and booleans."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False, defer_build=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     def __init__(self, /, **values: Any):
         """Checks the values.

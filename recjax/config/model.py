@@ -149,6 +149,7 @@ class WarmStartConfig(ConfigBlock):
     batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)
     learning_rate: Float = key(2e-3, "Peak learning rate of Adam; set it for demonstrations", ge=0, le=1)
     wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", excludes=_SHOWN, ge=0, le=1)
+    right_first: Float = key(0.0, "Share of the steps before the first mistakes", excludes=_SHOWN, ge=0, le=1)
     demonstrations: str | None = key(
         None,
         ".jsonl, .json or .parquet file of chats in a column `messages`; recjax trains on the assistant's turns",

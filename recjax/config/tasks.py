@@ -211,8 +211,8 @@ class TaskConfig(OneTask):
 
     mixture: dict[str, Annotated[MixedTask, pydantic.BeforeValidator(MixedTask.read)]] | None = key(
         None,
-        "Several tasks by name. Each is a block with `weight`, its share of a batch's prompts relative to the other"
-        " weights (default 1; 0: only evaluated), and with a task's keys from `arithmetic` to `success`",
+        "Tasks by name: blocks with `weight`, the relative share of a batch's prompts (default 1; 0: only evaluated),"
+        " and a task's keys from `arithmetic` to `success`",
     )
     keep: KeepConfig | None = key(None, excludes="experience.store")
     curriculum: CurriculumConfig | None = key(
@@ -231,7 +231,7 @@ class TaskConfig(OneTask):
     )
     agent: spelled("tools|environment|.*:.*", "takes module:function, tools or environment") | None = key(
         None,
-        "Program that talks to the policy. null: none, one prompt and one completion; module:function: your own"
+        "Program that talks to the policy. null: one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
     )
     agent_seconds: Float = key(

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "warm_start"  # in the run folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
 
-_OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction")  # keys that demonstrations do not need
+_OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction", "right_first")  # keys of this stage
 _MOST_HELD_OUT = 256  # demonstrations held out without a file of held-out demonstrations
 
 
@@ -114,7 +114,7 @@ def supervised_rates(config: WarmStartConfig) -> np.ndarray:
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
-    """Trains on (prompt, answer) pairs; a share `wrong_fraction` of the answers is wrong.
+    """Trains on (prompt, answer) pairs; a share `wrong_fraction` of the answers is wrong after the first steps.
 
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
@@ -129,15 +129,14 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with step_bar("warm start", config.steps) as bar:
-        for rate in supervised_rates(config):
+        for step, rate in enumerate(supervised_rates(config)):
+            wrong_fraction = config.wrong_fraction if step >= config.right_first * config.steps else 0.0
             chosen = generator.integers(len(counts), size=config.batch_size)
+            rows = chosen
             if counts.all():
-                wrong = generator.random(config.batch_size) < config.wrong_fraction
+                wrong = generator.random(config.batch_size) < wrong_fraction
                 rows = np.where(wrong, first_mistake[chosen] + generator.integers(counts[chosen]), chosen)
-                shown = tokens[rows]
-            else:
-                rows = chosen
-                shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
+            shown = tokens[rows] if counts.all() else _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
             state = (params, optimizer_state)
             params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)

@@ -105,6 +105,30 @@ def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
         chex.assert_trees_all_equal(jax.device_get(other), jax.device_get(params))
 
 
+@pytest.mark.parametrize(("right_first", "shares"), [(0.0, [1, 1, 1, 1]), (0.6, [0, 0, 0, 1]), (1.0, [0, 0, 0, 0])])
+def test_the_first_steps_show_only_right_answers(config, monkeypatch, tmp_path, right_first, shares):
+    shown = []
+
+    def step(decoder, optimizer, params, state, batch, rate):
+        shown.append(jax.device_get(batch))
+        return params, state, 0.0
+
+    monkeypatch.setattr(warm_start, "_supervised_step", step)
+    start = f"warm_start={{steps: 4, batch_size: 64, wrong_fraction: 1.0, right_first: {right_first}}}"
+    made, _ = run.prepare(load_config(tmp_path / "tiny.yaml", [start]))
+    answers, decode = {problem.prompt: problem.answer for problem in made.train.problems}, made.policy.tokenizer.decode
+    wrong = [
+        np.mean(
+            [
+                decode(one[kept][:-1]) != answers[decode(asked[real])]
+                for asked, real, one, kept in zip(*batch, strict=True)
+            ]
+        )
+        for batch in shown
+    ]
+    assert wrong == shares
+
+
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
 
 
