@@ -162,6 +162,11 @@ CASES = [
     ("warm_start.max_tokens=5", "warm_start.max_tokens = 5", "only with warm_start.demonstrations"),
     (SHOWN, "warm_start.learning_rate = 0.002", "set it for demonstrations"),
     (
+        [*SHOWN, "warm_start.learning_rate=1e-5", "warm_start.right_first=0.5"],
+        "warm_start.right_first = 0.5",
+        "does not work with warm_start.demonstrations",
+    ),
+    (
         [*SHOWN, "warm_start.learning_rate=1e-5", "warm_start.wrong_fraction=0.1"],
         "warm_start.wrong_fraction = 0.1",
         "does not work with warm_start.demonstrations",

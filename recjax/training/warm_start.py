@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "warm_start"  # in the run folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
 
-_OF_ANSWERS = ("steps", "batch_size", "learning_rate", "wrong_fraction", "right_first")  # keys of this stage
 _MOST_HELD_OUT = 256  # demonstrations held out without a file of held-out demonstrations
 
 
@@ -71,7 +70,6 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
     unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
-    depends_on["warm_start"] = {key: depends_on["warm_start"][key] for key in _OF_ANSWERS}
     # Only values that a chat template sets, so that the digests of all other policies do not change.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
     depends_on |= {key: value for key, value in of_chats.items() if value is not None}
@@ -114,12 +112,12 @@ def supervised_rates(config: WarmStartConfig) -> np.ndarray:
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
-    """Trains on (prompt, answer) pairs; a share `wrong_fraction` of the answers is wrong after the first steps.
+    """Trains on (prompt, answer) pairs; after a share `right_first` of the steps, a share `wrong_fraction` is wrong.
 
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
-    optimizer_state = first_state(optimizer, params).optimizer_state
+    state = params, first_state(optimizer, params).optimizer_state
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
@@ -132,17 +130,18 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
         for step, rate in enumerate(supervised_rates(config)):
             wrong_fraction = config.wrong_fraction if step >= config.right_first * config.steps else 0.0
             chosen = generator.integers(len(counts), size=config.batch_size)
-            rows = chosen
             if counts.all():
                 wrong = generator.random(config.batch_size) < wrong_fraction
                 rows = np.where(wrong, first_mistake[chosen] + generator.integers(counts[chosen]), chosen)
-            shown = tokens[rows] if counts.all() else _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
+                shown = tokens[rows]
+            else:
+                rows = chosen
+                shown = _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
-            state = (params, optimizer_state)
-            params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
+            *state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
-    return params
+    return state[0]
 
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:

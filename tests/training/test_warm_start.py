@@ -105,28 +105,29 @@ def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
         chex.assert_trees_all_equal(jax.device_get(other), jax.device_get(params))
 
 
-@pytest.mark.parametrize(("right_first", "shares"), [(0.0, [1, 1, 1, 1]), (0.6, [0, 0, 0, 1]), (1.0, [0, 0, 0, 0])])
-def test_the_first_steps_show_only_right_answers(config, monkeypatch, tmp_path, right_first, shares):
-    shown = []
+@pytest.fixture
+def shown(monkeypatch):
+    """The batches that a warm start shows; no step trains."""
+    batches = []
 
     def step(decoder, optimizer, params, state, batch, rate):
-        shown.append(jax.device_get(batch))
+        batches.append(jax.device_get(batch))  # rows of an array on a device are slow to take
         return params, state, 0.0
 
     monkeypatch.setattr(warm_start, "_supervised_step", step)
+    return batches
+
+
+@pytest.mark.parametrize(("right_first", "shares"), [(0.0, [1, 1, 1, 1]), (0.6, [0, 0, 0, 1]), (1.0, [0, 0, 0, 0])])
+def test_the_first_steps_show_only_right_answers(config, shown, tmp_path, right_first, shares):
     start = f"warm_start={{steps: 4, batch_size: 64, wrong_fraction: 1.0, right_first: {right_first}}}"
     made, _ = run.prepare(load_config(tmp_path / "tiny.yaml", [start]))
     answers, decode = {problem.prompt: problem.answer for problem in made.train.problems}, made.policy.tokenizer.decode
-    wrong = [
-        np.mean(
-            [
-                decode(one[kept][:-1]) != answers[decode(asked[real])]
-                for asked, real, one, kept in zip(*batch, strict=True)
-            ]
-        )
-        for batch in shown
-    ]
-    assert wrong == shares
+
+    def is_wrong(prompt, prompt_kept, answer, kept):
+        return decode(answer[kept][:-1]) != answers[decode(prompt[prompt_kept])]
+
+    assert [np.mean([*map(is_wrong, *batch)]) for batch in shown] == shares
 
 
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
@@ -136,14 +137,7 @@ WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=',
 @pytest.mark.parametrize(
     "wrong_fraction", [0.4, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
 )
-def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monkeypatch, wrong_fraction, tmp_path):
-    shown = []
-
-    def step(decoder, optimizer, params, state, batch, rate):
-        shown.append(jax.device_get(batch))  # rows of an array on a device are slow to take
-        return params, state, 0.0
-
-    monkeypatch.setattr(warm_start, "_supervised_step", step)
+def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, shown, wrong_fraction, tmp_path):
     start = f"warm_start={{steps: 40, batch_size: 64, wrong_fraction: {wrong_fraction}}}"
     task = "task.reward=recjax.tasks.rewards:last_number_match"
     run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
