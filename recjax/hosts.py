@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -35,10 +36,14 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         processes: number of processes.
         process_id: number of this process, from 0.
     Raises:
-        ValueError: some arguments are missing, and no environment provides them.
+        ValueError: some arguments are missing, and no environment provides them; the coordinator has no port.
     """
     if processes == 1:
         return
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(
+            f"--coordinator {coordinator}: has no port; give HOST:PORT of process 0, such as {coordinator}:8476"
+        )
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace recjax's handler
     try:
         jax.distributed.initialize(

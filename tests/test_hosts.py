@@ -49,6 +49,12 @@ def start(tmp_path, *options, command="train", flags=()):
     return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], names)
 
 
+@pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "10.0.0.1:port"])
+def test_a_coordinator_without_a_port_is_refused(coordinator):
+    with pytest.raises(ValueError, match=f"--coordinator {coordinator}: has no port; give HOST:PORT"):
+        hosts.meet(coordinator, 2, 0)
+
+
 @pytest.mark.slow
 def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)

@@ -181,10 +181,18 @@ Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a nu
 class MeshConfig(ConfigBlock):
     """Layout of the devices; the sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
-    data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters")
+    data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters; 1 if another size is -1")
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
     expert: Size = key(1, "Devices that split rows and experts")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rest_for_another_axis(cls, values: Any) -> Any:
+        """A -1 that the user gives to another axis takes the place of the default -1 of `data`."""
+        if isinstance(values, dict) and "data" not in values and "-1" in map(str, values.values()):
+            return values | {"data": 1}
+        return values
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """More than one -1."""

@@ -57,7 +57,8 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     ):
         size = mesh.shape.get(axis, 1)
         if whole % size:
-            largest = max(number for number in range(1, size) if whole % number == 0)
+            largest = math.gcd(whole, mesh.size)
             raise ValueError(
-                f"mesh.{axis} = {size} does not divide the model's {whole} {what}; set {largest}, or another divisor"
+                f"mesh.{axis} = {size} does not divide the model's {whole} {what}; set {largest}, which also divides"
+                f" the {mesh.size} devices, or another common divisor"
             )

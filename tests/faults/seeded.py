@@ -1,4 +1,4 @@
-"""Twenty-five seeded faults, and which tests see each: python -m tests.faults.seeded [--only NAME ...] [--every]
+"""Seeded faults, and which tests see each: python -m tests.faults.seeded [--only NAME ...] [--every]
 
 The command copies the tree into a temporary folder, seeds one fault at a time there, runs the tests that the table
 names for it, and prints which test failed. At the end it runs those tests without a fault. It exits with 1 if no test

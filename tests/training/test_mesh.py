@@ -77,6 +77,13 @@ def test_a_path_without_a_rule_is_named():
         param_axes("unheard_of/norms/scale", (2,))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shape"), [({"fsdp": -1}, (1, 4, 1)), ({"tensor": -1, "fsdp": 2}, (1, 2, 2)), ({}, (4, 1, 1))]
+)
+def test_the_default_of_data_leaves_the_rest_to_another_axis(sizes, shape):
+    assert tuple(make_mesh(MeshConfig(**sizes), 4).shape.values()) == shape
+
+
 def test_what_an_axis_does_not_divide_is_whole():
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=4))
     odd = dataclasses.replace(EVERYTHING, vocab_size=13)
@@ -86,8 +93,14 @@ def test_what_an_axis_does_not_divide_is_whole():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((1, 1, 4), r"mesh.tensor = 4 does not divide the model's 6 attention heads; set 3"),
-        ((1, 4, 1), r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; set 3"),
+        (
+            (1, 1, 4),
+            r"mesh.tensor = 4 does not divide the model's 6 attention heads; set 2, which also divides the 4",
+        ),
+        (
+            (1, 4, 1),
+            r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; set 2, which also divides the 4",
+        ),
     ],
 )
 def test_a_model_that_does_not_split_is_refused(sizes, message):
