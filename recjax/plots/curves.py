@@ -12,7 +12,7 @@ from recjax.plots.style import COLORS, GREY, LABELS, add_legend, few_ticks, fini
 
 STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
-SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
+SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}  # a reward may have any range
 
 
 def draw_curves(
@@ -93,5 +93,8 @@ def _scale(axes: Axes, metric: str) -> None:
     elif " − " in metric:
         axes.axhline(0, color=GREY, lw=0.8, label="_zero")
     else:
-        axes.set_ylim(0, 1.02 if metric in SHARES else None)
+        limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
+        low, high = np.min(limits), np.max(limits)
+        if low >= 0:
+            axes.set_ylim(0, 1.02 if metric in SHARES and high <= 1 else None)
     few_ticks(axes.xaxis, 4)

@@ -100,6 +100,20 @@ def test_curves_show_the_mean_and_the_band_of_runs(path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Both"]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [([0.2, 0.9], (0, 1.02)), ([1.5, 2.75], (0, 2.75)), ([-7.0, -0.1], (-7.0, -0.1)), ([-0.5, 1.0], (-0.5, 1.0))],
+)
+def test_no_panel_cuts_a_curve_off(rewards, shown):
+    table = pd.DataFrame({"line": "a", "panel": ["low", "high"], "run": "0", "step": 5, "reward": rewards})
+    for panels in (["low", "high"], ["one", "one"]):  # in a row with one scale, and one panel
+        steps = [5, 5] if panels[0] == "low" else [5, 10]
+        figure = draw_curves(table.assign(panel=panels, step=steps), "line", "panel", ["reward"])
+        low, high = figure.axes[0].get_ylim()
+        assert low <= shown[0] and shown[1] <= high
+        assert (low == 0) == (min(rewards) >= 0) and (high == 1.02) == (shown == (0, 1.02))
+
+
 def test_a_source_that_is_no_table_of_runs_is_named(tmp_path):
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1 and nothing else")
