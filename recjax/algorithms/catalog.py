@@ -342,9 +342,11 @@ FIELD = {
     "p3o": Preset(
         "P3O",
         "2605.12380",
-        "min(ρ, effective share of the batch)A",
-        {"weight": "effective_size_capped"},
-        SUMMARY,
+        "min(ρ, E)A + (1−E)(1/ρ − 1), A over σ, E the effective share of the batch's tokens",
+        {"advantage": "group_normalized", "weight": "effective_size_capped", "regularizer": "effective_size_kl"},
+        "as in the authors' code, but with E of the whole batch, where the code has E of a micro-batch on all devices;"
+        " both terms stop growing at ρ = e^−10, where the code's KL starts to push away from μ. The cap alone:"
+        " advantage={name: group_mean}, regularizer={name: none}",
     ),
     # --- Anchors.
     "tis": Preset(

@@ -238,25 +238,22 @@ def expert_shaped_weights(
 
 
 def effective_size_capped_weights(
-    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    scored_log_ratio: Float[Array, "batch time"],
+    effective_share: Float[Array, " batch"],
+    completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
     """The ratio up to a cap that falls as the batch gets stale: min(ρ_t, effective share of the batch).
 
-    The effective share is `diagnostics.effective_sample_size` over tokens: (Σρ)² / (n Σρ²), from 1/n to 1.
-
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
+        effective_share: `ratios.effective_share` over the batch's tokens, from 1/n to 1; equal for all rows.
         completion_mask: mask of the tokens that count.
-    Reference: arXiv 2605.12380 (P3O), which ties the cap to the effective sample size; by a summary of it.
+    Reference: arXiv 2605.12380 (P3O), as in the authors' code.
 
     Examples:
-        >>> log_ratio, mask = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([[True, True]])
-        >>> [round(x, 3) for x in effective_size_capped_weights(log_ratio, mask)[0].tolist()]
-        [0.8, 0.8]
+        >>> log_ratio, mask = jnp.log(jnp.array([[0.5, 3.0]])), jnp.array([[True, True]])
+        >>> print(effective_size_capped_weights(log_ratio, jnp.array([0.75]), mask))
+        [[0.5  0.75]]
     """
     ratio = jnp.where(completion_mask, bounded_exp(scored_log_ratio), 0.0)
-    # Divided by the largest ratio, so that no square overflows.
-    scaled = ratio / jnp.maximum(jnp.max(ratio), jnp.finfo(ratio.dtype).tiny)
-    count = jnp.maximum(jnp.sum(completion_mask), 1)
-    share = jnp.square(jnp.sum(scaled)) / (count * jnp.maximum(jnp.sum(jnp.square(scaled)), 1e-30))
-    return jnp.minimum(ratio, share)
+    return jnp.minimum(ratio, effective_share[:, None])
