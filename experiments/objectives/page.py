@@ -39,6 +39,7 @@ COMPANIONS: dict[str, dict[str, dict]] = {
     "dapo": {"experience": {"refill": {"batches": 10}}, "task": {"overlong_tokens": 64}},
     "flash_reinforce": {"rollout": {"group_size": 1}},
     "luffy": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "group"}}},
+    "mis": {"training": {"updates_per_batch": 2}},
     "tis": {"training": {"updates_per_batch": 2}},
     "decoupled_ppo": {"training": {"updates_per_batch": 2}},
     "a3po": {"training": {"updates_per_batch": 2}},

@@ -95,7 +95,11 @@ AXES = {
         "exp_advantage": weighting.exp_advantage_weights,
         "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
     },
-    "correction": {"none": None, **_TOKEN_WEIGHTS},
+    "correction": {
+        "none": None,
+        **_TOKEN_WEIGHTS,
+        "sequence_banded": token_weighting.sequence_banded_weights,
+    },
     "regularizer": {
         "none": None,
         "log_likelihood_bonus": regularizers.log_likelihood_bonus,

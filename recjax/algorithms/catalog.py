@@ -225,11 +225,12 @@ FIELD = {
     ),
     "mis": Preset(
         "Masked importance sampling",
-        "https://huggingface.co/docs/trl/en/paper_index",
-        "ρA·one-side(ρ), 0 in completions whose mean ratio leaves 0.99 to 1.01",
-        {**CLIPPED, "mask": "sequence_band"},
-        "on the geometric mean, as SkyRL's docs prefer; TRL's default is the product up to 3, which masks long"
-        " completions for their length alone: mask={level: product, low: 0.0, high: 3.0}",
+        "https://github.com/NovaSky-AI/SkyRL/blob/main/docs/content/docs/algorithms/off_policy_correction.mdx",
+        "ρA·one-side(ρ), ρ = π/π_prox, 0 in completions whose geometric mean of π_prox/μ leaves 0.99 to 1.01",
+        {**CLIPPED, "anchor": "proximal", "mask": "sequence_band"},
+        "SkyRL's form with the band of its docs; ρ = 1 in the first update of a batch. TRL's default multiplies by R,"
+        " the product of π_prox/μ over the completion, and drops R > 3, which long completions exceed for their length"
+        " alone: correction={name: sequence_banded, high: 3.0}, mask={name: none}",
     ),
     "m2po": Preset(
         "M2PO",

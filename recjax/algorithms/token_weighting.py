@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.options import Scalar, require
-from recjax.algorithms.ratios import bounded_exp, per_token
+from recjax.algorithms.ratios import bounded_exp, per_token, sequence_sum
 
 
 def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -58,6 +58,36 @@ def banded_weights(
     """
     _require_around_one(low, high)
     return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def sequence_banded_weights(
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    low: Scalar = 0.0,
+    high: Scalar = 3.0,
+) -> Float[Array, "batch time"]:
+    """The product of the completion's token ratios inside a band, and 0 outside the band.
+
+    Args:
+        log_ratio: log ρ of each token.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        low: lowest product that counts, from 0 to 1.
+        high: largest product that counts, 1 or more.
+    Raises:
+        ValueError: a band without 1 in it.
+    Reference: TRL's default correction, https://huggingface.co/docs/trl/en/paper_index (sequence_mask).
+
+    Examples:
+        >>> log_ratio, mask = jnp.log(jnp.array([[1.5, 1.5], [1.5, 3.0]])), jnp.array([[True, True], [True, True]])
+        >>> print(sequence_banded_weights(log_ratio, mask))
+        [[2.25 2.25]
+         [0.   0.  ]]
+    """
+    product = bounded_exp(sequence_sum(log_ratio, completion_mask, trajectories))
+    return jnp.broadcast_to(banded_weights(product, low=low, high=high), log_ratio.shape)
 
 
 def bounded_weights(
