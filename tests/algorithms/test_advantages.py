@@ -89,9 +89,9 @@ WHITENED = [
 OPTIONS = {
     "batch_whitened": WHITENED,
     "part_normalized": [{}, {"over": "tokens", "ddof": 1}],
-    "group_normalized": [{"ddof": 1}],
+    "group_normalized": [{}, {"ddof": 1}],
+    "turn_returns": [{}, {"discount": 0.9}],
 }
-OPTIONS |= {"turn_returns": [{"discount": 0.9}]}
 MANY, TIME = 130, 3
 
 
