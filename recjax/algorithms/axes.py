@@ -21,6 +21,7 @@ _TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
     "truncated": token_weighting.truncated_weights,
     "banded": token_weighting.banded_weights,
+    "sequence_banded": token_weighting.sequence_banded_weights,
     "bounded": token_weighting.bounded_weights,
 }
 # Functions of each axis by name. The first function of each axis is that of REINFORCE.
@@ -95,11 +96,7 @@ AXES = {
         "exp_advantage": weighting.exp_advantage_weights,
         "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
     },
-    "correction": {
-        "none": None,
-        **_TOKEN_WEIGHTS,
-        "sequence_banded": token_weighting.sequence_banded_weights,
-    },
+    "correction": {"none": None, **_TOKEN_WEIGHTS},
     "regularizer": {
         "none": None,
         "log_likelihood_bonus": regularizers.log_likelihood_bonus,
