@@ -198,8 +198,8 @@ def unbiased_reference_kl_penalty(
     """`coefficient` · KL(π ‖ π_ref), estimated on tokens that μ sampled, with unbiased value and gradient.
 
     ρ (exp(d) − d − 1) with d = log π_ref − log π and ρ = π/μ, which is differentiated too. The gradient is −ρ d times
-    ∇log π; its mean under μ is the gradient of KL(π ‖ π_ref). The exponents log ρ and log ρ + d are at most
-    MAX_LOG_RATIO and MAX_KL_EXPONENT.
+    ∇log π; its mean under μ is the gradient of KL(π ‖ π_ref). The exponent log ρ is at most MAX_LOG_RATIO, and
+    log ρ + d at most MAX_KL_EXPONENT.
 
     Args:
         logprobs: log π of each token; ignored where masked.
@@ -218,16 +218,13 @@ def unbiased_reference_kl_penalty(
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     policy = jnp.where(completion_mask, logprobs, 0.0)
-    log_ratio, difference = jax.lax.stop_gradient(
-        (
-            log_difference(policy, behavior_logprobs, completion_mask),
-            log_difference(reference_logprobs, policy, completion_mask),
-        )
-    )
-    ratio = jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
+    constant = jax.lax.stop_gradient(policy)
+    difference = log_difference(reference_logprobs, constant, completion_mask)
+    log_ratio = jnp.minimum(log_difference(constant, behavior_logprobs, completion_mask), MAX_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
     value = jnp.exp(jnp.minimum(log_ratio + difference, MAX_KL_EXPONENT)) - ratio * (difference + 1)
     # The gradient in closed form: where a bound cuts one of two exponents, their derivatives would not cancel.
-    return coefficient * (value - ratio * difference * (policy - jax.lax.stop_gradient(policy)))
+    return coefficient * (value - ratio * difference * (policy - constant))
 
 
 def effective_size_kl_penalty(
