@@ -195,8 +195,8 @@ def soft_weights(
     """
     require(tau_positive > 0, "tau_positive", tau_positive, "must be above 0")
     require(tau_negative > 0, "tau_negative", tau_negative, "must be above 0")
-    gate = jax.nn.sigmoid(jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1))
-    return 4 * gate * (1 - gate) * ratio
+    distance = jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1)
+    return 4 * jax.nn.sigmoid(distance) * jax.nn.sigmoid(-distance) * ratio
 
 
 def peaked_weights(
