@@ -139,17 +139,20 @@ def test_a_mask_reads_the_proximal_policys_ratio_to_the_behavior_policy(preset, 
     assert algorithm.needs_behavior_logprobs and algorithm.needs_scoring
 
 
-def coefficients_of(preset, overrides, policies, advantages):
-    """−gradient of the loss by log π of every token; policies: log π, log π_prox, log μ."""
-    algorithm = build_algorithm(preset, overrides)
-    mask = jnp.isfinite(policies[0])
-    logprobs, proximal, behavior = (jnp.where(mask, x, 0.0) for x in policies)
-    size = len(advantages)
-    scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
-    given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
-    rows = losses.row_terms(algorithm, jnp.zeros(size), jnp.arange(size), mask.any(-1), jax.random.key(0), **given)
-    rows = rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
-    return -jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
+def coefficients_of(preset, overrides, policies, rewards, advantages=None):
+    """−gradient of the loss by log π of every token of one group; policies: log π, log π_prox, log μ."""
+    algorithm, mask = build_algorithm(preset, overrides), jnp.isfinite(policies[0])
+    compared = jnp.asarray(rewards, jnp.float32), jnp.zeros(len(rewards), int), mask.any(-1), jax.random.key(0)
+
+    @jax.jit
+    def gradient(logprobs, proximal, behavior):
+        scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
+        given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
+        rows = losses.row_terms(algorithm, *compared, **given)
+        rows = rows if advantages is None else rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
+        return jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
+
+    return -np.asarray(gradient(*(jnp.where(mask, x, 0.0) for x in policies)))
 
 
 TRL = {"correction": {"name": "sequence_banded", "high": 3.0}, "mask": {"name": "none"}}
@@ -164,7 +167,8 @@ def test_masked_importance_sampling_has_both_published_forms(form, spread):
     proximal = behavior + spread * random.normal(size=behavior.shape)
     policies = proximal + 0.15 * random.normal(size=behavior.shape), proximal, behavior
     advantages, kept = random.normal(size=24), set()
-    got = coefficients_of("mis", TRL if form == "TRL" else {}, jnp.asarray(policies, jnp.float32), advantages)
+    overrides, policies32 = TRL if form == "TRL" else {}, jnp.asarray(policies, jnp.float32)
+    got = coefficients_of("mis", overrides, policies32, advantages, advantages)
     for i, advantage in enumerate(advantages):
         drift = [proximal[i, t] - behavior[i, t] for t in range(lengths[i])]
         if form == "SkyRL":
@@ -182,31 +186,23 @@ def test_masked_importance_sampling_has_both_published_forms(form, spread):
 
 def test_masked_importance_sampling_in_the_first_update():
     """π = π_prox: nothing is clipped; SkyRL's weight is 1 and TRL's the product."""
-    same, drifted = (jnp.log(jnp.array([x])) for x in ([1.5, (2 / 3) ** 0.5, (2 / 3) ** 0.5], [1.5, 1.1, 1.0]))
-    behavior = jnp.full((1, 3), -2.0)
-    at = lambda drift, overrides: coefficients_of("mis", overrides, (behavior + drift, behavior + drift, behavior), [1])  # noqa: E731
-    np.testing.assert_allclose(at(same, {}), [[1, 1, 1]], rtol=1e-5)
-    np.testing.assert_allclose(at(drifted, TRL), [[1.65, 1.65, 1.65]], rtol=1e-5)
-    assert (at(drifted, {}) == 0).all()
+    drifts = jnp.log(jnp.array([[1.5, (2 / 3) ** 0.5, (2 / 3) ** 0.5], [1.5, 1.1, 1.0]]))
+    behavior = jnp.full((2, 3), -2.0)
+    policies = behavior + drifts, behavior + drifts, behavior
+    skyrl, trl = (coefficients_of("mis", overrides, policies, [1, 1], [1, 1]) for overrides in ({}, TRL))
+    np.testing.assert_allclose(skyrl, [[1, 1, 1], [0, 0, 0]], rtol=1e-5)
+    np.testing.assert_allclose(trl, [[1, 1, 1], [1.65, 1.65, 1.65]], rtol=1e-5)
 
 
 def test_p3o_pulls_back_by_what_the_effective_sample_size_leaves():
     """ρ = (½, 1, 4) in the completion that is right, and 1 in the other: E = 0.5947, and the authors' coefficients."""
-    log_ratio = jnp.log(jnp.array([[0.5, 1.0, 4.0], [1.0, 1.0, 1.0]]))
-    behavior, mask = jnp.full((2, 3), -3.0), jnp.ones((2, 3), bool)
-
-    def coefficients(overrides):
-        algorithm = build_algorithm("p3o", overrides)
-        scored = losses.Scored(behavior + log_ratio, jnp.zeros((2, 3)), behavior)
-        compared = jnp.array([1.0, 0.0]), jnp.zeros(2, int), mask[:, 0], jax.random.key(0)
-        rows = losses.row_terms(algorithm, *compared, completion_mask=mask, scored=scored)
-        gradient = jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(behavior + log_ratio)
-        return rows.effective_share, -gradient
-
-    share, whole = coefficients({})
-    np.testing.assert_allclose(share, 0.5947, atol=5e-5)
+    behavior = jnp.full((2, 3), -3.0)
+    logprobs = behavior + jnp.log(jnp.array([[0.5, 1.0, 4.0], [1.0, 1.0, 1.0]]))
+    policies = logprobs, logprobs, behavior
+    whole = coefficients_of("p3o", {}, policies, [1, 0])
     np.testing.assert_allclose(whole, [[0.905, 0.595, 0.291], [-0.595] * 3], atol=6e-4)
-    _, cap = coefficients({"advantage": {"name": "group_mean"}, "regularizer": {"name": "none"}})
+    alone = {"advantage": {"name": "group_mean"}, "regularizer": {"name": "none"}}
+    cap = coefficients_of("p3o", alone, policies, [1, 0])
     np.testing.assert_allclose(cap[0], [0.25, 0.297, 0.297], atol=6e-4)
 
 
