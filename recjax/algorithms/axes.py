@@ -15,12 +15,13 @@ from recjax.algorithms import (
     weighting,
 )
 from recjax.algorithms.options import did_you_mean, require, user_function
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, RESCORED, WHOLE_BATCH, check_names
 
 _TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
     "truncated": token_weighting.truncated_weights,
     "banded": token_weighting.banded_weights,
+    "sequence_banded": token_weighting.sequence_banded_weights,
     "bounded": token_weighting.bounded_weights,
 }
 # Functions of each axis by name. The first function of each axis is that of REINFORCE.
@@ -101,6 +102,7 @@ AXES = {
         "log_likelihood_bonus": regularizers.log_likelihood_bonus,
         "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
         "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
+        "effective_size_kl": regularizers.effective_size_kl_penalty,
     },
     "reduction": {
         "token_mean": reduce.token_mean,
@@ -118,12 +120,12 @@ ADDED_TERMS = {
     "teacher_divergence": regularizers.teacher_divergence,
     "observations": regularizers.observation_cross_entropy,
 }
-_OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and not name.startswith("scored_")]
+_OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and name not in RESCORED]
 _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
 # Values that a user's own function may read, by axis. The axis `objective` takes no functions of users.
 READABLE = {
     "selection": ["key", *_OF_ROWS],
-    "advantage": [*_OF_ROWS, "scored_logprobs", "scored_log_ratio", "scored_entropy"],
+    "advantage": [*_OF_ROWS, *sorted(RESCORED)],
     "anchor": [*EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs"],
     "ratio": [*EVERYWHERE, *_OF_RATIO],
     "clip": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],

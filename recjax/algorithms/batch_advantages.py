@@ -12,18 +12,21 @@ from recjax.algorithms.groups import first_rows, group_index, group_minima, grou
 from recjax.algorithms.options import Scalar, require
 
 
-def _mean_and_deviation(values, weights, ddof=0):
-    """Weighted mean and standard deviation of all values; 0 if all weights are 0."""
-    total = jnp.sum(weights)
-    mean = jnp.sum(weights * values) / jnp.maximum(total, 1.0)
-    return mean, jnp.sqrt(jnp.sum(weights * jnp.square(values - mean)) / jnp.maximum(total - ddof, 1.0))
+def _batch_deviations(values, kept, weights=None):
+    """`deviations` with all rows as one group, so that equal values give exactly 0."""
+    return deviations(values, jnp.zeros(kept.shape, int), kept, weights)
+
+
+def _standard_deviation(centered, weights, ddof=0):
+    """Weighted root mean square of deviations from a mean; 0 if all weights are 0."""
+    return jnp.sqrt(jnp.sum(weights * jnp.square(centered)) / jnp.maximum(jnp.sum(weights) - ddof, 1.0))
 
 
 def _whitened(values, kept, lengths, over, ddof, epsilon):
     """Scales the values of kept rows to mean 0 and standard deviation 1, over completions or tokens."""
-    weights = kept.astype(values.dtype) * (lengths if over == "tokens" else 1)
-    mean, deviation = _mean_and_deviation(jnp.where(kept, values, 0.0), weights, ddof)
-    return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
+    weights = kept * (lengths if over == "tokens" else 1)
+    centered = _batch_deviations(values, kept, weights)
+    return centered / (_standard_deviation(centered, weights, ddof) + epsilon)
 
 
 def _require_epsilon(epsilon: Scalar) -> None:
@@ -51,8 +54,7 @@ def batch_mean_advantages(rewards: Float[Array, " batch"], kept: Bool[Array, " b
         >>> print(batch_mean_advantages(jnp.array([3.0, 0.0, 9.0]), jnp.array([True, True, False])))
         [ 1.5 -1.5  0. ]
     """
-    mean, _ = _mean_and_deviation(jnp.where(kept, rewards, 0.0), kept.astype(rewards.dtype))
-    return jnp.where(kept, rewards - mean, 0.0)
+    return _batch_deviations(rewards, kept)
 
 
 def batch_whitened_advantages(
@@ -126,7 +128,7 @@ def batch_deviation_advantages(
         [1.155, -1.155, 0.0, 0.0]
     """
     _require_epsilon(epsilon)
-    _, deviation = _mean_and_deviation(jnp.where(kept, rewards, 0.0), kept.astype(rewards.dtype))
+    deviation = _standard_deviation(_batch_deviations(rewards, kept), kept)
     return deviations(rewards, group_index(group_ids), kept) / (deviation + epsilon)
 
 
@@ -247,12 +249,17 @@ def part_normalized_advantages(
     require(bool(reward_parts), "reward_parts", dict(reward_parts), "the reward has no parts to normalize one by one")
     index = group_index(group_ids)
     total = jnp.zeros(kept.shape)
+    largest = 0.0
     for part, values in reward_parts.items():
         there = kept & jnp.isfinite(values)
         centered = deviations(jnp.where(there, values, 0.0), index, there)
         variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, there) - ddof, 1.0)
-        total += part_weights[part] * (centered / (jnp.sqrt(variance) + epsilon))
-    return _whitened(total, kept, lengths, over, ddof, epsilon)
+        normalized = part_weights[part] * (centered / (jnp.sqrt(variance) + epsilon))
+        total += normalized
+        largest += jnp.max(jnp.abs(normalized))
+    # If the parts cancel each other everywhere, only rounding errors are left, which whitening would scale up to 1.
+    is_signal = jnp.max(jnp.abs(total)) > len(kept) * jnp.finfo(total.dtype).eps * largest
+    return jnp.where(is_signal, _whitened(total, kept, lengths, over, ddof, epsilon), 0.0)
 
 
 def log_mean_exp_advantages(

@@ -225,11 +225,12 @@ FIELD = {
     ),
     "mis": Preset(
         "Masked importance sampling",
-        "https://huggingface.co/docs/trl/en/paper_index",
-        "ρA·one-side(ρ), 0 in completions whose mean ratio leaves 0.99 to 1.01",
-        {**CLIPPED, "mask": "sequence_band"},
-        "on the geometric mean, as SkyRL's docs prefer; TRL's default is the product up to 3, which masks long"
-        " completions for their length alone: mask={level: product, low: 0.0, high: 3.0}",
+        "https://github.com/NovaSky-AI/SkyRL/blob/main/docs/content/docs/algorithms/off_policy_correction.mdx",
+        "ρA·one-side(ρ), ρ = π/π_prox, 0 in completions whose geometric mean of π_prox/μ leaves 0.99 to 1.01",
+        {**CLIPPED, "anchor": "proximal", "mask": "sequence_band"},
+        "as in SkyRL's docs; ρ = 1 in the first update of a batch. TRL's default multiplies by the product of π_prox/μ"
+        " over the completion, and drops products above 3, which long completions exceed for their length alone:"
+        " correction={name: sequence_banded, high: 3.0}, mask={name: none}",
     ),
     "m2po": Preset(
         "M2PO",
@@ -342,9 +343,11 @@ FIELD = {
     "p3o": Preset(
         "P3O",
         "2605.12380",
-        "min(ρ, effective share of the batch)A",
-        {"weight": "effective_size_capped"},
-        SUMMARY,
+        "min(ρ, E)A + (1−E)(1/ρ − 1), A over σ, E the effective share of the batch's tokens",
+        {"advantage": "group_normalized", "weight": "effective_size_capped", "regularizer": "effective_size_kl"},
+        "as in the authors' code, but E is of the whole batch instead of a micro-batch on all devices. Below ρ = e^−10"
+        " the KL's gradient keeps its value, where the code starts to push away from μ. The cap alone:"
+        " advantage={name: group_mean}, regularizer={name: none}",
     ),
     # --- Anchors.
     "tis": Preset(

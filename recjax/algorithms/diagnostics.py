@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from recjax.algorithms.groups import one_per_trajectory
 from recjax.algorithms.losses import Algorithm, RowTerms, impossible_tokens, token_terms
-from recjax.algorithms.ratios import bounded_exp, log_difference, per_token, sequence_sum
+from recjax.algorithms.ratios import bounded_exp, effective_share, log_difference, per_token, sequence_sum
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
@@ -97,9 +97,7 @@ def effective_sample_size(
     """
     rows = one_per_trajectory(jnp.any(completion_mask, axis=-1), trajectories)
     log_weights = sequence_sum(log_ratio, completion_mask, trajectories)[:, 0]
-    log_size = 2 * jax.nn.logsumexp(log_weights, where=rows) - jax.nn.logsumexp(2 * log_weights, where=rows)
-    count = jnp.sum(rows)
-    return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
+    return effective_share(log_weights, rows)
 
 
 def staleness(

@@ -20,6 +20,7 @@ from recjax.algorithms.options import require
 from recjax.algorithms.ratios import (
     behavior_anchor,
     bounded_exp,
+    effective_share,
     log_difference,
     per_token,
     sequence_sum,
@@ -47,6 +48,7 @@ class RowTerms(NamedTuple):
     mask: joint mask of the axes `clip` and `mask`, as far as their functions read the whole batch.
     proximal_logprobs: log π before the batch's first update, if the algorithm reads it.
     teacher_logprobs: log-probs of a teacher, if the algorithm reads them.
+    effective_share: effective sample size of the update's tokens as a share, equal for all rows; None without scores.
     trajectories: id of each row's completion, which stays in one micro-batch; None if each row is a completion.
     observation_weights: see `regularizers.observation_cross_entropy`; None if the algorithm does not read observations.
     """
@@ -60,6 +62,7 @@ class RowTerms(NamedTuple):
     mask: Bool[Array, "batch time"] | None = None
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
+    effective_share: Float[Array, " batch"] | None = None
     trajectories: Int[Array, " batch"] | None = None
     observation_weights: Float[Array, "batch time"] | None = None
 
@@ -90,6 +93,7 @@ class TokenValues(NamedTuple):
     completion_mask: Bool[Array, "batch time"]
     foreign: Bool[Array, " batch"] | None
     trajectories: Int[Array, " batch"] | None
+    effective_share: Float[Array, " batch"] | None = None
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
     reference_logprobs: Float[Array, "batch time"] | None = None
@@ -123,6 +127,7 @@ class BatchValues(NamedTuple):
     scored_logprobs: Float[Array, "batch time"] | None = None
     scored_entropy: Float[Array, "batch time"] | None = None
     scored_log_ratio: Float[Array, "batch time"] | None = None
+    effective_share: Float[Array, " batch"] | None = None
     advantages: Float[Array, "batch *rest"] | None = None
 
 
@@ -185,6 +190,7 @@ def _tokens(
         mask,
         rows.foreign,
         rows.trajectories,
+        rows.effective_share,
         constant(rows.proximal_logprobs),
         constant(rows.teacher_logprobs),
         constant(reference_logprobs),
@@ -279,7 +285,11 @@ def row_terms(
         batch = batch._replace(completion_mask=mask, scored_logprobs=of_policy, scored_entropy=entropy)
         if scored.behavior_logprobs is not None:
             log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
-            batch = batch._replace(scored_log_ratio=log_ratio)
+            of_update = mask if minibatch is None else mask & minibatch[:, None]
+            # Rounding may put the share just above 1, which would turn the sign of 1 − share.
+            share = jnp.minimum(effective_share(log_ratio, of_update), 1.0)
+            share = jnp.broadcast_to(share, rewards.shape)
+            batch = batch._replace(scored_log_ratio=log_ratio, effective_share=share)
 
     def call_on(function):
         if minibatch is None or RESCORED.isdisjoint(names_read(function)):
@@ -322,6 +332,7 @@ def row_terms(
         mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
         proximal_logprobs=proximal_logprobs,
         teacher_logprobs=teacher_logprobs,
+        effective_share=batch.effective_share,
         trajectories=trajectories,
         observation_weights=observation_weights,
     )

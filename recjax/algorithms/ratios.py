@@ -6,6 +6,7 @@ proximal policy is the policy before the batch's first update. With several upda
 around the proximal policy, and a separate weight corrects for μ.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -42,6 +43,20 @@ def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
         [1.000000e+00 4.851652e+08]
     """
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def effective_share(log_weights: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+    """Effective sample size as a share of the sample, from log-weights: (Σw)² / (n Σw²).
+
+    It is 1 for equal weights, down to 1/n where one weight outweighs all others, and 0 if n = 0.
+
+    Examples:
+        >>> round(float(effective_share(jnp.log(jnp.array([1.0, 3.0])), jnp.array([True, True]))), 3)
+        0.8
+    """
+    log_size = 2 * jax.nn.logsumexp(log_weights, where=mask) - jax.nn.logsumexp(2 * log_weights, where=mask)
+    count = jnp.sum(mask)
+    return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
 
 
 def sequence_sum(

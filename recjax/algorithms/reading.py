@@ -15,6 +15,8 @@ EVERYWHERE = {
     "advantages": "advantages A, [batch] or [batch, time]; inside the loss [batch, 1] or [batch, time]",
     "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in kept rows",
     "foreign": "[batch], True for completions by another model",
+    "effective_share": "[batch], equal for all rows: (Σρ)² / (n Σρ²) over the batch's n tokens, with ρ = π/μ before the"
+    " update; needs the scoring pass",
     "trajectories": "[batch], equal for rows of one completion; None if each row is one; give it the default None",
 }
 MICRO_BATCH = {
@@ -40,7 +42,8 @@ WHOLE_BATCH = {
     "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; needs the scoring pass",
     "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; needs the scoring pass",
 }
-RESCORED = frozenset({"scored_logprobs", "scored_log_ratio", "scored_entropy"})  # before each update of a batch
+# Computed before each update of a batch.
+RESCORED = frozenset({"scored_logprobs", "scored_log_ratio", "scored_entropy", "effective_share"})
 SCORED = RESCORED | {"proximal_logprobs"}
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.algorithms.groups import (
     group_count,
     group_index,
+    group_minima,
     group_sizes,
     group_sums,
     one_per_trajectory,
@@ -145,8 +146,10 @@ def pairwise_consistency_loss(
         jnp.where(kept, x, 0.0) for x in (sequence_logprobs, anchor_logprobs, rewards, weights)
     )
     anchor, rewards, weights = jax.lax.stop_gradient((anchor, rewards, weights))
-    agreement = rewards - tau * (policy - anchor)
     index = group_index(group_ids)
+    # Measured from the group's lowest reward, so that equal rewards have exactly equal agreements at π = π_t.
+    above = jnp.where(kept, rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index), 0.0)
+    agreement = above - tau * (policy - anchor)
     weight_sums = group_sums(weights, index)
     means = group_sums(weights * agreement, index) / jnp.where(weight_sums > 0, weight_sums, 1.0)
     sizes = jnp.maximum(group_sizes(index, kept), 1.0)

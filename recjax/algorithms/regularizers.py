@@ -11,8 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import trajectory_sums
 from recjax.algorithms.options import Scalar, require
-from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference, sequence_sum
+from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference, sequence_sum
 
+# e^40 ≈ 2e17; beyond 44 nats, the square in the gradient's norm overflows float32 and ends a run.
+MAX_KL_EXPONENT = 40.0
 KLEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -108,22 +110,27 @@ def squared_log_ratio_per_completion(
     return jnp.where(completion_mask, tau / 2 * jnp.square(whole) / jnp.maximum(lengths, 1.0), 0.0)
 
 
-def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float[Array, "..."]:
+def kl_estimate(
+    log_ratio: Float[Array, "..."], estimator: KLEstimator, bound: Scalar = MAX_KL_EXPONENT
+) -> Float[Array, "..."]:
     """Estimates of KL(p ‖ q) from samples of p, given log_ratio = log q − log p.
 
-    k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1, the exponent clipped to ±MAX_LOG_RATIO.
+    k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1.
 
+    Args:
+        bound: largest log-ratio, in nats, in the exponential of k3, which continues as its tangent: a bound on the
+            exponent alone would leave −log_ratio, whose gradient points away from q.
     Reference: Schulman 2020, "Approximating KL divergence".
 
     Examples:
         >>> [round(float(kl_estimate(jnp.array(0.5), name)), 3) for name in ("k1", "k2", "k3")]
         [-0.5, 0.125, 0.149]
     """
-    exponent = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    exponential = jnp.exp(jnp.minimum(log_ratio, bound)) * (1 + jnp.maximum(log_ratio - bound, 0.0))
     estimates = {
         "k1": lambda: -log_ratio,
         "k2": lambda: jnp.square(log_ratio) / 2,
-        "k3": lambda: jnp.exp(exponent) - log_ratio - 1,
+        "k3": lambda: exponential - log_ratio - 1,
     }
     return estimates[estimator]()
 
@@ -137,7 +144,8 @@ def reference_kl(
 
     k1: −d, gradient 1, which averages to zero under π: k1 as a loss term does not regularize;
     k2: d²/2, gradient −d, which averages under π to the gradient of KL(π ‖ π_ref);
-    k3: exp(d) − d − 1, gradient 1 − exp(d), which averages under π to the gradient of KL(π_ref ‖ π).
+    k3: exp(d) − d − 1, gradient 1 − exp(d), which averages under π to the gradient of KL(π_ref ‖ π). Beyond
+    d = MAX_KL_EXPONENT, its gradient stays that at MAX_KL_EXPONENT.
 
     Args:
         logprobs: log π of each token.
@@ -190,7 +198,8 @@ def unbiased_reference_kl_penalty(
     """`coefficient` · KL(π ‖ π_ref), estimated on tokens that μ sampled, with unbiased value and gradient.
 
     ρ (exp(d) − d − 1) with d = log π_ref − log π and ρ = π/μ, which is differentiated too. The gradient is −ρ d times
-    ∇log π; its mean under μ is the gradient of KL(π ‖ π_ref).
+    ∇log π; its mean under μ is the gradient of KL(π ‖ π_ref). The exponent log ρ is at most MAX_LOG_RATIO, and
+    log ρ + d at most MAX_KL_EXPONENT.
 
     Args:
         logprobs: log π of each token; ignored where masked.
@@ -208,9 +217,43 @@ def unbiased_reference_kl_penalty(
         [0.107, 0.0]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
-    ratio = bounded_exp(log_difference(logprobs, behavior_logprobs, completion_mask))
-    difference = log_difference(reference_logprobs, logprobs, completion_mask)
-    return coefficient * ratio * kl_estimate(difference, "k3")
+    policy = jnp.where(completion_mask, logprobs, 0.0)
+    constant = jax.lax.stop_gradient(policy)
+    difference = log_difference(reference_logprobs, constant, completion_mask)
+    log_ratio = jnp.minimum(log_difference(constant, behavior_logprobs, completion_mask), MAX_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
+    value = jnp.exp(jnp.minimum(log_ratio + difference, MAX_KL_EXPONENT)) - ratio * (difference + 1)
+    # The gradient in closed form: where a bound cuts one of two exponents, their derivatives would not cancel.
+    return coefficient * (value - ratio * difference * (policy - constant))
+
+
+def effective_size_kl_penalty(
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
+    effective_share: Float[Array, " batch"],
+    completion_mask: Bool[Array, "batch time"],
+) -> Float[Array, "batch time"]:
+    """Pulls every token's probability back to the behavior policy, more strongly the staler the batch is.
+
+    (1 − E) (1/ρ + log ρ − 1), with the effective share E of the batch and ρ = π/μ, which is differentiated.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        behavior_logprobs: log μ, constant; ignored where masked.
+        effective_share: `ratios.effective_share` over the batch's tokens, from 1/n to 1; equal for all rows.
+        completion_mask: mask of the tokens that count.
+    Reference: arXiv 2605.12380 (P3O). Below ρ = e^−10, where the authors' code cuts the exponent of 1/ρ and then
+        pushes away from μ, the gradient stays that at e^−10.
+
+    Examples:
+        >>> logprobs, behavior_logprobs = jnp.log(jnp.array([[0.25, 0.5]])), jnp.log(jnp.array([[0.5, 0.5]]))
+        >>> mask = jnp.array([[True, True]])
+        >>> penalty = effective_size_kl_penalty(logprobs, behavior_logprobs, jnp.array([0.75]), mask)
+        >>> [round(x, 3) for x in penalty[0].tolist()]
+        [0.077, 0.0]
+    """
+    log_inverse = log_difference(behavior_logprobs, logprobs, completion_mask)
+    return (1 - effective_share[:, None]) * kl_estimate(log_inverse, "k3", bound=10.0)
 
 
 def entropy_bonus(

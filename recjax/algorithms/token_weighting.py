@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.options import Scalar, require
-from recjax.algorithms.ratios import bounded_exp, per_token
+from recjax.algorithms.ratios import bounded_exp, per_token, sequence_sum
 
 
 def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -58,6 +58,36 @@ def banded_weights(
     """
     _require_around_one(low, high)
     return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def sequence_banded_weights(
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    low: Scalar = 0.0,
+    high: Scalar = 3.0,
+) -> Float[Array, "batch time"]:
+    """The product of the completion's token ratios inside a band, and 0 outside the band.
+
+    Args:
+        log_ratio: log ρ of each token.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        low: lowest product that counts, from 0 to 1.
+        high: largest product that counts, 1 or more.
+    Raises:
+        ValueError: a band without 1 in it.
+    Reference: TRL's default correction, https://huggingface.co/docs/trl/en/paper_index (sequence_mask).
+
+    Examples:
+        >>> log_ratio, mask = jnp.log(jnp.array([[1.5, 1.5], [1.5, 3.0]])), jnp.array([[True, True], [True, True]])
+        >>> print(sequence_banded_weights(log_ratio, mask))
+        [[2.25 2.25]
+         [0.   0.  ]]
+    """
+    product = bounded_exp(sequence_sum(log_ratio, completion_mask, trajectories))
+    return jnp.broadcast_to(banded_weights(product, low=low, high=high), log_ratio.shape)
 
 
 def bounded_weights(
@@ -165,8 +195,8 @@ def soft_weights(
     """
     require(tau_positive > 0, "tau_positive", tau_positive, "must be above 0")
     require(tau_negative > 0, "tau_negative", tau_negative, "must be above 0")
-    gate = jax.nn.sigmoid(jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1))
-    return 4 * gate * (1 - gate) * ratio
+    distance = jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1)
+    return 4 * jax.nn.sigmoid(distance) * jax.nn.sigmoid(-distance) * ratio
 
 
 def peaked_weights(
@@ -238,25 +268,22 @@ def expert_shaped_weights(
 
 
 def effective_size_capped_weights(
-    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    scored_log_ratio: Float[Array, "batch time"],
+    effective_share: Float[Array, " batch"],
+    completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
     """The ratio up to a cap that falls as the batch gets stale: min(ρ_t, effective share of the batch).
 
-    The effective share is `diagnostics.effective_sample_size` over tokens: (Σρ)² / (n Σρ²), from 1/n to 1.
-
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
+        effective_share: `ratios.effective_share` over the batch's tokens, from 1/n to 1; equal for all rows.
         completion_mask: mask of the tokens that count.
-    Reference: arXiv 2605.12380 (P3O), which ties the cap to the effective sample size; by a summary of it.
+    Reference: arXiv 2605.12380 (P3O), as in the authors' code.
 
     Examples:
-        >>> log_ratio, mask = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([[True, True]])
-        >>> [round(x, 3) for x in effective_size_capped_weights(log_ratio, mask)[0].tolist()]
-        [0.8, 0.8]
+        >>> log_ratio, mask = jnp.log(jnp.array([[0.5, 3.0]])), jnp.array([[True, True]])
+        >>> print(effective_size_capped_weights(log_ratio, jnp.array([0.75]), mask))
+        [[0.5  0.75]]
     """
     ratio = jnp.where(completion_mask, bounded_exp(scored_log_ratio), 0.0)
-    # Divided by the largest ratio, so that no square overflows.
-    scaled = ratio / jnp.maximum(jnp.max(ratio), jnp.finfo(ratio.dtype).tiny)
-    count = jnp.maximum(jnp.sum(completion_mask), 1)
-    share = jnp.square(jnp.sum(scaled)) / (count * jnp.maximum(jnp.sum(jnp.square(scaled)), 1e-30))
-    return jnp.minimum(ratio, share)
+    return jnp.minimum(ratio, effective_share[:, None])

@@ -24,9 +24,7 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     Returns:
         None if the factor depends on more than the token: on a teacher, on pairs of completions, or on the whole batch.
     """
-    if algorithm.compares_completions or algorithm.needs_teacher:
-        return None
-    if algorithm.reads("scored_logprobs", "scored_log_ratio", "scored_entropy"):
+    if algorithm.compares_completions or algorithm.needs_teacher or algorithm.needs_rescoring:
         return None
     behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
     logprobs, mask = behavior + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behavior.shape, bool)

@@ -165,7 +165,7 @@ def flash_reinforce(x, i, t):
 
 def mis(x, i, t):
     inside = 0.99 <= math.exp(x.sum_log_rho(i) / x.lengths[i]) <= 1.01
-    return ppo(x, i, t, x.normalized(i)) if inside else 0.0
+    return x.normalized(i) if inside else 0.0
 
 
 def m2po(x, i, t):
@@ -275,7 +275,7 @@ def luffy(x, i, t):
 def p3o(x, i, t):
     ratios = [x.rho(*place) for place in x.tokens]
     share = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
-    return min(x.rho(i, t), share) * x.centered(i)
+    return min(x.rho(i, t), share) * x.normalized(i) - (1 - share) * (1 - 1 / x.rho(i, t))
 
 
 def from_half_way(x, i, t):

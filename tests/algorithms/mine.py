@@ -32,6 +32,11 @@ def pull(logprobs, behavior_logprobs, completion_mask, *, strength: float = 0.1)
     return strength * jnp.where(completion_mask, jnp.abs(logprobs - behavior_logprobs), 0.0)
 
 
+def pull_while_stale(logprobs, behavior_logprobs, completion_mask, effective_share):
+    """A pull that grows as the batch's effective sample size falls."""
+    return (1 - effective_share[:, None]) * pull(logprobs, behavior_logprobs, completion_mask, strength=1.0)
+
+
 def misspelt(ratio, advantage):
     """A parameter that is nothing."""
     return ratio * advantage

@@ -1,5 +1,8 @@
 """Advantages: against loops, and what must hold for any grouping."""
 
+import functools
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.algorithms import advantages
+from recjax.algorithms.axes import AXES
+from recjax.algorithms.reading import call
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, group_mean_loop, members
 
 KEPT = np.arange(ROWS) % 5 != 4
@@ -76,11 +81,65 @@ def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
     chex.assert_trees_all_close(zero / one, jnp.full(8, (8 / 7) ** 0.5), rtol=1e-5)  # 6.9%
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, -0.3, 1.1, 1e6])
-@pytest.mark.parametrize("name", ["mean", "normalized", "leave_one_out"])
-def test_equal_rewards_have_no_advantage_at_all(name, reward):
-    got = GROUP_FUNCTIONS[name](jnp.full(7, reward), jnp.zeros(7, int), jnp.ones(7, bool))
-    assert (got == 0).all()
+# Those that subtract no mean, or more than the mean.
+WITHOUT_MEAN = {"raw_reward", "asymmetric", "none"}
+WHITENED = [
+    {"baseline": x, "over": y, "ddof": z} for x in ("none", "group") for y in ("completions", "tokens") for z in (0, 1)
+]
+OPTIONS = {
+    "batch_whitened": WHITENED,
+    "part_normalized": [{}, {"over": "tokens", "ddof": 1}],
+    "group_normalized": [{}, {"ddof": 1}],
+    "turn_returns": [{}, {"discount": 0.9}],
+}
+MANY, TIME = 130, 3
+
+
+def advantages_of_equals(reward, group_ids, kept, lengths, is_right, names=frozenset(AXES["advantage"])):
+    """By function and options: advantages of a batch of equal rewards, whose last two parts cancel each other."""
+    rewards, mask = jnp.full(MANY, reward), jnp.arange(TIME) < lengths[:, None]
+    right = jnp.where(is_right, jnp.float32(0.3), 0)
+    values = SimpleNamespace(
+        rewards=rewards,
+        group_ids=group_ids,
+        kept=kept & mask.any(-1),
+        lengths=lengths,
+        completion_mask=mask,
+        reward_parts={"whole": rewards, "right": right, "wrong": jnp.float32(0.3) - right},
+        part_weights=dict.fromkeys(("whole", "right", "wrong"), jnp.ones(MANY)),
+        turn_rewards=jnp.stack([0 * rewards, rewards], axis=1),
+        token_turns=jnp.broadcast_to(jnp.arange(TIME) // 2, mask.shape),
+        trajectories=None,
+    )
+    return {
+        f"{name} {options}": call(functools.partial(AXES["advantage"][name], **options), values)
+        for name in sorted(names - WITHOUT_MEAN)
+        for options in OPTIONS.get(name, [{}])
+    }
+
+
+jitted_equals = jax.jit(advantages_of_equals)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    reward=st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([0.1, -0.9, 12.6, 100.1, 3e38]),
+    groups=st.integers(1, MANY),
+    seed=st.integers(0, 1000),
+)
+def test_equal_rewards_have_no_advantage_at_all(reward, groups, seed):
+    random = np.random.default_rng(seed)
+    ids, lengths = random.integers(0, groups, MANY), random.integers(0, TIME + 1, MANY)
+    kept, is_right = random.random((2, MANY)) < random.random((2, 1))
+    for name, got in jitted_equals(np.float32(reward), ids, kept, lengths, is_right).items():
+        assert (np.asarray(got) == 0).all(), (name, np.abs(got).max())
+
+
+def test_equal_rewards_have_no_advantage_without_a_compiler():
+    arguments = jnp.zeros(MANY, int), jnp.ones(MANY, bool), jnp.arange(MANY) % TIME + 1, jnp.arange(MANY) < 5
+    names = frozenset({"group_normalized", "batch_mean", "batch_whitened", "part_normalized"})
+    for name, got in advantages_of_equals(jnp.float32(-0.9), *arguments, names).items():
+        assert (got == 0).all(), (name, got)
 
 
 groups = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=3, max_size=3)

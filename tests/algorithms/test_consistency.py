@@ -57,6 +57,15 @@ def test_rows_not_kept_are_not_read():
     chex.assert_trees_all_equal(function(*inputs()), function(*inputs(np.inf)))
 
 
+@pytest.mark.parametrize("size", [7, 33])
+@pytest.mark.parametrize("reward", [0.1, -0.9, 100.1])
+def test_equal_rewards_have_no_gradient_at_the_anchor(size, reward):
+    policy = jnp.linspace(-30, -1, size)
+    arrays = policy, policy, jnp.full(size, reward), jnp.ones(size), jnp.zeros(size, int), jnp.ones(size, bool)
+    (total, _), gradient = jax.value_and_grad(pairwise_consistency_loss, has_aux=True)(*arrays)
+    assert total == 0 and (gradient == 0).all()
+
+
 def test_only_the_policy_is_differentiated():
     gradients = jax.grad(lambda *x: pairwise_consistency_loss(*x, *inputs()[4:])[0], argnums=(1, 2, 3))(*inputs()[:4])
     chex.assert_trees_all_equal(gradients, (jnp.zeros(ROWS),) * 3)

@@ -139,6 +139,73 @@ def test_a_mask_reads_the_proximal_policys_ratio_to_the_behavior_policy(preset, 
     assert algorithm.needs_behavior_logprobs and algorithm.needs_scoring
 
 
+def coefficients_of(preset, overrides, policies, rewards, advantages=None):
+    """−gradient of the loss by log π of every token of one group; policies: log π, log π_prox, log μ."""
+    algorithm, mask = build_algorithm(preset, overrides), jnp.isfinite(policies[0])
+    compared = jnp.asarray(rewards, jnp.float32), jnp.zeros(len(rewards), int), mask.any(-1), jax.random.key(0)
+
+    @jax.jit
+    def gradient(logprobs, proximal, behavior):
+        scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
+        given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
+        rows = losses.row_terms(algorithm, *compared, **given)
+        rows = rows if advantages is None else rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
+        return jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
+
+    return -np.asarray(gradient(*(jnp.where(mask, x, 0.0) for x in policies)))
+
+
+TRL = {"correction": {"name": "sequence_banded", "high": 3.0}, "mask": {"name": "none"}}
+
+
+@pytest.mark.parametrize(("form", "spread"), [("SkyRL", 0.01), ("TRL", 0.6)])
+def test_masked_importance_sampling_has_both_published_forms(form, spread):
+    """By loops in float64: SkyRL masks by the geometric mean, TRL also weighs by the product; PPO is around π_prox."""
+    random = np.random.default_rng(3)
+    lengths = random.integers(1, 7, 24)
+    behavior = np.where(np.arange(6) < lengths[:, None], random.uniform(-3, -1, (24, 6)), np.nan)
+    proximal = behavior + spread * random.normal(size=behavior.shape)
+    policies = proximal + 0.15 * random.normal(size=behavior.shape), proximal, behavior
+    advantages, kept = random.normal(size=24), set()
+    overrides, policies32 = TRL if form == "TRL" else {}, jnp.asarray(policies, jnp.float32)
+    got = coefficients_of("mis", overrides, policies32, advantages, advantages)
+    for i, advantage in enumerate(advantages):
+        drift = [proximal[i, t] - behavior[i, t] for t in range(lengths[i])]
+        if form == "SkyRL":
+            scale = float(0.99 <= np.exp(sum(drift) / len(drift)) <= 1.01)
+        else:
+            scale = np.exp(sum(drift)) if np.exp(sum(drift)) <= 3 else 0.0
+        kept.add(scale > 0)
+        for t in range(lengths[i]):
+            ratio = np.exp(policies[0][i, t] - proximal[i, t])
+            clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+            expected = 0.0 if clipped else scale * ratio * advantage
+            np.testing.assert_allclose(got[i, t], expected, rtol=1e-4, atol=1e-6)
+    assert kept == {True, False}
+
+
+def test_masked_importance_sampling_in_the_first_update():
+    """π = π_prox: nothing is clipped; SkyRL's weight is 1 and TRL's the product."""
+    drifts = jnp.log(jnp.array([[1.5, (2 / 3) ** 0.5, (2 / 3) ** 0.5], [1.5, 1.1, 1.0]]))
+    behavior = jnp.full((2, 3), -2.0)
+    policies = behavior + drifts, behavior + drifts, behavior
+    skyrl, trl = (coefficients_of("mis", overrides, policies, [1, 1], [1, 1]) for overrides in ({}, TRL))
+    np.testing.assert_allclose(skyrl, [[1, 1, 1], [0, 0, 0]], rtol=1e-5)
+    np.testing.assert_allclose(trl, [[1, 1, 1], [1.65, 1.65, 1.65]], rtol=1e-5)
+
+
+def test_p3o_pulls_back_by_what_the_effective_sample_size_leaves():
+    """ρ = (½, 1, 4) in the completion that is right, and 1 in the other: E = 0.5947, and the authors' coefficients."""
+    behavior = jnp.full((2, 3), -3.0)
+    logprobs = behavior + jnp.log(jnp.array([[0.5, 1.0, 4.0], [1.0, 1.0, 1.0]]))
+    policies = logprobs, logprobs, behavior
+    whole = coefficients_of("p3o", {}, policies, [1, 0])
+    np.testing.assert_allclose(whole, [[0.905, 0.595, 0.291], [-0.595] * 3], atol=6e-4)
+    alone = {"advantage": {"name": "group_mean"}, "regularizer": {"name": "none"}}
+    cap = coefficients_of("p3o", alone, policies, [1, 0])
+    np.testing.assert_allclose(cap[0], [0.25, 0.297, 0.297], atol=6e-4)
+
+
 def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_behavior_policy():
     log_ratio = np.log([[1.9, 1.9], [1.5, 1.5]])  # half way in logarithms, 1.38 and 1.22
     kept = weights_of("a3po", log_ratio, [-1.0, -1.0], {"mask": {"name": "sequence_band", "low": 0.5, "high": 1.3}})
@@ -323,7 +390,7 @@ OTHER_AXES = {"advantage", "mask", "distillation", "observations"}
 def test_on_policy_every_method_of_the_ratio_is_reinforce():
     plain = gradient_of("reinforce", {}, ON_POLICY)
     names = [name for name, preset in FIELD.items() if not OTHER_AXES & preset.changes.keys()]
-    assert len(names) > 8
+    assert len(names) >= 8
     # The soft gate is 4 · ½ · ½ = 1 there, and an expert's shaping is of no ratio.
     for name in names:
         own = gradient_of(name, {"reduction": {"name": "token_mean"}}, ON_POLICY)

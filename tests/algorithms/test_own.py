@@ -37,13 +37,14 @@ def test_a_weight_of_ones_own_is_read_with_its_options():
         ("advantage", {"name": f"{MINE}:above_median"}),
         ("mask", {"name": f"{MINE}:mostly_certain", "most": 0.8}),
         ("regularizer", {"name": f"{MINE}:pull", "strength": 0.3}),
+        ("regularizer", {"name": f"{MINE}:pull_while_stale"}),
     ],
 )
 def test_other_axes_take_ones_own(axis, block):
     algorithm = build_algorithm("reinforce", {axis: block})
     own, plain = (loss_and_gradient(made, EXAMPLE)[1][0] for made in (algorithm, build_algorithm("reinforce", {})))
     assert np.isfinite(own).all() and np.abs(own - plain).max() > 1e-3
-    assert algorithm.needs_scoring == (axis == "mask")
+    assert algorithm.needs_scoring == algorithm.needs_rescoring == (axis == "mask" or "stale" in block["name"])
 
 
 @pytest.mark.parametrize(

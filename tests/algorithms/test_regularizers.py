@@ -94,12 +94,94 @@ def test_average_gradients_of_the_kl_estimators_on_policy():
         np.testing.assert_allclose(sampled(logits, estimator), reverse(logits), rtol=1e-5)
 
 
-def test_k3_is_finite_for_a_token_that_the_policy_has_given_up():
-    far = jnp.full((1, 1), -1e4)
-    value, gradient = jax.value_and_grad(
-        lambda x: regularizers.reference_kl(x, jnp.zeros((1, 1)), estimator="k3").sum()
-    )(far)
-    assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+# d = log of the anchor − log π, in nats; −1e4 and 1e4 stand for a token that one of both has given up.
+DISTANCES = np.concatenate([np.arange(-40, 80.5, 0.5), [-1e4, 1e4]])
+KL_BOUND, SHARE_BOUND = 40.0, 10.0
+
+
+def k3_of(d, bound):
+    """Value and factor of ∇log π of exp(d) − d − 1, which goes on as its tangent beyond the bound."""
+    near = np.minimum(d, bound)
+    return np.exp(near) * (1 + d - near) - d - 1, 1 - np.exp(near)
+
+
+# term → the function of log π and the anchor's log-probs, and its value and factor of ∇log π at a distance
+ANCHORED = {
+    "k1": ("reference_kl_penalty", {"estimator": "k1"}, lambda d: (-d, np.ones_like(d))),
+    "k2": ("reference_kl_penalty", {"estimator": "k2"}, lambda d: (d**2 / 2, -d)),
+    "k3": ("reference_kl_penalty", {"estimator": "k3"}, lambda d: k3_of(d, KL_BOUND)),
+    "share": ("effective_size_kl_penalty", {}, lambda d: k3_of(d, SHARE_BOUND)),
+    "token": ("squared_log_ratio_per_token", {"tau": 1.0}, lambda d: (d**2 / 2, -d)),
+    "completion": ("squared_log_ratio_per_completion", {"tau": 1.0}, lambda d: (d**2 / 2, -d)),
+}
+
+
+def value_and_factor(name, logprobs, **values):
+    values |= {"completion_mask": jnp.ones(logprobs.shape, bool)}
+    term = getattr(regularizers, name)
+
+    def terms(x, options):
+        return call(functools.partial(term, **options), SimpleNamespace(**values, logprobs=x))
+
+    def both(options):
+        return terms(logprobs, options), jax.grad(lambda x: terms(x, options).sum())(logprobs)
+
+    return both
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+def test_no_anchor_pushes_away_from_itself_at_any_distance(name):
+    term, options, definition = ANCHORED[name]
+    if term.startswith("reference"):
+        options = options | {"coefficient": 1.0}
+    logprobs = jnp.full((len(DISTANCES), 1), -50.0)
+    anchor = logprobs + jnp.asarray(DISTANCES, jnp.float32)[:, None]
+    share = jnp.zeros(len(DISTANCES))
+    values = {"reference_logprobs": anchor, "behavior_logprobs": anchor, "effective_share": share}
+    got, factor = (np.asarray(x)[:, 0] for x in value_and_factor(term, logprobs, **values)(options))
+    expected, expected_factor = definition(DISTANCES)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(factor, expected_factor, rtol=1e-5, atol=1e-6)
+    if name != "k1":  # its constant factor averages to zero; its docstring says that it does not regularize
+        assert (np.sign(factor) == -np.sign(DISTANCES)).all()
+
+
+@pytest.mark.parametrize("behind", [0.0, 30.0, -15.0, "reference"])
+def test_the_unbiased_anchor_has_its_gradient_in_closed_form_at_any_distance(behind):
+    """ρ (exp(d) − d − 1) and −ρ d, where log ρ = log π − log μ is `behind`, or −d where μ is the reference."""
+    near = DISTANCES[np.abs(DISTANCES) <= 80]
+    logprobs = jnp.full((len(near), 1), -50.0)
+    log_ratio = -near if behind == "reference" else np.full(len(near), behind)
+    anchor, behavior = (logprobs + jnp.asarray(x, jnp.float32)[:, None] for x in (near, -log_ratio))
+    values = {"reference_logprobs": anchor, "behavior_logprobs": behavior}
+    both = value_and_factor("unbiased_reference_kl_penalty", logprobs, **values)({"coefficient": 1.0})
+    got, factor = (np.asarray(x)[:, 0] for x in both)
+    ratio = np.exp(np.minimum(log_ratio, 20))
+    np.testing.assert_allclose(factor, -ratio * near, rtol=1e-5)
+    assert (np.sign(factor) == -np.sign(near)).all()
+    held = np.minimum(log_ratio, 20) + near <= KL_BOUND
+    size = ratio * (np.exp(near) + np.abs(near) + 1)
+    assert (np.abs(got - ratio * (np.exp(near) - near - 1)) <= 1e-5 * size)[held].all() and np.isfinite(got).all()
+    assert held.sum() > 100
+
+
+@pytest.mark.parametrize("far", ["teacher", "policy"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_teacher_never_pushes_away_from_itself_at_any_distance(kind, far):
+    """Two tokens; the scores of one policy differ by up to 80 nats, and those of the other are equal."""
+    near = DISTANCES[np.abs(DISTANCES) <= 80]
+    both = [np.stack([near, 0 * near], axis=1), np.zeros((len(near), 2))]
+    scores, teacher = both if far == "policy" else both[::-1]
+    own = functools.partial(teacher_divergence, coefficient=1.0, kind=kind)
+    gradient = jax.grad(lambda x: own(x, jnp.asarray(teacher)).sum())(jnp.asarray(scores))[:, 0]
+    log_q, log_p = (x - np.logaddexp(*x.T)[:, None] for x in (scores, teacher))
+    q, p = np.exp(log_q), np.exp(log_p)
+    other = log_p if kind == "reverse_kl" else np.logaddexp(log_p, log_q) - np.log(2)
+    to_other = (q * (log_q - other)).sum(-1)
+    expected = q[:, 0] * (log_q[:, 0] - other[:, 0] - to_other) / (2 if kind == "jsd" else 1)
+    expected = q[:, 0] - p[:, 0] if kind == "forward_kl" else expected
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert (gradient * (teacher - scores)[:, 0] <= 1e-5).all()
 
 
 def test_entropy_bonus():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms import token_weighting, weighting
+from recjax.algorithms.ratios import bounded_exp
 
 KEPT = np.array([True, True, True, False])
 ADVANTAGES = np.array([-2.0, -0.5, 1.0, np.nan], np.float32)  # Σ A < 0 < max A: a root exists
@@ -75,6 +76,26 @@ def test_nothing_kept_gives_no_weight():
 def test_weights_stay_finite_for_any_advantage():
     weights = weighting.exp_advantage_weights(jnp.array([1e30, -1e30, 50.0]), jnp.ones(3, bool), temperature=0.01)
     assert jnp.isfinite(weights).all() and jnp.isfinite(weights.sum() ** 2)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_token_weights_at_any_distance(advantage):
+    """From the bounded ratio in float64: no weight cuts one part of its formula and not another."""
+    distance = np.arange(-40, 80.5, 0.5)
+    bounded, up = np.exp(np.clip(distance, -20, 20)), advantage > 0
+    ratio = bounded_exp(jnp.asarray(distance, jnp.float32))[None]
+    tau, power, decay = (1.0, 2, 3) if up else (1.05, 3, 2)
+    gate = 1 / (1 + np.exp(-tau * (bounded - 1)))
+    closing = np.exp(-np.logaddexp(0, tau * (bounded - 1)))
+    expected = {
+        "inverse": np.minimum(1 / bounded if up else bounded, 3),
+        "soft": 4 * gate * closing * bounded,
+        "peaked": np.exp(power * np.log(bounded) + decay * (1 - bounded)),
+        "tapered": np.ones_like(bounded) if up else np.minimum(bounded, 1),
+    }
+    for name, values in expected.items():
+        got = getattr(token_weighting, f"{name}_weights")(ratio, jnp.array([advantage]))
+        np.testing.assert_allclose(got[0], values, rtol=2e-4, atol=1e-30, err_msg=name)
 
 
 def test_token_weights():

@@ -85,6 +85,14 @@ def test_a_teachers_divergence_is_that_of_one_device(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
+def test_the_effective_sample_size_is_that_of_the_batch_on_any_mesh(sizes):
+    algorithm = build_algorithm("p3o", {})
+    found, expected = (numbers(*each, algorithm=algorithm) for each in ((sizes, 3), (None, 1)))
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
 def test_packed_rows_on_a_mesh_change_no_number():
     with on((2, 2, 1)):
         _, metrics, _ = updated(batch_of(np.random.default_rng(0)), 1, packed=True)

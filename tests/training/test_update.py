@@ -77,6 +77,8 @@ CASES = {
     "red_weight": {"reduction": {"name": "sequence_mean_token_sum"}},
     "red_drop": {"reduction": {"name": "fixed_length", "length": 5}},
     "pairwise_consistency": {},
+    "p3o": {},
+    "mis": {"correction": {"name": "sequence_banded"}, "mask": {"low": 0.5, "high": 2.0}},
 }
 
 
