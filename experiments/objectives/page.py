@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
-from recjax.algorithms.catalog import FIELD, PAPER, Preset, changes_of
+from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
 from recjax.analysis.collect import read_runs
@@ -51,10 +51,21 @@ PAPERS = """\
 
 <!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
 
-Every preset with its source and a config to paste. Numbers are the paper's. [Algorithms](objectives.md) explains the
-axes, and [off-policy regimes](regimes.md) the regimes. `experiments/` has the settings of 2509.24203 on GSM8K, MATH,
-Guru-Math and ToolACE.
+Every preset with its source and a config to paste. Numbers are the paper's, unless a note says otherwise. Where two
+forms of an algorithm are in use, the note has the override that gives the other form: put `algorithm.` before each
+`AXIS={…}`. [Algorithms](objectives.md) explains the axes, and [off-policy regimes](regimes.md) the regimes.
+`experiments/` has the settings of 2509.24203 on GSM8K, MATH, Guru-Math and ToolACE.
 """
+FORMULAS = """\
+## Sources of the formulas
+
+Tests compare every preset, and every override in a note, with an objective in float64 written from these sources.
+Sections and equations are those of the preset's paper. TRL means `trl/trainer/grpo_trainer.py`, verl
+`verl/trainer/ppo/core_algos.py`, and Trinity `trinity/algorithm/` in Trinity-RFT. "A summary" means that neither the
+paper nor its code was read.
+
+| preset | source |
+|---|---|"""
 INTRODUCTION = """\
 The runs of [grid.yaml](grid.yaml) train every preset of [docs/objectives.md](../../docs/objectives.md) on the toy
 task of [the claims](../claims/README.md#the-toy-task). Their base policy and seeds differ from those of the claims,
@@ -109,8 +120,15 @@ def papers_page() -> str:
             block = yaml.safe_dump(config_of(name, preset), sort_keys=False, default_flow_style=None, width=90)
             parts.append(f"### {preset.title}\n\n{paper_of(preset)}: {preset.coefficient}\n\n```yaml\n{block}```\n")
             if preset.note:
-                parts.append(f"{preset.note[0].upper()}{preset.note[1:]}.\n")
-    return "\n".join(parts)
+                parts.append(f"{as_sentence(preset.note)}\n")
+    rows = [f"| `{name}` | {SOURCES[name]} |" for name in PAPER | FIELD]
+    return "\n".join([*parts, FORMULAS, *rows]) + "\n"
+
+
+def as_sentence(note: str) -> str:
+    """A note with a capital letter and a period; symbols such as ρ and names such as verl stay as they are."""
+    first = note[0].upper() if note[0].isascii() and not note.startswith("verl") else note[0]
+    return f"{first}{note[1:]}."
 
 
 def notes(table: pd.DataFrame | None) -> str:
@@ -139,7 +157,7 @@ def toy_task_table(table: pd.DataFrame) -> str:
         "Final held-out accuracy, the mean of the last three evaluations, at the learning rate 3e-4, chosen for the"
         " paper's presets. Brackets have 95 % bootstrap intervals over three seeds. Values without brackets have one"
         " seed, which proves little. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002"
-        " and the mask `second_moment`.\n"
+        " and the mask `second_moment`, those of `luspo` the bounds of `gspo`, and those of `kimi_k25` a tau of 0.1.\n"
     )
     picture = "\n![Where every preset ends, with a dot for each seed](final_accuracy.png)\n"
     return "\n".join([explained, *_collapses(ends, starts), "", *lines]) + "\n" + picture
@@ -211,10 +229,10 @@ def paper_of(preset: Preset) -> str:
 
 def preset_table(presets: dict[str, Preset]) -> str:
     """A row a preset."""
-    lines = ["| preset | method | coefficient on ∇log π(y_t) | changes in REINFORCE | notes |", "|---|---|---|---|---|"]
+    lines = ["| preset | method | coefficient on ∇log π(y_t) | changes in REINFORCE |", "|---|---|---|---|"]
     for name, preset in presets.items():
         method = f"{preset.title} {paper_of(preset)}".strip()
-        cells = [f"`{name}`", method, preset.coefficient, changes_of(preset), preset.note]
+        cells = [f"`{name}`", method, preset.coefficient, changes_of(preset)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

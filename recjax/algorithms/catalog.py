@@ -162,9 +162,9 @@ FIELD = {
             "advantage": {"name": "log_mean_exp", "beta": 1.0},
             "regularizer": {"name": "squared_log_ratio_per_completion", "tau": 1.0},
         },
-        "β stands on two axes, as advantage.beta and regularizer.tau; no source was found for its value of 1, with which"
-        " a right completion may be pushed down. A*-PO (2505.20686) has 0.5 in A and 1e-3 on log ρ: advantage={beta:"
-        " 0.5}, regularizer={tau: 1e-3}; its A and ρ are to samples of the reference policy, not of μ",
+        "β stands on two axes, as advantage.beta and regularizer.tau. No source was found for β = 1, at which a right"
+        " completion may be pushed down. A*-PO (2505.20686) has 0.5 in A and 1e-3 on log ρ: advantage={beta: 0.5},"
+        " regularizer={tau: 1e-3}; but its A comes from samples of the reference policy, and its ρ is π/π_ref",
     ),
     # --- Clips and masks.
     "dapo": Preset(
@@ -182,9 +182,9 @@ FIELD = {
         "2512.16144",
         "ρA where 0.5 ≤ ρ ≤ 5",
         {"clip": {"name": "two_side", "epsilon_low": 0.5, "epsilon_high": 4.0}, "weight": "importance"},
-        "as in INTELLECT-3; Ring-1T (2510.18855) has the band on π_prox/μ, PPO's clip around π_prox, A over σ and a mean"
-        " over completions: advantage={name: group_normalized}, anchor={name: proximal}, clip={name: one_side},"
-        " correction={name: banded}, reduction={name: sequence_mean_token_mean}",
+        "the form of INTELLECT-3. Ring-1T's (2510.18855) has the band on π_prox/μ, PPO's clip around π_prox, A over σ"
+        " and a mean over completions: advantage={name: group_normalized}, anchor={name: proximal}, clip={name:"
+        " one_side}, correction={name: banded}, reduction={name: sequence_mean_token_mean}",
     ),
     "dppo_tv": Preset(
         "DPPO-TV",

@@ -552,8 +552,8 @@ OTHER_FORMS = {
         grpo(b, p, centered(b), mean_of_sums) / LENGTH
     ),
     ("reinforce_pp", "advantage={over: tokens}"): lambda b, p: grpo(b, p, whitened(b, b.rewards[:, None], "tokens")),
-    ("reinforce_pp", "advantage={over: tokens, ddof: 1}"): lambda b, p: (
-        grpo(b, p, whitened(b, b.rewards[:, None], "tokens", 1))
+    ("reinforce_pp", "advantage={over: tokens, ddof: 1}"): lambda b, p: grpo(
+        b, p, whitened(b, b.rewards[:, None], "tokens", 1)
     ),
     ("reinforce_pp_baseline", "reference_kl={coefficient: 1e-5, estimator: k2}"): lambda b, p: (
         grpo(b, p, whitened(b, centered(b))) + token_mean(b, -1e-5 * (p - b.reference) ** 2 / 2)
@@ -570,8 +570,8 @@ OTHER_FORMS = {
     ("dppo_tv", "weight={cap: 3}"): lambda b, p: dppo(b, p, total_variation(b), 3.0),
     ("dppo_kl", "weight={cap: 1e4}"): lambda b, p: dppo(b, p, within_kl(b), 1e4),
     ("opsm", "mask={delta: 1e-4}"): lambda b, p: grpo(b, p, factor=opsm_keeps(b, 1e-4)),
-    ("opsm", "reduction={name: sequence_mean_token_mean}"): lambda b, p: (
-        grpo(b, p, reduce=mean_of_means, factor=opsm_keeps(b, 0.5))
+    ("opsm", "reduction={name: sequence_mean_token_mean}"): lambda b, p: grpo(
+        b, p, reduce=mean_of_means, factor=opsm_keeps(b, 0.5)
     ),
     ("flash_reinforce", "mask={delta: 0.01}"): lambda b, p: flash_reinforce(b, p, 0.01),
     ("mis", "correction={name: sequence_banded, high: 3.0}, mask={name: none}"): truncated_sequences,
@@ -581,20 +581,20 @@ OTHER_FORMS = {
         "ratio={epsilon_low: 0.2, epsilon_high: 0.2}, clip={epsilon_low: 0.2, epsilon_high: 0.2}",
     ): lambda b, p: gmpo(b, p, 0.2),
     ("topr", "ratio={name: token}"): lambda b, p: topr(b, p, b.policy - b.behavior),
-    ("cispo", "weight={name: bounded, low: 0.8, high: 1.2}"): lambda b, p: (
-        weighted(b, p, np.clip(rho(b), 0.8, 1.2), z_scores(b))
+    ("cispo", "weight={name: bounded, low: 0.8, high: 1.2}"): lambda b, p: weighted(
+        b, p, np.clip(rho(b), 0.8, 1.2), z_scores(b)
     ),
-    ("cispo", "advantage={name: batch_deviation}"): lambda b, p: (
-        weighted(b, p, np.minimum(rho(b), 5.0), over_batch_deviation(b))
+    ("cispo", "advantage={name: batch_deviation}"): lambda b, p: weighted(
+        b, p, np.minimum(rho(b), 5.0), over_batch_deviation(b)
     ),
     ("luffy", "advantage={name: group_mean}, reduction={name: fixed_length, length: N}"): lambda b, p: (
         luffy(b, p, centered(b), mean_of_sums) / LENGTH
     ),
-    ("p3o", "advantage={name: group_mean}, regularizer={name: none}"): lambda b, p: (
-        weighted(b, p, np.minimum(rho(b), effective_size(b)), centered(b))
+    ("p3o", "advantage={name: group_mean}, regularizer={name: none}"): lambda b, p: weighted(
+        b, p, np.minimum(rho(b), effective_size(b)), centered(b)
     ),
-    ("logit_distillation", "teacher_divergence={kind: forward_kl}"): lambda b, p: (
-        token_mean(b, -kl(*distributions(b, p)[::-1]))
+    ("logit_distillation", "teacher_divergence={kind: forward_kl}"): lambda b, p: token_mean(
+        b, -kl(*distributions(b, p)[::-1])
     ),
     ("logit_distillation", "teacher_divergence={kind: jsd, beta: 0.1}"): lambda b, p: jensen_shannon(b, p, 0.1),
     ("echo", "observations={coefficient: 0.1}"): lambda b, p: echo(b, p, 0.1),
