@@ -4,8 +4,8 @@ An objective takes a batch and log-probs `p` [..., batch, time], and returns the
 computes it: surrogates with PPO's minimum, weights that the source detaches from the gradient (computed from
 `b.policy`, which stays where it is), and the source's mean. Nothing of the package is used here.
 
-Where a source sums over a completion's tokens and recjax takes the mean over tokens, the two differ by a factor of the
-whole batch, and the objective has the mean.
+Where a source sums over a completion's tokens and recjax takes the mean over all tokens, the two differ by one factor for
+the whole batch, which the learning rate takes; there the objective has the mean.
 """
 
 import math
@@ -156,8 +156,7 @@ def gdpo_advantages(b, over="completions", ddof=0):
         (1.0, b.rewards, b.kept),
         (0.5, b.mask.sum(-1) / 4, b.kept & ~(b.rewards > 0.9)),
     ):
-        part = b._replace(rewards=values, kept=there)
-        total += weight * z_scores(part, ddof)
+        total += weight * z_scores(b._replace(rewards=values, kept=there), ddof)
     return whitened(b, total, over, ddof)
 
 
@@ -468,8 +467,8 @@ def distributions(b, p):
     return softmax(p, OWN), softmax(b.reference, THEIRS)
 
 
-def kl(one, other):
-    return (one * np.log(one / other)).sum(-1)
+def kl(p, q):
+    return (p * np.log(p / q)).sum(-1)
 
 
 def jensen_shannon(b, p, beta):

@@ -25,6 +25,7 @@ SPREADS = {
     "close": np.full(ROWS, 2e-3),
     "near": np.full(ROWS, 0.05),
     "apart": np.full(ROWS, 0.5),
+    "even": np.full(ROWS, 2.0),  # between ±2, so that some ratio is near each bound
     "far": np.full(ROWS, 4.0),
     "mixed": np.resize([1e-3, 0.3, 3e-3, 0.01, 1.0, 0.1, 5.0], ROWS),
     "first update": np.resize([0.3, 1e-3, 0.01, 1.0, 3e-3, 5.0, 0.1], ROWS),
@@ -37,6 +38,8 @@ def make_batch(name):
     spread = SPREADS[name][:, None]
 
     def shifts():
+        if name == "even":
+            return spread * random.uniform(-1, 1, (ROWS, TIME))
         drift = random.normal(size=(ROWS, 1)) / 2
         return np.clip(spread * (random.normal(size=(ROWS, TIME)) + drift), -6, 6)
 
@@ -44,7 +47,7 @@ def make_batch(name):
     lower = -random.uniform(0.02, 4, (ROWS, TIME)) - np.abs(shift)  # so that no log-prob is above 0
     behavior = np.where(shift > 0, lower, lower + np.abs(shift))
     policy = behavior + shift
-    proximal = policy if name == "first update" else behavior + shifts()
+    proximal = policy if name == "first update" else np.clip(behavior + shifts(), policy - 6, policy + 6)
     mask = (np.arange(TIME) < random.integers(2, TIME + 1, ROWS)[:, None]) & (random.random((ROWS, TIME)) > 0.2)
     mask[:, 0] = True  # no completion without tokens
     mask[PADDING] = False
@@ -62,7 +65,7 @@ def overrides_of(text):
 
 def forms_of(note):
     """The overrides in a note; blocks with only a comma between them belong together."""
-    return [found.group() for found in re.finditer(r"\w+=\{[^}]*\}(?:, \w+=\{[^}]*\})*", note)]
+    return re.findall(r"\w+=\{[^}]*\}(?:, \w+=\{[^}]*\})*", note)
 
 
 def test_every_preset_has_a_source_and_an_objective():
@@ -80,9 +83,9 @@ def test_every_form_that_a_note_promises_is_compared():
 
 @pytest.fixture(scope="module")
 def compared():
-    """(preset, overrides) → for each batch the gradients of recjax and of the source's objective, times its tokens.
+    """(preset, overrides) → for each batch the gradients of recjax and of the source's objective; one program for all.
 
-    One program for all.
+    They are times the batch's tokens, and over ratios π/μ above 1, by which float32 errors of advantages grow.
     """
     objectives = {(name, ""): OBJECTIVES[name] for name in PRESETS} | {
         form: OTHER_FORMS[form] for form in PROMISED if form in OTHER_FORMS
@@ -91,12 +94,12 @@ def compared():
 
     @jax.jit
     def gradients(example, proximal):
-        found = []
+        results = []
         for algorithm in algorithms.values():
             rows = rows_of(algorithm, example, proximal_logprobs=proximal)
             (_, count), (of_logprobs, _) = loss_and_gradient(algorithm, example, rows)
-            found.append((of_logprobs / count, rows.kept))
-        return found
+            results.append((of_logprobs / count, rows.kept))
+        return results
 
     results = {form: [] for form in objectives}
     for name in SPREADS:
@@ -113,11 +116,12 @@ def compared():
             groups=example.group_ids,
             kept=example.completion_mask.any(-1),
         )
-        found, count = gradients(*jax.tree.map(jnp.asarray, (example, proximal))), batch.mask.sum()
-        for (form, objective), (ours, kept) in zip(objectives.items(), found, strict=True):
+        of_algorithms = gradients(*jax.tree.map(jnp.asarray, (example, proximal)))
+        scale = batch.mask.sum() / np.maximum(np.exp(batch.policy - batch.behavior), 1)
+        for (form, objective), (ours, kept) in zip(objectives.items(), of_algorithms, strict=True):
             if form[0] == "red_drop":
                 objective = partial(objective, kept=np.asarray(kept))
-            results[form].append((name, count * np.asarray(ours), count * gradient(objective, batch)))
+            results[form].append((name, scale * np.asarray(ours), scale * gradient(objective, batch)))
     return results
 
 

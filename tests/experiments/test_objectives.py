@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments.objectives.page import collected, config_of, notes, page, papers_page
+from experiments.objectives.page import as_sentence, collected, config_of, notes, page, papers_page
 from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.config import load_config
@@ -27,6 +27,14 @@ def test_the_page_is_what_the_code_says():
 def test_every_preset_is_on_the_page():
     text = page()
     assert all(f"| `{name}` |" in text for name in PRESETS)
+
+
+def test_symbols_and_names_keep_their_case_at_the_beginning_of_a_note():
+    assert as_sentence("mean over tokens") == "Mean over tokens."
+    for note in ("δ = 0.05 is theirs", "ρ = 1 at first", "λ = 0.1", "verl's cap is 3", "±0.4 is the paper's"):
+        assert as_sentence(note) == f"{note}."
+    text = papers_page()
+    assert all(as_sentence(preset.note) in text for preset in (PAPER | FIELD).values() if preset.note)
 
 
 @pytest.mark.slow
