@@ -4,8 +4,8 @@ An objective takes a batch and log-probs `p` [..., batch, time], and returns the
 computes it: surrogates with PPO's minimum, weights that the source detaches from the gradient (computed from
 `b.policy`, which stays where it is), and the source's mean. Nothing of the package is used here.
 
-Where a source sums over a completion's tokens and recjax takes the mean over all tokens, the two differ by one factor for
-the whole batch, which the learning rate takes; there the objective has the mean.
+Where a source sums over a completion's tokens and recjax takes the mean over all tokens, the two differ by one factor
+for the whole batch, which the learning rate takes; there the objective has the mean.
 """
 
 import math
