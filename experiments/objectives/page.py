@@ -98,14 +98,12 @@ def page() -> str:
     return text
 
 
-def config_of(name: str, preset: Preset) -> dict[str, dict]:
-    """The config that selects a preset, with options that its paper states, and with other keys of the method."""
-    stated = {
-        axis: {option: value for option, value in change.items() if option != "name"}
-        for axis, change in preset.changes.items()
-        if not isinstance(change, str)
-    }
-    blocks = {"algorithm": {"preset": name, **{axis: options for axis, options in stated.items() if options}}}
+def config_of(name: str) -> dict[str, dict]:
+    """The config that selects a preset, with other keys of the method.
+
+    It does not repeat the preset's options, which an override that names another function would keep.
+    """
+    blocks = {"algorithm": {"preset": name}}
     for block, keys in COMPANIONS.get(name, {}).items():
         blocks[block] = {**blocks.get(block, {}), **keys}
     return blocks
@@ -117,7 +115,7 @@ def papers_page() -> str:
     for heading, presets in (("Algorithms of 2509.24203", PAPER), ("Other algorithms", FIELD)):
         parts.append(f"## {heading}\n")
         for name, preset in presets.items():
-            block = yaml.safe_dump(config_of(name, preset), sort_keys=False, default_flow_style=None, width=90)
+            block = yaml.safe_dump(config_of(name), sort_keys=False, default_flow_style=None, width=90)
             parts.append(f"### {preset.title}\n\n{paper_of(preset)}: {preset.coefficient}\n\n```yaml\n{block}```\n")
             if preset.note:
                 parts.append(f"{as_sentence(preset.note)}\n")
