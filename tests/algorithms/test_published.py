@@ -19,13 +19,18 @@ from tests.algorithms.published import LENGTH, OBJECTIVES, OTHER_FORMS, Batch, g
 GROUPS = np.array([5, 5, -2, 5, 9, -2, 5, -2, 5, 9, 9, -2, 5, 40, 3, 3], np.int32)
 REWARDS = np.array([0, 0.5, 1, 0, 0, 0, 1.5, 0, 0.5, 1, 0, 1, 0, 0.75, 0.25, 0.25], np.float32)
 ROWS, TIME, PADDING = len(GROUPS), 10, 12
+# log π/μ of every token of a row, on both sides of the bounds of GSPO and LUSPO; then log π_prox/μ, around MIS's band.
+BOUNDS = [-25e-5, 35e-5, 22e-4, -35e-5, -19e-4, -21e-4, 35e-5, -23e-4, 0, 45e-5, 25e-5, 27e-4, 0, 0, 0, 0]
+BAND = np.resize([95e-4, -95e-4, 105e-4, -105e-4, 0], ROWS)
 # Standard deviation of log π/μ, from row to row or for all rows. Beyond ±6 it is cut.
 SPREADS = {
     "equal": np.zeros(ROWS),
+    "at bounds": np.zeros(ROWS),
     "close": np.full(ROWS, 2e-3),
     "near": np.full(ROWS, 0.05),
     "apart": np.full(ROWS, 0.5),
     "even": np.full(ROWS, 2.0),  # between ±2, so that some ratio is near each bound
+    "even, small": np.full(ROWS, 0.35),
     "far": np.full(ROWS, 4.0),
     "mixed": np.resize([1e-3, 0.3, 3e-3, 0.01, 1.0, 0.1, 5.0], ROWS),
     "first update": np.resize([0.3, 1e-3, 0.01, 1.0, 3e-3, 5.0, 0.1], ROWS),
@@ -38,16 +43,17 @@ def make_batch(name):
     spread = SPREADS[name][:, None]
 
     def shifts():
-        if name == "even":
+        if "even" in name:
             return spread * random.uniform(-1, 1, (ROWS, TIME))
         drift = random.normal(size=(ROWS, 1)) / 2
         return np.clip(spread * (random.normal(size=(ROWS, TIME)) + drift), -6, 6)
 
-    shift = shifts()
+    shift = shifts() + np.array(BOUNDS)[:, None] * (name == "at bounds")
     lower = -random.uniform(0.02, 4, (ROWS, TIME)) - np.abs(shift)  # so that no log-prob is above 0
     behavior = np.where(shift > 0, lower, lower + np.abs(shift))
     policy = behavior + shift
     proximal = policy if name == "first update" else np.clip(behavior + shifts(), policy - 6, policy + 6)
+    proximal += BAND[:, None] * (name == "at bounds")
     mask = (np.arange(TIME) < random.integers(2, TIME + 1, ROWS)[:, None]) & (random.random((ROWS, TIME)) > 0.2)
     mask[:, 0] = True  # no completion without tokens
     mask[PADDING] = False
