@@ -30,7 +30,7 @@ SPREADS = {
     "near": np.full(ROWS, 0.05),
     "apart": np.full(ROWS, 0.5),
     "even": np.full(ROWS, 2.0),  # between ±2, so that some ratio is near each bound
-    "even, small": np.full(ROWS, 0.35),
+    "even, small": np.full(ROWS, 0.25),
     "far": np.full(ROWS, 4.0),
     "mixed": np.resize([1e-3, 0.3, 3e-3, 0.01, 1.0, 0.1, 5.0], ROWS),
     "first update": np.resize([0.3, 1e-3, 0.01, 1.0, 3e-3, 5.0, 0.1], ROWS),
@@ -58,7 +58,8 @@ def make_batch(name):
     mask[:, 0] = True  # no completion without tokens
     mask[PADDING] = False
     reference = behavior + random.normal(size=(ROWS, TIME))
-    arrays = (policy, behavior, reference, random.uniform(0, 2, (ROWS, TIME)), proximal)
+    entropy = random.uniform(0, 2, (ROWS, TIME)) + 2 * (name == "even, small") * (np.abs(shift - 0.22) < 0.05)
+    arrays = (policy, behavior, reference, entropy, proximal)
     policy, behavior, reference, entropy, proximal = (array.astype(np.float32) for array in arrays)
     return Example(policy, behavior, mask, REWARDS, GROUPS, reference, entropy), proximal
 
@@ -135,7 +136,7 @@ def compared():
 @pytest.mark.parametrize("form", [*((name, "") for name in PRESETS), *PROMISED], ids=" ".join)
 def test_gradient_of_the_published_objective(compared, form):
     for name, ours, published in compared[form]:
-        np.testing.assert_allclose(ours, published, rtol=1e-4, atol=2e-6, err_msg=f"{form}, {name}")
+        np.testing.assert_allclose(ours, published, rtol=1e-4, atol=1e-5, err_msg=f"{form}, {name}")
 
 
 @pytest.mark.slow
@@ -143,4 +144,4 @@ def test_the_batches_tell_the_forms_apart(compared):
     for form in compared:
         other = (form[0], "") if form[1] else ("reinforce", "")
         published, others = (np.stack([array for _, _, array in compared[key]]) for key in (form, other))
-        assert form == other or np.abs(published - others).max() > 1e-5, form
+        assert form == other or np.abs(published - others).max() > 3e-5, form
