@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
-from recjax.algorithms.catalog import FIELD, PAPER, Preset, changes_of
+from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
 from recjax.analysis.collect import read_runs
@@ -52,10 +52,21 @@ PAPERS = """\
 
 <!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
 
-Every preset with its source and a config to paste. Numbers are the paper's. [Algorithms](objectives.md) explains the
-axes, and [off-policy regimes](regimes.md) the regimes. `experiments/` has the settings of 2509.24203 on GSM8K, MATH,
-Guru-Math and ToolACE.
+Every preset with its source and a config to paste. Numbers are the paper's, unless a note says otherwise. Where two
+forms of an algorithm are in use, the note has the override that gives the other form: put `algorithm.` before each
+`AXIS={…}`. [Algorithms](objectives.md) explains the axes, and [off-policy regimes](regimes.md) the regimes.
+`experiments/` has the settings of 2509.24203 on GSM8K, MATH, Guru-Math and ToolACE.
 """
+FORMULAS = """\
+## Sources of the formulas
+
+Tests compare every preset, and every override in a note, with an objective in float64 written from these sources.
+Sections and equations are those of the preset's paper. TRL means `trl/trainer/grpo_trainer.py`, verl
+`verl/trainer/ppo/core_algos.py`, and Trinity `trinity/algorithm/` in Trinity-RFT. "A summary" means that neither the
+paper nor its code was read.
+
+| preset | source |
+|---|---|"""
 INTRODUCTION = """\
 The runs of [grid.yaml](grid.yaml) train every preset of [docs/objectives.md](../../docs/objectives.md) on the toy
 task of [the claims](../claims/README.md#the-toy-task). Their base policy and seeds differ from those of the claims,
@@ -88,14 +99,12 @@ def page() -> str:
     return text
 
 
-def config_of(name: str, preset: Preset) -> dict[str, dict]:
-    """The config that selects a preset, with options that its paper states, and with other keys of the method."""
-    stated = {
-        axis: {option: value for option, value in change.items() if option != "name"}
-        for axis, change in preset.changes.items()
-        if not isinstance(change, str)
-    }
-    blocks = {"algorithm": {"preset": name, **{axis: options for axis, options in stated.items() if options}}}
+def config_of(name: str) -> dict[str, dict]:
+    """The config that selects a preset, with other keys of the method.
+
+    It does not repeat the preset's options, which an override that names another function would keep.
+    """
+    blocks = {"algorithm": {"preset": name}}
     for block, keys in COMPANIONS.get(name, {}).items():
         blocks[block] = {**blocks.get(block, {}), **keys}
     return blocks
@@ -107,11 +116,18 @@ def papers_page() -> str:
     for heading, presets in (("Algorithms of 2509.24203", PAPER), ("Other algorithms", FIELD)):
         parts.append(f"## {heading}\n")
         for name, preset in presets.items():
-            block = yaml.safe_dump(config_of(name, preset), sort_keys=False, default_flow_style=None, width=90)
+            block = yaml.safe_dump(config_of(name), sort_keys=False, default_flow_style=None, width=90)
             parts.append(f"### {preset.title}\n\n{paper_of(preset)}: {preset.coefficient}\n\n```yaml\n{block}```\n")
             if preset.note:
-                parts.append(f"{preset.note[0].upper()}{preset.note[1:]}.\n")
-    return "\n".join(parts)
+                parts.append(f"{as_sentence(preset.note)}\n")
+    rows = [f"| `{name}` | {SOURCES[name]} |" for name in PAPER | FIELD]
+    return "\n".join([*parts, FORMULAS, *rows]) + "\n"
+
+
+def as_sentence(note: str) -> str:
+    """A note with a capital letter and a period; symbols such as ρ and names such as verl stay as they are."""
+    first = note[0].upper() if note[0].isascii() and not note.startswith("verl") else note[0]
+    return f"{first}{note[1:]}."
 
 
 def notes(table: pd.DataFrame | None) -> str:
@@ -140,9 +156,9 @@ def toy_task_table(table: pd.DataFrame) -> str:
         "Final held-out accuracy, the mean of the last three evaluations, at the learning rate 3e-4, chosen for the"
         " paper's presets. Brackets have 95 % bootstrap intervals over three seeds. Values without brackets have one"
         " seed, which proves little. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002"
-        " and the mask `second_moment`. `p3o_cap` is P3O without its KL and with A = r − r̄. The runs of `p3o` and `mis`"
-        " start from another base policy, at 0.469 instead of 0.428. From that policy, `grpo` and `p3o_cap` end offline"
-        " at 0.704 and 0.105.\n"
+        " and the mask `second_moment`, those of `luspo` the bounds of `gspo`, and those of `kimi_k25` a tau of 0.1."
+        " `p3o_cap` is P3O without its KL and with A = r − r̄. The runs of `p3o` and `mis` start from another base"
+        " policy, at 0.469 instead of 0.428. From that policy, `grpo` and `p3o_cap` end offline at 0.704 and 0.105.\n"
     )
     picture = "\n![Where every preset ends, with a dot for each seed](final_accuracy.png)\n"
     return "\n".join([explained, *_collapses(ends, starts), "", *lines]) + "\n" + picture
@@ -214,10 +230,10 @@ def paper_of(preset: Preset) -> str:
 
 def preset_table(presets: dict[str, Preset]) -> str:
     """A row a preset."""
-    lines = ["| preset | method | coefficient on ∇log π(y_t) | changes in REINFORCE | notes |", "|---|---|---|---|---|"]
+    lines = ["| preset | method | coefficient on ∇log π(y_t) | changes in REINFORCE |", "|---|---|---|---|"]
     for name, preset in presets.items():
         method = f"{preset.title} {paper_of(preset)}".strip()
-        cells = [f"`{name}`", method, preset.coefficient, changes_of(preset), preset.note]
+        cells = [f"`{name}`", method, preset.coefficient, changes_of(preset)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -50,7 +50,8 @@ PAPER = {
         "2402.03300",
         "ρA·one-side(ρ), A over σ",
         CLIPPED,
-        "no KL to a reference, as in 2509.24203; σ has ddof 0, common code has 1",
+        "no KL to a reference and mean over tokens, as in 2509.24203; the paper's mean is over completions:"
+        " reduction={name: sequence_mean_token_mean}; common code divides σ² by K − 1: advantage={ddof: 1}",
     ),
     "rec_one_side_is": Preset("REC-OneSide-IS", REC, "ρA·one-side(ρ)", {"clip": "one_side", "weight": "importance"}),
     "rec_one_side_nois": Preset("REC-OneSide-NoIS", REC, "A·one-side(ρ)", {"clip": "one_side"}),
@@ -59,9 +60,28 @@ PAPER = {
     "rec_ring_is": Preset("REC-Ring-IS", REC, "ρA·ring(ρ)", {"clip": "ring", "weight": "importance"}),
     "rec_ring_nois": Preset("REC-Ring-NoIS", REC, "A·ring(ρ)", {"clip": "ring"}),
     "asymre": Preset("AsymRE", "2506.20520", "A + β", {"regularizer": "log_likelihood_bonus"}),
-    "opmd": Preset("OPMD", REC, "A − τ Σ_t log ρ_t", {"regularizer": "squared_log_ratio_per_completion"}),
-    "opmd_token": Preset("OPMD by token", REC, "A − τ log ρ_t", {"regularizer": "squared_log_ratio_per_token"}),
-    "red_drop": Preset("RED-Drop", REC, "A over the kept set", {"selection": "drop_excess_negatives"}),
+    "opmd": Preset(
+        "OPMD",
+        REC,
+        "A − τ Σ_t log ρ_t",
+        {"regularizer": "squared_log_ratio_per_completion"},
+        "the term is (τ/2)(Σ_t log ρ_t)²; the authors' script has 0.1 (log ρ_t)² by token, without the half:"
+        " regularizer={name: squared_log_ratio_per_token, tau: 0.2}",
+    ),
+    "opmd_token": Preset(
+        "OPMD by token",
+        REC,
+        "A − τ log ρ_t",
+        {"regularizer": "squared_log_ratio_per_token"},
+        "the term is (τ/2)(log ρ_t)²; the authors' script has 0.1 (log ρ_t)²: regularizer={tau: 0.2}",
+    ),
+    "red_drop": Preset(
+        "RED-Drop",
+        REC,
+        "A over the kept set",
+        {"selection": "drop_excess_negatives"},
+        "a reward at the group's mean counts as positive, as in the authors' code",
+    ),
     "red_weight": Preset("RED-Weight", REC, "A·exp(A/τ)", {"weight": "exp_advantage"}),
     "pairwise_consistency": Preset(
         "Pairwise consistency",
@@ -81,7 +101,6 @@ GSPO = {
 }
 DAPO = {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}}
 DPPO = {"clip": "probability_difference", "weight": {"name": "truncated", "cap": 20.0}}
-SUMMARY = "read in a summary only"
 
 FIELD = {
     # --- Advantages.
@@ -98,22 +117,22 @@ FIELD = {
         "2501.03262",
         "ρA·one-side(ρ), A = r whitened over the batch",
         {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "none"}},
-        "over completions; reference code counts a completion once for each token: over=tokens, ddof=1. No KL in the"
-        " reward",
+        "mean and deviation are of completions; OpenRLHF counts a completion once for each token: advantage={over:"
+        " tokens}; verl also has ddof 1: advantage={over: tokens, ddof: 1}. No KL in the reward",
     ),
     "reinforce_pp_baseline": Preset(
         "REINFORCE++-baseline",
         "2501.03262",
         "ρA·one-side(ρ), A = r − r̄ whitened over the batch",
         {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "group"}},
-        "as for `reinforce_pp`",
+        "mean and deviation as for `reinforce_pp`; OpenRLHF's script adds a KL to the loss: reference_kl={coefficient:"
+        " 1e-5, estimator: k2}",
     ),
     "lite_ppo": Preset(
         "LitePPO",
         "2508.08221",
         "ρA·one-side(ρ), A = (r − r̄)/σ of the batch",
         {**CLIPPED, "advantage": "batch_deviation"},
-        SUMMARY,
     ),
     "opo": Preset(
         "OPO", "2505.23585", "A = r − Σ L r / Σ L", {"advantage": "length_weighted"}, "on-policy in the paper"
@@ -131,17 +150,20 @@ FIELD = {
         "2601.05242",
         "ρA·one-side(ρ), A = Σ_p w_p (r_p − r̄_p)/σ_p, whitened over the batch",
         {**CLIPPED, "advantage": "part_normalized"},
-        "over completions with ddof 0; the authors' verl code has over=tokens and ddof=1, their TRL code ddof=1 only",
+        "over completions with ddof 0; the authors' verl code: advantage={over: tokens, ddof: 1}; their TRL code:"
+        " advantage={ddof: 1}",
     ),
     "oapl": Preset(
-        "OAPL, A*-PO",
+        "OAPL",
         "2602.19362",
         "A − β Σ_t log ρ_t, A = r − β log mean exp(r/β)",
         {
             "advantage": {"name": "log_mean_exp", "beta": 1.0},
             "regularizer": {"name": "squared_log_ratio_per_completion", "tau": 1.0},
         },
-        f"{SUMMARY}; β stands on two axes, as advantage.beta and regularizer.tau, and both must be changed",
+        "β stands on two axes, as advantage.beta and regularizer.tau. No source was found for β = 1, at which a right"
+        " completion may be pushed down. A*-PO (2505.20686) has 0.5 in A and 1e-3 on log ρ: advantage={beta: 0.5},"
+        " regularizer={tau: 1e-3}; but its A comes from samples of the reference policy, and its ρ is π/π_ref",
     ),
     # --- Clips and masks.
     "dapo": Preset(
@@ -156,27 +178,30 @@ FIELD = {
     ),
     "icepop": Preset(
         "IcePop",
-        "2510.18855",
+        "2512.16144",
         "ρA where 0.5 ≤ ρ ≤ 5",
         {"clip": {"name": "two_side", "epsilon_low": 0.5, "epsilon_high": 4.0}, "weight": "importance"},
-        "REC-TwoSide-IS with other bounds; on π/μ at once, where the paper has π/π_old clipped beside it",
+        "the form of INTELLECT-3. Ring-1T's (2510.18855) has the band on π_prox/μ, PPO's clip around π_prox, A over σ"
+        " and a mean over completions: advantage={name: group_normalized}, anchor={name: proximal}, clip={name:"
+        " one_side}, correction={name: banded}, reduction={name: sequence_mean_token_mean}",
     ),
     "dppo_tv": Preset(
         "DPPO-TV",
         "2602.04879",
         "min(ρ, 20)A, 0 where π − μ has gone beyond ±0.2 with A",
         DPPO,
-        "verl's cap of 20 is overruled by its config, which gives 3",
+        "δ = 0.2 is SkyRL's, prime-rl's and open-instruct's; the authors' script in verl: clip={delta: 0.15},"
+        " weight={cap: 1e4}. The cap of 20 is that of their code, which verl's config overrules: weight={cap: 3}",
     ),
     "dppo_kl": Preset(
         "DPPO-KL",
         "2602.04879",
         "min(ρ, 20)A, 0 where π has gone with A beyond 0.05 nats of KL(μ ‖ π) of this token or another",
         {**DPPO, "clip": "binary_kl"},
-        "δ = 0.05 is uncertain",
+        "δ = 0.05 is that of the authors' script in verl, which has another cap: weight={cap: 1e4}",
     ),
     "prime_rl": Preset(
-        "prime-rl's default",
+        "DPPO-TV with a KL, prime-rl's default until August 2026",
         "https://github.com/PrimeIntellect-ai/prime-rl/pull/2187",
         "ρA·DPPO-TV(π, μ) − 0.002 log ρ",
         {
@@ -184,6 +209,8 @@ FIELD = {
             "weight": "importance",
             "regularizer": {"name": "squared_log_ratio_per_token", "tau": 2e-3},
         },
+        "the loss of #2187, with 1e-3 (log ρ)²; since #3418 the default is IPO, which no preset has: 0 where |π − μ| >"
+        " 0.3 whatever A, and no KL",
     ),
     "kimi_k15": Preset(
         "Kimi K1.5, K2",
@@ -195,20 +222,21 @@ FIELD = {
     "kimi_k25": Preset(
         "Kimi K2.5, GLM-5",
         "2602.02276",
-        "ρA·two-side(ρ) − τ log ρ",
+        "ρA·two-side(ρ) − 0.2 log ρ",
         {
             "clip": "two_side",
             "weight": "importance",
-            "regularizer": "squared_log_ratio_per_token",
+            "regularizer": {"name": "squared_log_ratio_per_token", "tau": 0.2},
         },
-        f"{SUMMARY}; bounds and τ are this package's",
+        "the term is τ (log ρ)² without a half, so regularizer.tau is 2τ; τ = 0.1 and the bounds are this package's",
     ),
     "opsm": Preset(
         "Off-policy sequence masking",
         "2512.02556",
         "ρA·one-side(ρ), 0 in completions with A < 0 and mean log(μ/π) > 0.5",
         {**CLIPPED, "mask": "off_policy_negatives"},
-        "the threshold is TRL's suggestion; slime's default is 1e-4. The paper's KL is unbiased_reference_kl",
+        "the threshold is TRL's suggestion; slime's default: mask={delta: 1e-4}. The paper's KL is"
+        " unbiased_reference_kl, and its mean is over completions: reduction={name: sequence_mean_token_mean}",
     ),
     "flash_reinforce": Preset(
         "FlashREINFORCE",
@@ -277,8 +305,12 @@ FIELD = {
     "luspo": Preset(
         "LUSPO",
         "2602.05261",
-        "L·sA·one-side(s; 3e-4, 4e-4)",
-        {**GSPO, "reduction": "sequence_mean_token_sum"},
+        "sA·one-side(s; 2e-3, 2.5e-3), s and A as in `gspo`; sum over a completion's tokens",
+        {
+            **GSPO,
+            "clip": {"name": "one_side", "epsilon_low": 2e-3, "epsilon_high": 2.5e-3},
+            "reduction": "sequence_mean_token_sum",
+        },
     ),
     "gmpo": Preset(
         "GMPO",
@@ -291,14 +323,15 @@ FIELD = {
             "weight": "importance",
             "reduction": "sequence_mean_token_mean",
         },
-        "±0.4 is the paper's; verl's code has ±0.2",
+        "±0.4 is the paper's; verl's code: ratio={epsilon_low: 0.2, epsilon_high: 0.2}, clip={epsilon_low: 0.2,"
+        " epsilon_high: 0.2}",
     ),
     "topr": Preset(
         "TOPR",
         "2503.14286",
         "A where A ≥ 0, min(s, 1)A where A < 0, s = exp(Σ log ρ)",
         {"ratio": "sequence_product", "weight": "tapered"},
-        f"{SUMMARY}; of whole completions, where Trinity and ROLL have it token by token",
+        "of whole completions; Trinity and ROLL have it token by token: ratio={name: token}",
     ),
     "vespo": Preset(
         "VESPO",
@@ -310,11 +343,13 @@ FIELD = {
     ),
     # --- Weights.
     "cispo": Preset(
-        "CISPO, ScaleRL",
+        "CISPO",
         "2506.13585",
         "min(ρ, 5)A, A over σ",
         {"advantage": "group_normalized", "weight": {"name": "truncated", "cap": 5.0}},
-        "TRL and verl read the cap as 0.2, which makes every weight at most that",
+        "the cap is ScaleRL's. TRL's default cap is 0.2, so that no weight is above 0.2; verl clips ρ to 0.8 to 1.2:"
+        " weight={name: bounded, low: 0.8, high: 1.2}. ScaleRL (2510.13786) divides by the batch's deviation:"
+        " advantage={name: batch_deviation}; its mean over prompts is missing",
     ),
     "aspo": Preset(
         "ASPO",
@@ -384,7 +419,8 @@ FIELD = {
         "2306.13649",
         "of the loss D_t: KL(π ‖ π_teacher) over the vocabulary",
         {"advantage": "none", "teacher_divergence": {"coefficient": 1.0}},
-        "added to any other preset with teacher_divergence.coefficient; kind={forward_kl, reverse_kl, jsd}. On the"
+        "added to any other preset with teacher_divergence.coefficient. From the teacher's side:"
+        " teacher_divergence={kind: forward_kl}; between both: teacher_divergence={kind: jsd, beta: 0.1}. On the"
         " policy's samples it is on-policy, on a store's (a teacher's, say) off-policy; the paper mixes both:"
         " experience.mix",
     ),
@@ -394,7 +430,60 @@ FIELD = {
         "2605.24517",
         "ρA·one-side(ρ), A over σ; 0.05 / (number of observation tokens) on an agent's observations",
         {**CLIPPED, "observations": {"coefficient": 0.05}},
-        "λ of 0.01 to 0.05 in rLLM, which calls 0.05 the paper's; added to any other preset with"
-        " observations.coefficient",
+        "λ = 0.05 is rLLM's, which calls it the paper's, but its mean is over completions of the mean over each one's"
+        " observations, which no option gives; the mean here is prime-rl's, which leaves out the template's tokens and"
+        " has observations={coefficient: 0.1}. Added to any other preset with observations.coefficient",
     ),
+}
+
+# Where the formula of each preset was read; the tests compare presets with objectives written from these sources.
+SOURCES = {
+    **dict.fromkeys(PAPER, "§2; Trinity `rec_policy_loss.py`"),
+    "grpo": "eq. 3; TRL, loss `grpo`; verl `compute_grpo_outcome_advantage`",
+    "opmd": "§2; Kimi K1.5, 2501.12599 §2.3",
+    "red_drop": "§2; Trinity `rec_advantage.py`",
+    "pairwise_consistency": "§1",
+    "rloo": "verl `compute_rloo_outcome_advantage`",
+    "dr_grpo": "TRL, loss `dr_grpo`",
+    "reinforce_pp": "verl `compute_reinforce_plus_plus_outcome_advantage`",
+    "reinforce_pp_baseline": "verl `compute_reinforce_plus_plus_baseline_outcome_advantage`; OpenRLHF"
+    " `experience_maker.py`",
+    "lite_ppo": "AReaL `docs/en/algorithms/grpo_series.md`",
+    "opo": "verl `compute_opo_outcome_advantage`",
+    "gpg": "a summary; verl `compute_gpg_outcome_advantage` differs",
+    "maxrl": "prime-rl `algo/max_rl.py`",
+    "gdpo": "verl `compute_gdpo_outcome_advantage`",
+    "oapl": "eq. 3, in a summary; A*-PO: ZhaolinGao/A-PO `core_algos.py`",
+    "dapo": "TRL, loss `dapo`",
+    "dual_clip_ppo": "verl `compute_policy_loss_vanilla`",
+    "icepop": "eq. 1, as prime-rl #2401 quotes it; Ring-1T: TRL `paper_index.md`",
+    "dppo_tv": "verl `compute_policy_loss_dppo_tv`, by the authors",
+    "dppo_kl": "verl `compute_policy_loss_dppo_kl`, by the authors",
+    "prime_rl": "prime-rl `trainer/rl/loss.py`, `default_loss_fn`",
+    "kimi_k15": "§2.3",
+    "kimi_k25": "eq. 1, as prime-rl #1697 quotes it",
+    "opsm": "TRL `get_off_policy_mask`",
+    "flash_reinforce": "the pull request",
+    "mis": "SkyRL `off_policy_correction.mdx`",
+    "m2po": "a summary of the authors' code; AReaL `_get_m2po_loss_mask`",
+    "bapo": "a summary; the authors' code, WooooDyy/BAPO `policy_loss.py`, differs",
+    "clip_cov": "verl `compute_policy_loss_clip_cov`, with another choice of tokens",
+    "high_entropy": "TRL `get_high_entropy_mask`",
+    "gspo": "TRL, importance_sampling_level `sequence`",
+    "gspo_token": "verl `compute_policy_loss_gspo`",
+    "luspo": "TRL, loss `luspo`; bounds: TRL `paper_index.md`, from §5.1",
+    "gmpo": "verl `compute_policy_loss_geo_mean`",
+    "topr": "Trinity `topr_policy_loss.py`, with the ratio of completions of the paper",
+    "vespo": "TRL, loss `vespo`",
+    "cispo": "TRL, loss `cispo`; verl `compute_policy_loss_cispo`; ScaleRL: TRL `paper_index.md`",
+    "aspo": "a summary of the authors' code",
+    "sapo": "TRL, loss `sapo`; verl `compute_policy_loss_sapo`",
+    "luffy": "a summary of the authors' code",
+    "p3o": "FeynRL-project/FeynRL `algs/P3O/p3o.py`, by the authors",
+    "tis": "TRL, vllm_importance_sampling_mode `token_truncate`",
+    "decoupled_ppo": "AReaL `ppo_actor_loss_fn`",
+    "a3po": "AReaL `trainer/ppo/actor.py`",
+    "on_policy_distillation": "prime-rl `trainer/rl/loss.py`, `ref_kl_loss_fn`, without its ratio",
+    "logit_distillation": "§3; TRL `gkd_trainer.py`",
+    "echo": "rLLM #668; prime-rl `algo/echo.py`",
 }

@@ -131,15 +131,15 @@ def drop_excess_negatives(
 ) -> Bool[Array, " batch"]:
     """Drops random negatives of each group until the group has no more negatives than positives.
 
-    Negatives have r < r̄, positives r > r̄; rows at the mean are neither, and stay. A group without positives has equal
-    rewards, so it has no negatives either, and stays whole with advantages of zero.
+    Negatives have r < r̄, positives r ≥ r̄. A group of equal rewards has no negatives, and stays whole with advantages of
+    zero.
 
     Args:
         rewards: reward of each row, in any unit; ignored where not kept.
         group_ids: id of each row's group; any integers in any order, groups of any size.
         kept: mask of the rows that count; other rows stay dropped.
         key: random key that picks the negatives to drop.
-    Reference: arXiv 2509.24203 §2 (RED-Drop).
+    Reference: arXiv 2509.24203 §2 (RED-Drop); ties as in Trinity-RFT, `advantage_fn/rec_advantage.py`.
 
     Examples:
         >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
@@ -152,7 +152,7 @@ def drop_excess_negatives(
     centered = deviations(rewards, index, kept)
     spread = -group_minima(-centered, index) - group_minima(centered, index)
     negative = centered < -TIE * spread
-    positives = group_sums((centered > TIE * spread).astype(rewards.dtype), index)
+    positives = group_sums((kept & ~negative).astype(rewards.dtype), index)
     # Sorting by group, with negatives first in random order, makes a negative's place in its group a random rank.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
     place = jnp.argsort(order)

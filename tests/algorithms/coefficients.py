@@ -146,7 +146,7 @@ def dppo_kl(x, i, t):
 
 def kimi_k25(x, i, t):
     inside = 0.8 <= x.rho(i, t) <= 1.2
-    return x.rho(i, t) * x.centered(i) * inside - 0.1 * x.log_rho(i, t)
+    return x.rho(i, t) * x.centered(i) * inside - 0.2 * x.log_rho(i, t)
 
 
 def opsm(x, i, t):
@@ -222,9 +222,9 @@ def high_entropy(x, i, t):
     return ppo(x, i, t, x.normalized(i), 0.2, 0.28) if x.entropy[i, t] >= last else 0.0
 
 
-def gspo(x, i, t):
+def gspo(x, i, t, low=3e-4, high=4e-4):
     ratio = math.exp(x.sum_log_rho(i) / x.lengths[i])
-    return ratio * x.normalized(i) * one_side(ratio, x.normalized(i), 3e-4, 4e-4)
+    return ratio * x.normalized(i) * one_side(ratio, x.normalized(i), low, high)
 
 
 def gmpo(x, i, t):
@@ -321,7 +321,7 @@ COEFFICIENTS = {
     "high_entropy": high_entropy,
     "gspo": gspo,
     "gspo_token": gspo,
-    "luspo": gspo,
+    "luspo": lambda x, i, t: gspo(x, i, t, 2e-3, 2.5e-3),
     "gmpo": gmpo,
     "topr": topr,
     "vespo": vespo,

@@ -58,7 +58,7 @@ def logits_of(logprobs, fixed):
 OWN, THEIRS = (0.0, 0.5), (-0.5, 0.3)  # scores of the policy's and of the teacher's other tokens
 
 
-def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
+def rows_of(algorithm, example: Example, key=None, proximal_logprobs=None) -> losses.RowTerms:
     """Row terms of the whole example; what it has no field for follows from its rows."""
     x = Example(*(jnp.asarray(array) for array in example))
     key = jax.random.key(0) if key is None else key
@@ -75,6 +75,7 @@ def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
         reward_parts=parts,
         part_weights={"first": jnp.ones(len(x.rewards)), "second": jnp.full(len(x.rewards), 0.5)},
         scored=scored,
+        proximal_logprobs=proximal_logprobs if algorithm.needs_proximal else None,
         turn_rewards=jnp.stack([x.rewards, x.rewards**2 + 0.3], axis=1),
         token_turns=jnp.arange(x.completion_mask.shape[1])[None].repeat(len(x.rewards), 0) // 2,
         teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,

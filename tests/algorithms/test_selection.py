@@ -49,7 +49,7 @@ def test_negatives_are_cut_to_the_number_of_positives_and_nothing_else_goes(rewa
     assert (got[kept & (sign >= 0)]).all()
     for group in set(group_ids):
         rows = (group_ids == group) & kept
-        negatives, positives = (rows & (sign < 0)).sum(), (rows & (sign > 0)).sum()
+        negatives, positives = (rows & (sign < 0)).sum(), (rows & (sign >= 0)).sum()
         assert (got & rows & (sign < 0)).sum() == min(negatives, positives)
 
 
@@ -57,6 +57,11 @@ def test_negatives_are_cut_to_the_number_of_positives_and_nothing_else_goes(rewa
 def test_equal_rewards_keep_everything(reward):
     kept = drop(jnp.full(7, reward), jnp.zeros(7, int), jnp.ones(7, bool), jax.random.key(0))
     assert kept.all()
+
+
+def test_a_reward_at_the_mean_counts_as_positive():
+    rewards = jnp.array([0.0, 0.0, 0.5, 0.5, 1.5])  # two below the mean and three not
+    assert drop(rewards, jnp.zeros(5, int), jnp.ones(5, bool), jax.random.key(0)).all()
 
 
 def test_a_reward_at_the_mean_but_for_rounding_is_no_negative():
