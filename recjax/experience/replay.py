@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
+from recjax.experience.group import Completion, Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
 
 PRIORITIES: dict[str, Callable[[Group], float]] = {
     "none": lambda group: 1.0,
@@ -36,17 +36,25 @@ class Judge(NamedTuple):
     part_weights: Mapping[str, float] | None = None
     discount: float | None = None
 
+    def reward(self, completion: Completion) -> float | None:
+        """The reward of a graded completion in an update; None for a completion that the update does not train on.
+
+        These are completions without tokens, of agents that failed before their first reply, and completions that
+        `task.truncated` masks; `recjax.experience.batch.to_learn_from` does the same to a batch.
+        """
+        if not completion.rows or (completion.truncated and self.task.truncated == "mask"):
+            return None
+        if completion.truncated and self.task.truncated == "penalize":
+            return self.task.truncated_reward
+        return completion.grade.reward
+
     def seen(self, group: Group) -> Group:
-        """Applies `task.truncated` to a group; `recjax.experience.batch.to_learn_from` does the same to a batch."""
-        if self.task.truncated == "mask":
-            return group._replace(completions=tuple(one for one in group.completions if not one.truncated))
-        if self.task.truncated == "penalize":
-            completions = (
-                one._replace(grade=one.grade._replace(reward=self.task.truncated_reward)) if one.truncated else one
-                for one in group.completions
-            )
-            return group._replace(completions=tuple(completions))
-        return group
+        """The group as an update sees it: the completions that it trains on, with the rewards that it reads."""
+        rewards = [(one, self.reward(one)) for one in group.completions]
+        completions = (
+            one._replace(grade=one.grade._replace(reward=reward)) for one, reward in rewards if reward is not None
+        )
+        return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:
         """True if a graded group's completions differ in a reward, reward part or return that the algorithm reads."""
@@ -61,7 +69,7 @@ class Judge(NamedTuple):
         if self.discount is not None:
             # The return of a turn is the discounted sum of its reward and all later rewards.
             discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(one).tolist() for one in group.completions if one.rows]
+            rewards = [turn_rewards(one).tolist() for one in group.completions]
             returns = [list(itertools.accumulate(reversed(one), discounted))[::-1] for one in rewards]
             most = max(map(len, returns), default=0)
             columns += [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(most)]

@@ -32,7 +32,7 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE, Answered
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights, is_accurate
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -282,8 +282,7 @@ class Agents(contextlib.AbstractContextManager):
             grade = with_counts(grade, count, len(completion.rows), weights)
             if not one.needs_reward:
                 success = task.of(completion.metadata.get("task")).success
-                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else grade.reward >= success
-                grade = grade._replace(accurate=is_accurate)
+                grade = grade._replace(accurate=bool(is_accurate(parts, None, success)))
             grades.append(grade)
         return grades
 

@@ -140,9 +140,10 @@ def train(
                 "step": step,
                 **batch_metrics(step, batch, learned, config.rollout.sampling().has_cuts),
                 **task_metrics(
-                    (one.metadata, one.grade.accurate, one.grade.reward)
-                    for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
+                    (one.metadata, one.grade.accurate, run.judge.reward(one))
+                    for group in groups
                     for one in group.completions
+                    if one.rows
                 ),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
