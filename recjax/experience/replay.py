@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Completion, Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
+from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
 
 PRIORITIES: dict[str, Callable[[Group], float]] = {
     "none": lambda group: 1.0,
@@ -36,24 +36,20 @@ class Judge(NamedTuple):
     part_weights: Mapping[str, float] | None = None
     discount: float | None = None
 
-    def reward(self, completion: Completion) -> float | None:
-        """The reward of a graded completion in an update; None for a completion that the update does not train on.
-
-        These are completions without tokens, of agents that failed before their first reply, and completions that
-        `task.truncated` masks; `recjax.experience.batch.to_learn_from` does the same to a batch.
-        """
-        if not completion.rows or (completion.truncated and self.task.truncated == "mask"):
-            return None
-        if completion.truncated and self.task.truncated == "penalize":
-            return self.task.truncated_reward
-        return completion.grade.reward
-
     def seen(self, group: Group) -> Group:
-        """The group as an update sees it: the completions that it trains on, with the rewards that it reads."""
-        rewards = [(one, self.reward(one)) for one in group.completions]
-        completions = (
-            one._replace(grade=one.grade._replace(reward=reward)) for one, reward in rewards if reward is not None
-        )
+        """The group as an update sees it: without completions that have no tokens, and with `task.truncated` applied.
+
+        An agent that failed before its first reply has no tokens. `recjax.experience.batch.pad` and `to_learn_from` do
+        the same to a batch.
+        """
+        completions = [one for one in group.completions if one.rows]
+        if self.task.truncated == "mask":
+            completions = [one for one in completions if not one.truncated]
+        if self.task.truncated == "penalize":
+            penalty = self.task.truncated_reward
+            completions = [
+                one._replace(grade=one.grade._replace(reward=penalty)) if one.truncated else one for one in completions
+            ]
         return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:

@@ -177,6 +177,6 @@ def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Comple
     accurate = row.grade.accurate
     if accurate is None:
         success = task.of(row.metadata.get("task")).success
-        accurate = bool(is_accurate(row.grade.reward_parts or {}, row.grade.reward, success))
+        accurate = is_accurate(row.grade.reward_parts or {}, row.grade.reward, success)
     runs = row.version_runs if version == row.policy_version else ()
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

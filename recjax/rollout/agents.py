@@ -282,7 +282,7 @@ class Agents(contextlib.AbstractContextManager):
             grade = with_counts(grade, count, len(completion.rows), weights)
             if not one.needs_reward:
                 success = task.of(completion.metadata.get("task")).success
-                grade = grade._replace(accurate=bool(is_accurate(parts, None, success)))
+                grade = grade._replace(accurate=is_accurate(parts, None, success))
             grades.append(grade)
         return grades
 

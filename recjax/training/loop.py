@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import logging
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
 from recjax.training.sources import kept_records, stored_groups, with_missing_logprobs
 from recjax.training.start import start_run
+
+logger = logging.getLogger(__name__)
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
@@ -111,6 +114,8 @@ def train(
                 with run.phases.phase("sample"):
                     batch = pad(groups, **padding)
                 learned = to_learn_from(batch, config.task)
+            if step == first:
+                _warn_of_masks(batch, learned, step)
             check_staleness(run, state.queue, batch, step)
             if begins:
                 state = keep_behavior_params(run, state, step)
@@ -140,8 +145,8 @@ def train(
                 "step": step,
                 **batch_metrics(step, batch, learned, config.rollout.sampling().has_cuts),
                 **task_metrics(
-                    (one.metadata, one.grade.accurate, run.judge.reward(one))
-                    for group in groups
+                    (one.metadata, one.grade.accurate, one.grade.reward)
+                    for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
                     for one in group.completions
                     if one.rows
                 ),
@@ -284,6 +289,21 @@ def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
         expected = sorted({step - 1 - task.seat_version(seat, sampler) for seat in task.trained_seats})
         if not np.isin(measured, expected).all():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
+
+
+def _warn_of_masks(batch: Batch, learned: Batch, step: int) -> None:
+    """Warns if `task.truncated` = mask removes all completions of a run's first step.
+
+    Args:
+        batch, learned: the batch before and after `to_learn_from`.
+    """
+    if batch.completion_mask.any() and not learned.completion_mask.any():
+        logger.warning(
+            "step %d trains on nothing: all its completions are truncated, and task.truncated = mask removes them;"
+            " raise rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train."
+            " This warning is about the first step only",
+            step,
+        )
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:

@@ -68,7 +68,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._phases, self._manager, self._refuses_impossible = phases or PhaseSeconds(), manager, refuses_impossible
         self._remedy = remedy
         self._held: dict[str, Any] | None = None
-        self._warned_of_masks = False
         self._file = None
         if hosts.is_first():
             kept = _kept(self._path, keep_through, written)
@@ -113,14 +112,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """Takes the finished row of a step, which may contain device scalars; the previous row must be settled."""
         if self._held is not None:
             raise AssertionError(f"the row of step {self._held['step']} would be lost")
-        if row.get("truncated") == 1 and math.isnan(row["reward"]) and not self._warned_of_masks:
-            self._warned_of_masks = True
-            logger.warning(
-                "step %d trains on nothing: all its completions were cut, and task.truncated = mask removes them. Raise"
-                " rollout.max_completion_tokens (and an agent's max_tokens), or set task.truncated to train. The run"
-                " does not repeat this warning",
-                row["step"],
-            )
         self._held = row
 
     def settle(self) -> None:
@@ -232,23 +223,21 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     Args:
         step: training step of the batch, from 1.
         batch: the sampled batch, unchanged.
-        learned: batch as the update gets it, whose completions and rewards give the mean reward.
+        learned: batch as the update gets it, from which the mean reward is computed.
         has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
-        Means over rows; the mean of a reward part covers the rows that have it, and `reward` is NaN if the update
-        trains on no row. `staleness` covers rows with a policy version and is missing without such rows;
-        `staleness_rows` counts rows by staleness.
+        Means over rows; the mean of a reward part covers the rows that have it. `staleness` covers rows with a policy
+        version and is missing without such rows; `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
     real = rows
     if batch.trajectories is not None:  # a trajectory counts once, at its first row
         real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
-    trained = real & learned.completion_mask.any(-1)
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
     return {
-        "reward": float(learned.rewards[trained].mean()) if trained.any() else math.nan,
+        "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
         "accuracy": float(batch.accurate[real].mean()),
         "right_and_ended": float((batch.accurate & ~batch.truncated)[real].mean()),

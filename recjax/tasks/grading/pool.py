@@ -22,8 +22,9 @@ NO_REWARD = FAILURES.index("no_reward")
 class Scores(NamedTuple):
     """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    NaN in a part: the completion does not have it. Completions with a failure are not accurate. `failures` holds indices into FAILURES. With a user's function, no_reward has the reward NaN, exceptions stop the
-    run, and only a function in worker processes has the failures timeout, crash and too_long.
+    A part that a completion does not have is NaN. `failures` holds indices into FAILURES; a completion with a failure
+    is not accurate. With a user's function, no_reward has the reward NaN, exceptions stop the run, and only a function
+    in worker processes has the failures timeout, crash and too_long.
     """
 
     rewards: np.ndarray

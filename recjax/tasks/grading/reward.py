@@ -185,7 +185,8 @@ def is_accurate(
                 ", ".join(returned),
                 success,
             )
-    return np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
+    right = np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
+    return right if np.ndim(right) else bool(right)
 
 
 def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
