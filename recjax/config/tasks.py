@@ -127,8 +127,8 @@ class OneTask(ConfigBlock):
     )
     success: Float = key(
         1.0,
-        "Lowest score of an accurate completion: the sum of the parts that the reward returns, before weights and"
-        " penalties; ignored if it returns a part `accuracy`",
+        "Lowest part `score` of an accurate completion, or unweighted sum of other parts; ignored if the reward has a"
+        " part `accuracy`",
         excludes=_MIXTURE,
     )
 

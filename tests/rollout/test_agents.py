@@ -435,6 +435,8 @@ SHAPED = [  # an agent's return value, rewards of its turns, weights, and whethe
     (0.8, {0: 0.1, 1: 0.1}, {"score": 0.5, "rows": -1.0}, True),
     (0.5, {}, {"score": 4.0, "length": 2.0, "turns": 3.0}, False),
     ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, True),
+    ({"score": 0.5, "checks": 9.0}, {}, {"checks": 0.0, "length": 1.0}, False),
+    ({"right": 0.8}, {0: 0.1, 1: 0.1}, {"right": 0.5}, True),
     ({"accuracy": 1.0, "tries": -0.6}, {1: -1.0}, {"accuracy": 0.0, "score": 2.0}, True),
     ({"accuracy": 0.0, "tries": 5.0}, {0: 1.0}, {"tries": -3.0}, False),
 ]

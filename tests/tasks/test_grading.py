@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
+from recjax.experience.group import Completion, Grade
+from recjax.experience.stored import as_trained
 from recjax.tasks.grading import custom as own_rewards
 from recjax.tasks.grading import reward as reward_module
 from recjax.tasks.grading.graders import GRADERS, Grader
@@ -335,6 +337,10 @@ def right_by_task(prompts, completions, answers):
             "others": [float("5" in text) if text[-1] != "!" else None for text in completions]}  # fmt: skip
 
 
+def score_and_checks(prompts, completions, answers):
+    return {"score": has_5(prompts, completions, answers), "checks": [9.0] * len(completions)}
+
+
 def verdict_and_style(prompts, completions, answers):
     return {"accuracy": has_5(prompts, completions, answers), "style": [5.0] * len(completions)}
 
@@ -345,6 +351,7 @@ KINDS = {  # the function or its name, and the parts that it returns
     "async": (HERE + "has_5_async", ["score"]),
     "parts": (HERE + "right_and_polite", ["right", "polite"]),
     "parts of tasks": (HERE + "right_by_task", ["sums", "others"]),
+    "part score": (HERE + "score_and_checks", ["score", "checks"]),
     "part accuracy": (HERE + "verdict_and_style", ["accuracy", "style"]),
     "async, passed": (has_5_async, ["score"]),
     "workers, numbers": (has_5, ["score"]),
@@ -383,9 +390,34 @@ def test_a_completion_that_could_not_be_graded_is_not_accurate():
     assert (scores.rewards.tolist(), scores.accurate.tolist()) == ([1, 0], [True, False])
 
 
+STORED = [  # reward and parts of a stored completion whose grade does not say whether it is accurate
+    (1.0, None, True),
+    (0.9, None, False),
+    (0.0, {"format": 1.0}, False),  # the parts of others need not be complete
+    (1.5, {"helpful": 0.5}, True),
+    (0.2, {"accuracy": 1.0, "length": 0.4}, True),
+    (0.7, {"score": 1.0, "length": 0.4, "overlong": -0.3}, True),  # exported by recjax, and imported again
+    (1.2, {"score": 0.8, "turns": 4.0}, False),
+    (0.7, {"right": 1.0, "rows": 3.0}, True),
+]
+
+
+@pytest.mark.parametrize(("reward", "parts", "right"), STORED)
+def test_stored_rewards_follow_the_same_rule(reward, parts, right):
+    one = Completion("a", "b", "", (), None, 0, False, Grade(reward, parts))
+    assert as_trained(one, TaskConfig(), 0).grade.accurate is right
+    assert as_trained(one._replace(grade=Grade(reward, parts, not right)), TaskConfig(), 0).grade.accurate is not right
+
+
+def test_success_is_compared_as_training_keeps_rewards():
+    one = Completion("a", "b", "", (), None, 0, False, Grade(float(np.float32(0.9))))
+    assert as_trained(one, TaskConfig(success=0.9), 0).grade.accurate
+    assert not as_trained(one, TaskConfig(success=0.91), 0).grade.accurate
+
+
 def test_a_warning_says_what_is_accurate_where_several_parts_have_no_verdict(caplog):
     reward_module._warn_once.cache_clear()
-    for function, count in ((right_by_task, 0), (verdict_and_style, 0), (right_and_polite, 1), (right_and_polite, 1)):
+    for function, count in ((right_by_task, 0), (score_and_checks, 0), (verdict_and_style, 0), (right_and_polite, 1), (right_and_polite, 1)):
         scores_of(custom(function), ["5", "5!"])
         said = [record.getMessage() for record in caplog.records if "none is the verdict" in record.getMessage()]
         assert len(said) == count

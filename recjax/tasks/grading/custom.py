@@ -15,13 +15,12 @@ import numpy as np
 
 from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, SCORE, Reward, check_parts
 from recjax.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
-SCORE = "score"  # name of the part if the function returns plain numbers
 
 
 class Answered(NamedTuple):

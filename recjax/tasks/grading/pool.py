@@ -8,9 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading.custom import SCORE, Answered, custom_parts, remote_parts
+from recjax.tasks.grading.custom import Answered, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, MixedReward, Reward, check_parts, is_accurate
+from recjax.tasks.grading.reward import (
+    LENGTH,
+    MOST_REWARD,
+    OVERLONG,
+    SCORE,
+    MixedReward,
+    Reward,
+    check_parts,
+    is_accurate,
+)
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
 

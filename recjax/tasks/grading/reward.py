@@ -21,6 +21,7 @@ OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; se
 TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
 LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
+SCORE = "score"  # name of the part if a reward is a plain number
 SHAPING = (LENGTH, OVERLONG, TURNS, ROWS)  # parts that recjax adds to the parts of a reward
 _REWARD_MODEL = "recjax.tasks.grading.reward_model:RewardModel"  # by name, as it imports JAX
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
@@ -160,13 +161,13 @@ def is_accurate(
 ) -> bool | Bool[np.ndarray, " batch"]:
     """True if an answer is right, which no weight and no part in SHAPING changes.
 
-    The part `accuracy` decides with 1 or more; NaN is not right. Without this part, the sum of the parts that the
-    reward itself returned, without their weights, must be at least `success`.
+    The part `accuracy` decides with 1 or more. Without this part, the part `score` must be at least `success`; without
+    both, the unweighted sum of the parts that the reward returned. A NaN in `accuracy` or `score` is not right.
 
     Args:
-        parts: unweighted parts by name, of one completion or of a batch; NaN counts as a missing part.
-        reward: a completion's reward, which replaces the sum if no part is in SHAPING: recjax did not compute this
-            reward, and its parts need not be complete. Not read if there is such a part.
+        parts: unweighted parts by name, of one completion or of a batch; NaN: the completion does not have the part.
+        reward: a completion's reward, which is compared with `success` if no part is in SHAPING: then recjax did not
+            compute the reward, and its parts need not be complete. Not read if there is such a part.
         success: `task.success` of the completion's task.
     """
     if "accuracy" in parts:
@@ -174,6 +175,8 @@ def is_accurate(
     returned = [part for part in parts if part not in SHAPING]
     if not returned or len(returned) == len(parts):
         score = reward
+    elif SCORE in parts:
+        score = parts[SCORE]
     else:
         values = np.array([parts[part] for part in returned])
         score = np.nansum(values, axis=0)
