@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
+_ALL_MASKED = (
+    "step %d trains on nothing: all its completions are truncated, and task.truncated = mask removes them. Raise"
+    " rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train. recjax checks only"
+    " the first step of a command"
+)
 
 
 class Preempted(BaseException):
@@ -114,8 +119,8 @@ def train(
                 with run.phases.phase("sample"):
                     batch = pad(groups, **padding)
                 learned = to_learn_from(batch, config.task)
-            if step == first:
-                _warn_of_masks(batch, learned, step)
+            if step == first and batch.completion_mask.any() and not learned.completion_mask.any():
+                logger.warning(_ALL_MASKED, step)
             check_staleness(run, state.queue, batch, step)
             if begins:
                 state = keep_behavior_params(run, state, step)
@@ -289,21 +294,6 @@ def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
         expected = sorted({step - 1 - task.seat_version(seat, sampler) for seat in task.trained_seats})
         if not np.isin(measured, expected).all():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
-
-
-def _warn_of_masks(batch: Batch, learned: Batch, step: int) -> None:
-    """Warns if `task.truncated` = mask removes all completions of a run's first step.
-
-    Args:
-        batch, learned: the batch before and after `to_learn_from`.
-    """
-    if batch.completion_mask.any() and not learned.completion_mask.any():
-        logger.warning(
-            "step %d trains on nothing: all its completions are truncated, and task.truncated = mask removes them;"
-            " raise rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train."
-            " This warning is about the first step only",
-            step,
-        )
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:

@@ -417,7 +417,13 @@ def test_success_is_compared_as_training_keeps_rewards():
 
 def test_a_warning_says_what_is_accurate_where_several_parts_have_no_verdict(caplog):
     reward_module._warn_once.cache_clear()
-    for function, count in ((right_by_task, 0), (score_and_checks, 0), (verdict_and_style, 0), (right_and_polite, 1), (right_and_polite, 1)):
+    for function, count in (
+        (right_by_task, 0),
+        (score_and_checks, 0),
+        (verdict_and_style, 0),
+        (right_and_polite, 1),
+        (right_and_polite, 1),
+    ):
         scores_of(custom(function), ["5", "5!"])
         said = [record.getMessage() for record in caplog.records if "none is the verdict" in record.getMessage()]
         assert len(said) == count
