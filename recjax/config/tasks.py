@@ -126,7 +126,7 @@ class OneTask(ConfigBlock):
         0, "Number of times recjax calls an async reward again after it fails on a batch", excludes=_MIXTURE, ge=0
     )
     success: Float = key(
-        1.0, "Lowest reward of an accurate completion; ignored if the reward has a part `accuracy`", excludes=_MIXTURE
+        1.0, "Lowest unweighted score of an accurate completion; ignored with a part `accuracy`", excludes=_MIXTURE
     )
 
     def chosen(self) -> str:

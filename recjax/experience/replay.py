@@ -37,16 +37,20 @@ class Judge(NamedTuple):
     discount: float | None = None
 
     def seen(self, group: Group) -> Group:
-        """Applies `task.truncated` to a group; `recjax.experience.batch.to_learn_from` does the same to a batch."""
+        """The group as an update sees it: without completions that have no tokens, and with `task.truncated` applied.
+
+        An agent that failed before its first reply has no tokens. `recjax.experience.batch.pad` and `to_learn_from` do
+        the same to a batch.
+        """
+        completions = [one for one in group.completions if one.rows]
         if self.task.truncated == "mask":
-            return group._replace(completions=tuple(one for one in group.completions if not one.truncated))
+            completions = [one for one in completions if not one.truncated]
         if self.task.truncated == "penalize":
-            completions = (
-                one._replace(grade=one.grade._replace(reward=self.task.truncated_reward)) if one.truncated else one
-                for one in group.completions
-            )
-            return group._replace(completions=tuple(completions))
-        return group
+            penalty = self.task.truncated_reward
+            completions = [
+                one._replace(grade=one.grade._replace(reward=penalty)) if one.truncated else one for one in completions
+            ]
+        return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:
         """True if a graded group's completions differ in a reward, reward part or return that the algorithm reads."""
@@ -61,7 +65,7 @@ class Judge(NamedTuple):
         if self.discount is not None:
             # The return of a turn is the discounted sum of its reward and all later rewards.
             discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(one).tolist() for one in group.completions if one.rows]
+            rewards = [turn_rewards(one).tolist() for one in group.completions]
             returns = [list(itertools.accumulate(reversed(one), discounted))[::-1] for one in rewards]
             most = max(map(len, returns), default=0)
             columns += [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(most)]

@@ -13,6 +13,7 @@ from recjax.experience.sources import check_logprobs
 from recjax.experience.store import signed_hash
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
+from recjax.tasks.grading.reward import is_accurate
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
@@ -170,18 +171,12 @@ def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Comple
     """Sets `accurate` and the policy version of a stored completion for the metrics of this run.
 
     Args:
-        task: config with the lowest reward of a right answer, for completions with neither `accurate` nor a part
-            `accuracy`.
+        task: config with `success`, for completions whose grade does not say whether they are accurate.
         version: policy version, counted in updates of this run; None: not known.
     """
     accurate = row.grade.accurate
     if accurate is None:
-        # This rule also applies to rewards from this run.
-        parts = row.grade.reward_parts or {}
-        accurate = (
-            parts["accuracy"] >= 1
-            if "accuracy" in parts
-            else row.grade.reward >= task.of(row.metadata.get("task")).success
-        )
+        success = task.of(row.metadata.get("task")).success
+        accurate = is_accurate(row.grade.reward_parts or {}, row.grade.reward, success)
     runs = row.version_runs if version == row.policy_version else ()
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

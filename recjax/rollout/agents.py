@@ -29,10 +29,10 @@ from recjax.rollout.named_agents import Agent, load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.custom import SCORE, Answered
+from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, TURNS, agent_weights
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, SCORE, TURNS, agent_weights, is_accurate
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -282,8 +282,9 @@ class Agents(contextlib.AbstractContextManager):
             grade = with_counts(grade, count, len(completion.rows), weights)
             if not one.needs_reward:
                 success = task.of(completion.metadata.get("task")).success
-                is_accurate = parts["accuracy"] >= 1 if "accuracy" in parts else grade.reward >= success
-                grade = grade._replace(accurate=is_accurate)
+                if of_turns is not None and SCORE not in returned:  # the rewards of turns are not the whole score
+                    parts = parts | {SCORE: of_turns + sum(returned.values())}
+                grade = grade._replace(accurate=is_accurate(parts, None, success))
             grades.append(grade)
         return grades
 

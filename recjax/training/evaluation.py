@@ -278,6 +278,7 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
             sources.append(inspect.getsource(one.function))
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
     depends_on = {
+        "accurate": "answer",  # files without this entry counted shaped rewards
         "weights": fingerprint(params),
         "dtype": str(policy.decoder.dtype),
         "problems": prompts_digest(train),

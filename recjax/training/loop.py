@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import logging
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -37,8 +38,15 @@ from recjax.training.schedule import expected_staleness
 from recjax.training.sources import kept_records, stored_groups, with_missing_logprobs
 from recjax.training.start import start_run
 
+logger = logging.getLogger(__name__)
+
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
+_ALL_MASKED = (
+    "step %d trains on nothing: all its completions are truncated, and task.truncated = mask removes them. Raise"
+    " rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train. recjax checks only"
+    " the first step of a command"
+)
 
 
 class Preempted(BaseException):
@@ -111,6 +119,8 @@ def train(
                 with run.phases.phase("sample"):
                     batch = pad(groups, **padding)
                 learned = to_learn_from(batch, config.task)
+            if step == first and batch.completion_mask.any() and not learned.completion_mask.any():
+                logger.warning(_ALL_MASKED, step)
             check_staleness(run, state.queue, batch, step)
             if begins:
                 state = keep_behavior_params(run, state, step)
@@ -143,6 +153,7 @@ def train(
                     (one.metadata, one.grade.accurate, one.grade.reward)
                     for group in (groups if config.task.truncated == "mask" else map(run.judge.seen, groups))
                     for one in group.completions
+                    if one.rows
                 ),
                 **(queue_metrics(run, before, state.queue, groups, step) if begins else {}),
                 "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),

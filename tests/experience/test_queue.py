@@ -1,5 +1,6 @@
 """The queue: groups go when whole or at the deadline, rewards when they are due, and nothing is lost uncounted."""
 
+import itertools
 import json
 from collections import Counter
 from concurrent.futures import Future
@@ -229,10 +230,23 @@ SIGNALS = [
 ]
 
 
+def failed(group, which):
+    """The group with some completions of agents that failed before their first reply."""
+    completions = zip(group.completions, which, strict=True)
+    return group._replace(completions=tuple(one._replace(rows=()) if fails else one for one, fails in completions))
+
+
 def cut(group, which):
     """The group with some completions that ran into the token limit."""
     completions = zip(group.completions, which, strict=True)
     return group._replace(completions=tuple(one._replace(truncated=truncated) for one, truncated in completions))
+
+
+def test_agents_that_failed_before_their_first_reply_are_no_signal():
+    group = failed(make_group(0, (1.0, 1.0, -1.0)), (False, False, True))
+    for task in (TaskConfig(), MASKED, PENALISED):
+        assert not Judge(task).has_signal(group) and len(Judge(task).seen(group).completions) == 2
+    assert Judge().has_signal(make_group(0, (1.0, 1.0, -1.0)))
 
 
 @pytest.mark.parametrize(("rewards", "truncated", "task", "signal"), SIGNALS)
@@ -249,9 +263,11 @@ def test_the_signal_of_a_group_is_of_the_rewards_that_an_update_sees(rewards, tr
 
 
 def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
-    groups = [cut(make_group(0, (0.0, 1.0, 0.0)), (False, True, False)), make_group(1, (0.4, 0.5))]
-    limits = ReplayConfig(capacity=9, max_reuse=9, keep_no_signal=True, priority="reward_spread")
-    for task, first in ((TaskConfig(), [0, 1]), (MASKED, [1])):
+    wide, narrow, which = make_group(0, (0.0, 1.0, 0.0)), make_group(1, (0.4, 0.5)), (False, True, False)
+    cases = [(cut, TaskConfig(), [0, 1]), (cut, MASKED, [1]), (failed, TaskConfig(), [1])]
+    for (change, task, first), priority in itertools.product(cases, ("reward_spread", "absolute_advantage")):
+        groups, limits = [change(wide, which), narrow], ReplayConfig(capacity=9, max_reuse=9, keep_no_signal=True)
+        limits = limits.model_copy(update={"priority": priority})
         how = settings_with()._replace(limits=limits, replay=True, judge=Judge(task))
         arrival = Arrival(list(map(ungraded, groups)), grades(groups[0]) + grades(groups[1]), 1)
         queue = a_round(put(Queue(1), arrival, 0, how), 1, how)
@@ -269,6 +285,7 @@ def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them(
     assert Judge(part_weights={"right": 0.0}).has_signal(by_part)
     assert not Judge(part_weights={"right": 0.0, "form": 0.0}).has_signal(by_part)
     assert not Judge(MASKED, part_weights={}).has_signal(cut(by_part, (False, True)))
+    assert not Judge(part_weights={}).has_signal(failed(by_part, (False, True)))
 
     def with_turns(*each):
         pairs = zip(group.completions, each, strict=True)

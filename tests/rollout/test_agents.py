@@ -5,6 +5,7 @@ import gc
 import time
 import weakref
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import tokenizers
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.group import with_grades
+from recjax.experience.group import Completion, Row, Turn, with_grades
 from recjax.experience.layout import Layout, batch_logprobs
 from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
@@ -25,7 +26,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
 from recjax.rollout.agent_policy import AgentPolicy
-from recjax.rollout.agents import AGENT_FAILURES, Agents
+from recjax.rollout.agents import AGENT_FAILURES, Agents, Tried
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -427,6 +428,35 @@ def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
     assert evaluated(fails).accuracy == 0.0
     with pytest.raises(ValueError, match="all agents of the evaluation failed, the last with raised: [^;]*; corr"):
         evaluated(*[fails] * 5)
+
+
+SHAPED = [  # an agent's return value, rewards of its turns, weights, and whether it is right
+    (1.0, {}, {"score": 0.5, "turns": -0.1}, True),
+    (0.8, {0: 0.1, 1: 0.1}, {"score": 0.5, "rows": -1.0}, True),
+    (0.5, {}, {"score": 4.0, "length": 2.0, "turns": 3.0}, False),
+    ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, True),
+    ({"score": 0.5, "checks": 9.0}, {}, {"checks": 0.0, "length": 1.0}, False),
+    ({"right": 0.8}, {0: 0.1, 1: 0.1}, {"right": 0.5}, True),
+    ({"accuracy": 1.0, "tries": -0.6}, {1: -1.0}, {"accuracy": 0.0, "score": 2.0}, True),
+    ({"accuracy": 0.0, "tries": 5.0}, {0: 1.0}, {"tries": -3.0}, False),
+]
+
+
+def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
+    config, policy, _ = made("one_turn", "task.agent_failure_reward=5.0")
+    row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
+    completion = Completion("a", "policy", "", (row,), None, 0, True, turns=(Turn(0, 3), Turn(0, 6)))
+    for returned, turns, weights, right in SHAPED:
+        player = SimpleNamespace(rewards=turns, rewarded=sum(turns.values()) if turns else None)
+        tried = [Tried(player, returned, failure, "", "") for failure in (None, "raised")]
+        rewards = set()
+        for chosen in ({}, weights):
+            task = config.task.model_copy(update={"reward_weights": chosen})
+            opened = Agents(config.model_copy(update={"task": task}), policy)
+            grades = opened._grades(tried, [completion] * 2, [])
+            assert [grade.accurate for grade in grades] == [right, False]
+            rewards.add(grades[0].reward)
+        assert len(rewards) == 2, "the weights have an effect"
 
 
 def test_a_slow_agent_holds_up_nobody(made):

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
+from recjax.experience.group import Completion, Grade
+from recjax.experience.stored import as_trained
 from recjax.tasks.grading import custom as own_rewards
+from recjax.tasks.grading import reward as reward_module
 from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
@@ -282,15 +285,149 @@ def none_for_b(prompts, completions, answers):
     return [None if text == "b" else 1.0 for text in completions]
 
 
-def no_style_for_b(prompts, completions, answers):
-    return {"right": [1.0] * len(completions), "style": none_for_b(prompts, completions, answers)}
+def of_two_tasks(prompts, completions, answers):
+    """Each function of a part applies to some completions, as TRL's functions of several tasks do."""
+    return {
+        "math": [{"a": 1.0, "c": 0.5}.get(text) for text in completions],
+        "code": [{"b": 1.0, "c": 0.25}.get(text) for text in completions],
+    }
 
 
-@pytest.mark.parametrize("function", [none_for_b, no_style_for_b])
-def test_none_is_no_reward(function):
-    scores = scores_of(custom(function), ["a", "b"])
-    assert np.isnan(scores.rewards).tolist() == scores.accurate.tolist()[::-1] == [False, True]
-    assert [FAILURES[place] for place in scores.failures] == ["none", "no_reward"]
+def unjudged(prompts, completions, answers):
+    return {"accuracy": [None if text == "b" else 1.0 for text in completions], "style": [5.0] * len(completions)}
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_none_in_all_parts_is_no_reward_and_none_in_one_part_adds_nothing(workers):
+    def scores(function, completions, **weights):
+        if workers:
+            return scores_of(load_reward("python:own", weights, function=function), completions, PATIENT)
+        return scores_of(custom(function, **weights), completions)
+
+    found = scores(none_for_b, ["a", "b"])
+    assert np.isnan(found.rewards).tolist() == found.accurate.tolist()[::-1] == [False, True]
+    assert [FAILURES[place] for place in found.failures] == ["none", "no_reward"]
+    found = scores(of_two_tasks, ["a", "b", "c", "d"], code=2.0)
+    np.testing.assert_array_equal(found.rewards, [1, 2, 1, np.nan])
+    np.testing.assert_array_equal(found.parts["math"], [1, np.nan, 0.5, np.nan])
+    assert found.accurate.tolist() == [True, True, False, False], "the parts without weights"
+    assert [FAILURES[place] for place in found.failures] == ["none"] * 3 + ["no_reward"]
+    found = scores(unjudged, ["a", "b"])
+    assert (found.rewards.tolist(), found.accurate.tolist()) == ([6, 5], [True, False]), "not known to be right"
+
+
+def has_5(prompts, completions, answers):
+    return [float("5" in text) for text in completions]
+
+
+async def has_5_async(prompts, completions, answers):
+    return has_5(prompts, completions, answers)
+
+
+def has_5_model(folder, device):
+    return has_5
+
+
+def right_and_polite(prompts, completions, answers):
+    return {"right": has_5(prompts, completions, answers), "polite": [0.0] * len(completions)}
+
+
+def right_by_task(prompts, completions, answers):
+    return {"sums": [float("5" in text) if text[-1] == "!" else None for text in completions],
+            "others": [float("5" in text) if text[-1] != "!" else None for text in completions]}  # fmt: skip
+
+
+def score_and_checks(prompts, completions, answers):
+    return {"score": has_5(prompts, completions, answers), "checks": [9.0] * len(completions)}
+
+
+def verdict_and_style(prompts, completions, answers):
+    return {"accuracy": has_5(prompts, completions, answers), "style": [5.0] * len(completions)}
+
+
+HERE = f"{__name__}:"
+KINDS = {  # the function or its name, and the parts that it returns
+    "numbers": (HERE + "has_5", ["score"]),
+    "async": (HERE + "has_5_async", ["score"]),
+    "parts": (HERE + "right_and_polite", ["right", "polite"]),
+    "parts of tasks": (HERE + "right_by_task", ["sums", "others"]),
+    "part score": (HERE + "score_and_checks", ["score", "checks"]),
+    "part accuracy": (HERE + "verdict_and_style", ["accuracy", "style"]),
+    "async, passed": (has_5_async, ["score"]),
+    "workers, numbers": (has_5, ["score"]),
+    "workers, parts": (right_and_polite, ["right", "polite"]),
+    "simple": ("recjax.tasks.rewards:last_number_match", ["score"]),
+    "built in": ("gsm8k", ["accuracy", "format"]),
+    "model": ("model:x", ["score"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monkeypatch):
+    function, parts = KINDS[kind]
+    # A classifier's scores are numbers of a batch, as this function's are.
+    monkeypatch.setattr(reward_module, "_REWARD_MODEL", HERE + "has_5_model")
+    settings = {"length": {"length": -5.0}, "bonus": {"length": 5.0}, "overlong": {}, "none": {"overlong": 0.0}}
+    settings |= {f"times {weight:g}": dict.fromkeys(parts, weight) for weight in (0.0, 0.5, -1.0, 7.0)}
+    config = PATIENT.model_copy(update={"task": TaskConfig(overlong_tokens=5)})
+    name, passed = ("python:own", function) if callable(function) else (function, None)
+    rewards = {key: load_reward(name, weights, True, passed) for key, weights in settings.items()}
+    texts = ["<answer>5</answer>", "<answer>6</answer>", "<answer>5</answer>!", "<answer>6</answer>!"]
+    rows = [Answered("p", text, "5", {}, 10) for text in texts]
+    found, paid = {}, set()
+    with Grading(config, rewards["none"]) as grading:
+        for key, grading.reward in rewards.items():
+            scores = grading.submit(rows).result(timeout=60)
+            found[key] = scores.accurate.tolist()
+            paid.add(tuple(scores.rewards.tolist()))
+    assert found == dict.fromkeys(settings, [True, False, True, False])
+    assert len(paid) == len(settings), "the rewards differ"
+
+
+def test_a_completion_that_could_not_be_graded_is_not_accurate():
+    config = CONFIG.model_copy(update={"task": TaskConfig(success=-1.0)})
+    scores = scores_of(load_reward("python:own", function=has_5), ["5", "x" * 5_001], config)
+    assert (scores.rewards.tolist(), scores.accurate.tolist()) == ([1, 0], [True, False])
+
+
+STORED = [  # reward and parts of a stored completion whose grade does not say whether it is accurate
+    (1.0, None, True),
+    (0.9, None, False),
+    (0.0, {"format": 1.0}, False),  # the parts of others need not be complete
+    (1.5, {"helpful": 0.5}, True),
+    (0.2, {"accuracy": 1.0, "length": 0.4}, True),
+    (0.7, {"score": 1.0, "length": 0.4, "overlong": -0.3}, True),  # exported by recjax, and imported again
+    (1.2, {"score": 0.8, "turns": 4.0}, False),
+    (0.7, {"right": 1.0, "rows": 3.0}, True),
+]
+
+
+@pytest.mark.parametrize(("reward", "parts", "right"), STORED)
+def test_stored_rewards_follow_the_same_rule(reward, parts, right):
+    one = Completion("a", "b", "", (), None, 0, False, Grade(reward, parts))
+    assert as_trained(one, TaskConfig(), 0).grade.accurate is right
+    assert as_trained(one._replace(grade=Grade(reward, parts, not right)), TaskConfig(), 0).grade.accurate is not right
+
+
+def test_success_is_compared_as_training_keeps_rewards():
+    one = Completion("a", "b", "", (), None, 0, False, Grade(float(np.float32(0.9))))
+    assert as_trained(one, TaskConfig(success=0.9), 0).grade.accurate
+    assert not as_trained(one, TaskConfig(success=0.91), 0).grade.accurate
+
+
+def test_a_warning_says_what_is_accurate_where_several_parts_have_no_verdict(caplog):
+    reward_module._warn_once.cache_clear()
+    for function, count in (
+        (right_by_task, 0),
+        (score_and_checks, 0),
+        (verdict_and_style, 0),
+        (right_and_polite, 1),
+        (right_and_polite, 1),
+    ):
+        scores_of(custom(function), ["5", "5!"])
+        said = [record.getMessage() for record in caplog.records if "none is the verdict" in record.getMessage()]
+        assert len(said) == count
+    assert said[0].startswith("a reward has the parts right, polite, and none is the verdict `accuracy`: a completion")
 
 
 def other_parts_for_b(prompts, completions, answers):

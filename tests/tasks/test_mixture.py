@@ -9,7 +9,7 @@ import pytest
 
 from recjax.config import make_config
 from recjax.experience import queue
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.hub.policy import Policy
 from recjax.tasks.grading.custom import Answered, check_signature, custom_parts
 from recjax.tasks.grading.pool import Grading
@@ -82,11 +82,11 @@ def test_the_queue_follows_pass_rates_of_groups_with_and_without_signal():
     settings = queue.settings_of(config({**SUMS, "curriculum": {"newest": 0.25}}, "experience.refill={}"))
 
     def after(held, number, right):
+        row = Row(np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), None)
+        grades = [Grade(float(place < right), None, place < right) for place in range(4)]
         completions = tuple(
-            Completion(
-                f"{number}/{place}", "policy", "", (), None, 0, False, Grade(float(place < right), None, place < right)
-            )
-            for place in range(4)
+            Completion(f"{number}/{place}", "policy", "", (row,), None, 0, False, grade)
+            for place, grade in enumerate(grades)
         )
         group = Group(str(number), np.zeros(1, np.int32), completions, "1+1", "2")
         held = queue.put(held._replace(round=number), queue.Arrival([group], number=number), 0, settings)

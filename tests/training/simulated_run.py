@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from recjax.config import Config
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.queue import Queue
 from recjax.training import loop
 from recjax.training.metrics import PhaseSeconds
@@ -24,14 +24,15 @@ class Grading:
 
 
 def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Group], list[Grade]]:
-    """Four groups of two completions without rows, some of them right, and their grades."""
-    empty = np.zeros(0)
+    """Four groups of two completions of one token, some of them right, and their grades."""
+    empty = np.zeros(0, np.int32)
+    row = Row(empty, np.zeros(1, np.int32), np.ones(1, bool), None)
     groups = [
         Group(
             f"{number:06d}/{group:05d}",
             empty,
             tuple(
-                Completion(f"{number:06d}/{2 * group + i:05d}", "policy", "", (), None, version, False)
+                Completion(f"{number:06d}/{2 * group + i:05d}", "policy", "", (row,), None, version, False)
                 for i in range(2)
             ),
             "",

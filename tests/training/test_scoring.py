@@ -89,6 +89,27 @@ def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):
     assert first["mask"]["reward"] == first["train"]["reward"] > first["penalize"]["reward"]
 
 
+def test_metrics_and_pass_rates_of_a_run_are_the_answers_whatever_shapes_its_rewards(tiny):
+    def sample(*arguments, rates=None):
+        return graded_batch(*arguments)
+
+    options = ["training.steps=3", "evaluation.every=0", f"task.reward={__name__}:counts_ones", "task.curriculum={}"]
+    settings = {
+        "plain": [],
+        "overlong": ["task.overlong_tokens=3"],
+        "length": ["task.reward_weights={length: -0.5}"],
+        "score": ["task.reward_weights={score: 0.5}"],
+        "masked": ["task.truncated=mask"],
+        "penalized": ["task.truncated=penalize", "task.truncated_reward=-1"],
+    }
+    runs = {name: count(tiny(name, *options, *each), sample=sample)[1:] for name, each in settings.items()}
+    names = ("accuracy", "right_and_ended", "curriculum/pass_rate", "curriculum/problems")
+    shown = {name: [[row[metric] for metric in names] for row in rows] for name, rows in runs.items()}
+    # The first batch is the same for all; later ones follow from a checksum of the rewards.
+    assert len({str(rows[0]) for rows in shown.values()}) == 1 and 0 < shown["plain"][0][0] < 1
+    assert len({rows[0]["loss"] for rows in runs.values()}) == len(settings), "the updates got different rewards"
+
+
 def test_masked_rows_are_as_if_never_drawn():
     batch = make_batch()
     cut = np.arange(len(batch.rewards)) % 3 == 1
@@ -110,9 +131,16 @@ def test_penalized_rows_get_the_reward_and_lose_their_own():
 
 
 @pytest.mark.slow
-def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny):
+def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny, caplog):
     options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=1"]
     options += ["algorithm.advantage={name: raw_reward}"]
     rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))
     assert rows[1]["truncated"] == 1 and rows[1]["loss"] == rows[1]["gradient_norm"] == 0
-    assert rows[1]["completion_length"] == 1
+    assert rows[1]["completion_length"] == 1 and rows[1]["reward"] == rows[1]["reward/score"]
+    assert "step 1 trains on nothing: all its completions are truncated" in caplog.text
+
+
+@pytest.mark.parametrize("truncated", ["mask", "penalize"])
+def test_a_first_step_that_is_masked_whole_is_said_once(tiny, caplog, truncated):
+    count(tiny("run", "rollout.max_completion_tokens=1", f"task.truncated={truncated}"))
+    assert caplog.text.count("trains on nothing") == (truncated == "mask")

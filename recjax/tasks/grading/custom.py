@@ -15,13 +15,12 @@ import numpy as np
 
 from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import finished
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, SCORE, Reward, check_parts
 from recjax.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
-SCORE = "score"  # name of the part if the function returns plain numbers
 
 
 class Answered(NamedTuple):
@@ -119,8 +118,9 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     recjax calls function(prompts, completions, answers) with equally long lists of strings; prompts are as the model
     saw them. A function with a fourth parameter also gets a dict that maps the name of every other column to its list
     of values, None in rows without this column. The function returns a number from −MOST_REWARD to MOST_REWARD for
-    each completion, or a dict that maps names of parts to such lists. None instead of a number, in any part, leaves
-    the completion without a reward. The function may be `async def`; recjax then awaits it once for the batch.
+    each completion, or a dict that maps names of parts to such lists. None instead of a number: the part does not
+    apply to the completion and adds nothing to its reward. None in all parts leaves the completion without a reward,
+    as in TRL. The function may be `async def`; recjax then awaits it once for the batch.
 
     A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
     answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and

@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading.custom import SCORE, Answered, custom_parts, remote_parts
+from recjax.tasks.grading.custom import Answered, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, MixedReward, Reward, check_parts
+from recjax.tasks.grading.reward import (
+    LENGTH,
+    MOST_REWARD,
+    OVERLONG,
+    SCORE,
+    MixedReward,
+    Reward,
+    check_parts,
+    is_accurate,
+)
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
 
-# Reasons why a completion has no grade; no_reward: the user's function returned None.
+# Reasons why a completion has no grade; no_reward: the user's function returned None in all parts.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
 NO_REWARD = FAILURES.index("no_reward")
 
@@ -22,8 +31,9 @@ NO_REWARD = FAILURES.index("no_reward")
 class Scores(NamedTuple):
     """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    `failures` holds indices into FAILURES. With a user's function, no_reward has the reward NaN, exceptions stop the
-    run, and only a function in worker processes has the failures timeout, crash and too_long.
+    A part that a completion does not have is NaN. `failures` holds indices into FAILURES; a completion with a failure
+    is not accurate. With a user's function, no_reward has the reward NaN, exceptions stop the run, and only a function
+    in worker processes has the failures timeout, crash and too_long.
     """
 
     rewards: np.ndarray
@@ -109,9 +119,8 @@ class Grading:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
         check_parts(reward.name, weights, parts)
-        rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
-        if reward.per_row or reward.remote:
-            rewards = np.where((failures > 0) & (failures != NO_REWARD), 0.0, rewards)
+        rewards = sum(weights.get(part, 1.0) * np.nan_to_num(values) for part, values in parts.items())
+        rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
         if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
             row = int(np.argmax(bad))
             raise ValueError(
@@ -119,7 +128,7 @@ class Grading:
                 f" completion {asked[row].completion!r:.200} (row {row}); rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so lower task.reward_weights"
             )
-        accurate = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= success
+        accurate = is_accurate(parts, None, success) & (failures == 0)
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
@@ -141,7 +150,7 @@ class Grading:
         if not parts:  # all calls failed
             names = self._names.get(reward.name) or {*reward.weights} - {LENGTH, OVERLONG} or [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
-        failures[np.isnan(list(parts.values())).any(0)] = NO_REWARD
+        failures[np.isnan(list(parts.values())).all(0)] = NO_REWARD
         return parts, failures
 
     def _remote(self, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:

@@ -1,11 +1,16 @@
 """The reward of completions: the function that `task.reward` names, the reward's parts, and their weights."""
 
 import ast
+import functools
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
 
 from recjax.algorithms.options import user_function
 from recjax.config.tasks import PYTHON
@@ -16,9 +21,13 @@ OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; se
 TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
 LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
+SCORE = "score"  # name of the part if a reward is a plain number
+SHAPING = (LENGTH, OVERLONG, TURNS, ROWS)  # parts that recjax adds to the parts of a reward
 _REWARD_MODEL = "recjax.tasks.grading.reward_model:RewardModel"  # by name, as it imports JAX
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
+
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class Reward(NamedTuple):
@@ -145,6 +154,42 @@ def passed_name(function: Callable) -> str:
 def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:
     """Weights for the parts of an agent's rewards; `task.reward_weights` overrides the defaults."""
     return {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **chosen}
+
+
+def is_accurate(
+    parts: Mapping[str, float | Float[np.ndarray, " batch"]], reward: float | None, success: float
+) -> bool | Bool[np.ndarray, " batch"]:
+    """True if an answer is right, which no weight and no part in SHAPING changes.
+
+    The part `accuracy` decides with 1 or more. Without this part, the part `score` must be at least `success`; without
+    both, the unweighted sum of the parts that the reward returned. A NaN in `accuracy` or `score` is not right.
+
+    Args:
+        parts: unweighted parts by name, of one completion or of a batch; NaN: the completion does not have the part.
+        reward: a completion's reward, which is compared with `success` if no part is in SHAPING: then recjax did not
+            compute the reward, and its parts need not be complete. Not read if there is such a part.
+        success: `task.success` of the completion's task.
+    """
+    if "accuracy" in parts:
+        return parts["accuracy"] >= 1
+    returned = [part for part in parts if part not in SHAPING]
+    if not returned or len(returned) == len(parts):
+        score = reward
+    elif SCORE in parts:
+        score = parts[SCORE]
+    else:
+        values = np.array([parts[part] for part in returned])
+        score = np.nansum(values, axis=0)
+        if (np.sum(~np.isnan(values), axis=0) > 1).any():
+            _warn_once(
+                "a reward has the parts %s, and none is the verdict `accuracy`: a completion counts as accurate if the"
+                " sum of these parts, without weights, is at least task.success = %g. To measure something else, return"
+                " a part `accuracy` as well: 1 for right answers, else 0",
+                ", ".join(returned),
+                success,
+            )
+    right = np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
+    return right if np.ndim(right) else bool(right)
 
 
 def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
