@@ -11,7 +11,18 @@ import pydantic
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
 Projection = Literal[
-    "query", "key", "value", "output", "gate", "up", "down", "delta_inputs", "delta_gate", "delta_output"
+    "query",
+    "key",
+    "value",
+    "output",
+    "gate",
+    "up",
+    "down",
+    "delta_inputs",
+    "delta_gate",
+    "delta_rate",
+    "delta_decay",
+    "delta_output",
 ]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]

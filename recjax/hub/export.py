@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
 from recjax.files import whole_folder
-from recjax.hub.families import FIELDS, SILU, text_fields
+from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
 from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -129,27 +129,35 @@ def write_base(
         raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
-def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
+def write_adapters(
+    folder: Path, config: DecoderConfig, params: dict, base: str | Path, hub_name: str | None = None
+) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero.
+    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero. Adapters
+    of a multimodal model have the names of its text half in transformers' class for the whole model.
 
     Args:
         folder: existing folder.
         config: decoder config with `lora`.
         params: adapters, with or without the model's other parameters.
-        base: folder or hub name of the model that the adapters belong to.
+        base: folder of the model that the adapters belong to; PEFT finds the names of config.json's architecture.
+        hub_name: hub name of that model; None: PEFT looks for it in `base`.
     """
+    written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
+    is_multimodal = written.get("model_type") in CONTAINERS
     plain = dataclasses.replace(config, lora=None)
     leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
     if config.experts and {"gate", "up", "down"} & {*config.lora.targets}:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
         config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
         leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
-    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module and their place in the stack
+    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their place in the stack
     for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
         for place, name in enumerate(names[path]):
-            parts.setdefault((name.removesuffix(".weight"), place), []).append(path.removesuffix("/kernel"))
+            module = name.removesuffix(".weight")
+            module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
+            parts.setdefault((module, place), []).append(path.removesuffix("/kernel"))
     tensors, ranks, rank = {}, {}, config.lora.rank
 
     def factor(kernel: str, side: str, place: int) -> np.ndarray:
@@ -174,10 +182,11 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": hub_name or str(base),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "target_modules": list(ranks),
+        # The last part of a name may also be that of a vision tower's module.
+        "target_modules": [module for module, _ in parts] if is_multimodal else list(ranks),
         "rank_pattern": own,
         "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in own.items()},
         "bias": "none",

@@ -22,7 +22,7 @@ from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
+from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
 from recjax.models.trainable import adapted, flatten, is_adapter, unflatten
 
@@ -33,6 +33,8 @@ MOST_LAYERS = 1000
 MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors")
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 _ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_PREFIX = "base_model.model."  # of the names in PEFT's files
+_TARGETS = (*PROJECTIONS, *DELTA_PROJECTIONS)
 # Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
 # Every other field must be off, as all of them change the adapter's computation.
 _ADAPTER_FIELDS = {
@@ -425,13 +427,13 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         return rank**0.5 if fields.get("use_rslora") else rank
 
     def of_module(pattern: str, name: str, usual: float) -> float:
-        """A value of the module from rank_pattern or alpha_pattern, whose keys are regular expressions."""
+        """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
         values = fields.get(pattern) or {}
         return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        theirs = {text_name(name.removeprefix("base_model.model.")): name for name in opened.keys()}
+        theirs = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
         stored = {
             name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
             for name, full in theirs.items()
@@ -440,12 +442,13 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     unread = {*stored}
     for kernel, names in tensor_names(plain).items():
         target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
-        for place, name in enumerate(names) if target in PROJECTIONS else ():
+        for place, name in enumerate(names) if target in _TARGETS else ():
             module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
             both = [f"{module}.lora_{side}.weight" for side in "AB"]
             if not stored.keys() & {*both}:
                 continue
-            module = joint.get(module, module)
+            name_in_base = theirs.get(both[0], both[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            module = joint.get(module, name_in_base)
             start, end, rows = fused.get(kernel, (0, units, units))
             rank = of_module("rank_pattern", module, fields["r"])
             for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
@@ -462,7 +465,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     if unread or not any(len(b) for _, b in parts.values()):
         name = min((str(theirs.get(name, name)) for name in unread), default="none")
         raise ValueError(
-            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(PROJECTIONS)}); merge the adapter"
+            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)}); merge the adapter"
             " into its base with PEFT's merge_and_unload and set model.path to the result"
         )
     rank = max(len(b) for _, b in parts.values())
@@ -470,16 +473,22 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     lora = LoraConfig(
         rank=rank,
         alpha=fields["lora_alpha"] * (rank / divisor(fields["r"])),
-        targets=[target for target in PROJECTIONS if target in targets],
+        targets=[target for target in _TARGETS if target in targets],
     )
-    shapes = flatten(abstract_params(adapted(plain, lora)))
+    return lora, _adapter_params(adapted(plain, lora), parts)
+
+
+def _adapter_params(config: DecoderConfig, parts: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]) -> dict:
+    """The parameters of adapters, zero where `parts`, A and B by kernel and its place in the stack, has none."""
+    shapes = flatten(abstract_params(config))
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
     for (kernel, place), (a, b) in parts.items():
-        if kernel.split("/")[-2] in targets:
+        if kernel.split("/")[-2] in config.lora.targets:
             stacks = (params[kernel.replace("/kernel", f"_lora_{side}/kernel")] for side in "ab")
             of_a, of_b = (stack.reshape(-1, *stack.shape[-2:])[place] for stack in stacks)  # views
-            of_a[:, : len(b)], of_b[: len(b)] = a, b
-    return lora, unflatten(params)
+            of_a[:, : len(b)] = a
+            of_b[: len(b)] = b
+    return unflatten(params)
 
 
 def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderConfig) -> dict[str, str]:

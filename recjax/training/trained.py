@@ -502,7 +502,7 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     base = model_folder(config.model.path, _WITH_CARD)
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.
     is_local = Path(config.model.path).is_dir()
-    write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
+    write_adapters(output, decoder_config, params, base.resolve(), None if is_local else config.model.path)
     for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
         (output / name).write_bytes(content)
     return step

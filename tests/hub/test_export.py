@@ -16,7 +16,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.hub.test_families import MODELS, SIZES, forward, random_model
+from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
 from tests.marks import slow_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
@@ -287,20 +287,25 @@ CONTAINERS = {  # configs of multimodal models, and the other beginnings of thei
 }
 
 
-@pytest.fixture(params=slow_except(CONTAINERS))
-def multimodal(request, tmp_path):
-    """A random multimodal model of transformers, and its logits of text."""
+def random_multimodal(name, folder):
+    """A multimodal model of transformers with random weights, saved to the folder."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **CONTAINERS[request.param][0])
+    config = transformers.AutoConfig.for_model(name, **CONTAINERS[name][0])
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-        scores = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
-    model.save_pretrained(tmp_path / "base")
-    return request.param, tmp_path / "base", scores
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(params=slow_except(CONTAINERS))
+def multimodal(request, tmp_path):
+    """A random multimodal model of transformers, and its logits of text."""
+    model = random_multimodal(request.param, tmp_path / "base")
+    return request.param, tmp_path / "base", torch_scores(model, TOKENS)
 
 
 def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_its_own(multimodal, tmp_path, caplog):
