@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import progress_bar
 from recjax.files import whole_folder
 from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
+from recjax.hub.tokenizers import listed_eos
 from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -53,6 +54,7 @@ def export_model(
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
     beside: Mapping[str, bytes] = MappingProxyType({}),
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Writes a folder that `load_pretrained` and transformers read; it appears complete or not at all.
 
@@ -61,10 +63,12 @@ def export_model(
         config: decoder config without adapters.
         params: all parameters in float32; the host copies at most one shard at a time.
         base: folder to copy the tokenizer, chat template, generation config and config.json from. Only the dtype and,
-            if it differs, tie_word_embeddings change in config.json.
+            if they differ, tie_word_embeddings and eos_token_id change.
         dtype: dtype of every tensor; float32 keeps the exact values, bfloat16 and float16 round.
         max_shard_bytes: largest single weight file; larger models become shards with an index.
         beside: contents of additional files by name.
+        stop_ids: token ids that end the policy's completions. eos_token_id lists those that the base's files do not
+            have, in generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
         ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
     """
@@ -77,13 +81,21 @@ def export_model(
                 copy = partial / file.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
-        written = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        written = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
         fields = text_fields(written)
         if fields is not written:
             # Not at module level: it imports torch if torch is installed.
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
             fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
+        listed = listed_eos(base)
+        unlisted = [token for token in stop_ids if token not in listed and token < config.vocab_size]
+        generation = partial / "generation_config.json"
+        if unlisted and generation.is_file():
+            options = json.loads(generation.read_text(encoding="utf-8-sig"))
+            write_json(generation, options | {"eos_token_id": [*listed, *unlisted]})
+        elif unlisted:
+            fields["eos_token_id"] = [*listed, *unlisted]
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype

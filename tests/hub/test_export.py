@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from recjax.hub.export import export_model, write_base
-from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
+from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
@@ -169,6 +169,34 @@ def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer("1 + 1=")["input_ids"] == character_tokenizer("0123456789+= ")("1 + 1=")["input_ids"]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
+
+
+STOPS = {  # generation_config.json and config.json's eos_token_id in the base → eos_token_id in the export
+    "listed": ({"eos_token_id": [1, 5]}, 0, [1, 5]),
+    "one more": ({"eos_token_id": 0, "temperature": 0.6}, 3, [0, 1, 5]),
+    "none": ({"temperature": 0.6}, 3, [1, 5]),
+    "no file": (None, 3, [3, 1, 5]),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_ids_join_the_end_of_sequence_ids_in_the_file_that_transformers_reads(small, tmp_path, name):
+    base, config, params = small
+    generation, of_config, expected = STOPS[name]
+    (base / "generation_config.json").unlink()
+    if generation is not None:
+        (base / "generation_config.json").write_text(json.dumps(generation))
+    fields = json.loads((base / "config.json").read_text()) | {"eos_token_id": of_config}
+    (base / "config.json").write_text(json.dumps(fields))
+    export_model(tmp_path / "out", config, params, base, stop_ids=(1, 5, config.vocab_size))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    if generation is None:
+        assert written == fields | {"eos_token_id": expected} and not list((tmp_path / "out").glob("generation*"))
+    else:
+        generation |= {"eos_token_id": expected}
+        assert written == fields
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == generation
+    assert listed_eos(tmp_path / "out") == expected
 
 
 def test_what_llama_cannot_say_is_refused(tmp_path):
