@@ -137,6 +137,10 @@ def write_base(
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    # transformers 4 does not know the class name that 5 writes; both know PreTrainedTokenizerFast.
+    text = settings.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    settings.write_text(text, encoding="utf-8")
     if read_config(folder) != config:
         raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 

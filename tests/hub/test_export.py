@@ -166,6 +166,8 @@ def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
     np.testing.assert_allclose(scores, our_logits(config, params, TOKENS % config.vocab_size), atol=1e-4)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([1, 12], 0)
     assert (model.config.eos_token_id, model.config.bos_token_id) == (0, None)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "the name that transformers 4 and 5 know"
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer("1 + 1=")["input_ids"] == character_tokenizer("0123456789+= ")("1 + 1=")["input_ids"]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
