@@ -67,7 +67,7 @@ class LoraConfig(ConfigBlock):
     rank: Int = key(16, "Rank of the adapters", ge=1)
     alpha: Float = key(32.0, "The adapters' product is scaled by alpha / rank", gt=0, le=2**16)
     targets: list[Projection] = key(
-        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter", min_length=1
+        lambda: ["query", "key", "value", "output"], "Adapted projections of every layer", min_length=1
     )
 
 
