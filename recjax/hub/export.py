@@ -151,13 +151,13 @@ def write_adapters(
     """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
     PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero. Adapters
-    of a multimodal model have the names of its text half in transformers' class for the whole model.
+    of a multimodal model have the names that transformers' class for the whole model gives its text half.
 
     Args:
         folder: existing folder.
         config: decoder config with `lora`.
         params: adapters, with or without the model's other parameters.
-        base: folder of the model that the adapters belong to; PEFT finds the names of config.json's architecture.
+        base: folder of the model that the adapters belong to, whose config.json decides the names of its modules.
         hub_name: hub name of that model; None: PEFT looks for it in `base`.
     """
     written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))

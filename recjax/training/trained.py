@@ -479,8 +479,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
         beside = _card_files(run, config, step, base, output.name)
-        ends = {"stop_ids": policy.stop_ids}
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, **ends)
+        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, stop_ids=policy.stop_ids)
     return f"{run} after step {step}"
 
 
@@ -507,7 +506,7 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     is_local = Path(config.model.path).is_dir()
     write_adapters(output, policy.decoder.config, params, base.resolve(), None if is_local else config.model.path)
     listed, note = listed_eos(base), ""
-    if unlisted := [token for token in policy.stop_ids if token not in listed]:
+    if unlisted := [token for token in policy.stop_ids if token not in listed and token < policy.vocabulary]:
         note = (
             f"Completions also end at {policy.tokenizer.convert_ids_to_tokens(unlisted)}, which the base model's"
             f" eos_token_id does not have: pass eos_token_id={[*listed, *unlisted]} to `generate`, or"
