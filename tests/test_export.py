@@ -12,11 +12,16 @@ from huggingface_hub import ModelCard
 from recjax import serve
 from recjax.config import load_config, to_yaml
 from recjax.export import export, push
+from recjax.hub.export import export_model, write_base
 from recjax.hub.model_card import model_card
+from recjax.hub.policy import policy_alone
+from recjax.hub.tokenizers import character_tokenizer, listed_eos
+from recjax.models.decoder import abstract_params, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.models.trainable import combine, flatten, split_params
+from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
-from recjax.training import checkpoint
+from recjax.training import checkpoint, trained
 from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
@@ -182,6 +187,34 @@ def test_a_card_says_what_was_trained(finished, tmp_path):
     assert "→" not in ModelCard.load(tmp_path / "first" / "README.md").text.partition("| setting")[0]
 
 
+def test_an_export_ends_its_turns_as_the_run_did(tmp_path, monkeypatch, caplog):
+    """The stop strings of a run, and the token after a turn, are no end-of-sequence tokens of its base."""
+    tokenizer = character_tokenizer("0123456789+=")
+    shape = DecoderConfig(len(tokenizer), 16, 24, 1, 2, 2, 8)
+    params = jax.device_get(init_params(shape, jax.random.key(0)))
+    (tmp_path / "files").mkdir()
+    write_base(tmp_path / "files", shape, tokenizer, 0)
+    export_model(tmp_path / "base", shape, params, tmp_path / "files")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = ["model.decoder=null", f"model.path={tmp_path / 'base'}", 'rollout.stop=["="]', "model.lora={rank: 2}"]
+    config = load_config(tmp_path / "tiny.yaml", options)
+    policy, equals = policy_alone(config, ""), tokenizer.convert_tokens_to_ids("=")
+    assert policy.stop_ids == (0, equals)
+    opened = trained.OpenedPolicy("run", policy, params, 2, config)
+    monkeypatch.setattr(trained, "open_checkpoint", lambda run, step: opened)
+    trained.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
+    assert listed_eos(tmp_path / "out") == [0, equals] and listed_eos(tmp_path / "base") == [0]
+
+    decoder = policy.decoder.clone(config=adapted(shape, config.model.lora))
+    leaves = flatten(abstract_params(decoder.config))
+    adapters = unflatten({path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items() if is_adapter(path)})
+    monkeypatch.setattr(trained, "run_config", lambda run: config)
+    monkeypatch.setattr(trained, "run_adapters", lambda *_: (2, policy._replace(decoder=decoder), adapters))
+    trained.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
+    note = "Completions also end at ['='], which the base model's eos_token_id does not have: pass eos_token_id=[0, "
+    assert note in caplog.text and note in (tmp_path / "adapters" / "README.md").read_text()
+
+
 def test_a_license_of_the_base_is_passed_on(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -190,7 +223,7 @@ def test_a_license_of_the_base_is_passed_on(tmp_path):
     assert ModelCard(model_card("x", config, 1, {}, {}, tmp_path / "none", "")).data.license is None
     lora = load_config(tmp_path / "tiny.yaml", ["model.lora={rank: 2}"])  # merged where adapters are not asked for
     libraries = [
-        ModelCard(model_card("x", lora, 1, {}, {}, tmp_path, "", each)).data.library_name for each in (False, True)
+        ModelCard(model_card("x", lora, 1, {}, {}, tmp_path, "", each)).data.library_name for each in (None, "")
     ]
     assert libraries == ["transformers", "peft"]
 

@@ -11,7 +11,18 @@ import pydantic
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
 Projection = Literal[
-    "query", "key", "value", "output", "gate", "up", "down", "delta_inputs", "delta_gate", "delta_output"
+    "query",
+    "key",
+    "value",
+    "output",
+    "gate",
+    "up",
+    "down",
+    "delta_inputs",
+    "delta_gate",
+    "delta_rate",
+    "delta_decay",
+    "delta_output",
 ]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
@@ -56,7 +67,7 @@ class LoraConfig(ConfigBlock):
     rank: Int = key(16, "Rank of the adapters", ge=1)
     alpha: Float = key(32.0, "The adapters' product is scaled by alpha / rank", gt=0, le=2**16)
     targets: list[Projection] = key(
-        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter", min_length=1
+        lambda: ["query", "key", "value", "output"], "Adapted projections of every layer", min_length=1
     )
 
 

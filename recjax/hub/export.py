@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
 from recjax.files import whole_folder
-from recjax.hub.families import FIELDS, SILU, text_fields
+from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
+from recjax.hub.tokenizers import listed_eos
 from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -53,6 +54,7 @@ def export_model(
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
     beside: Mapping[str, bytes] = MappingProxyType({}),
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Writes a folder that `load_pretrained` and transformers read; it appears complete or not at all.
 
@@ -61,10 +63,12 @@ def export_model(
         config: decoder config without adapters.
         params: all parameters in float32; the host copies at most one shard at a time.
         base: folder to copy the tokenizer, chat template, generation config and config.json from. Only the dtype and,
-            if it differs, tie_word_embeddings change in config.json.
+            if they differ, tie_word_embeddings and eos_token_id change.
         dtype: dtype of every tensor; float32 keeps the exact values, bfloat16 and float16 round.
         max_shard_bytes: largest single weight file; larger models become shards with an index.
         beside: contents of additional files by name.
+        stop_ids: token ids that end the policy's completions. eos_token_id lists those that the base's files do not
+            have, in generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
         ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
     """
@@ -77,13 +81,21 @@ def export_model(
                 copy = partial / file.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
-        written = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        written = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
         fields = text_fields(written)
         if fields is not written:
             # Not at module level: it imports torch if torch is installed.
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
             fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
+        listed = listed_eos(base)
+        unlisted = [token for token in stop_ids if token not in listed and token < config.vocab_size]
+        generation = partial / "generation_config.json"
+        if unlisted and generation.is_file():
+            options = json.loads(generation.read_text(encoding="utf-8-sig"))
+            write_json(generation, options | {"eos_token_id": [*listed, *unlisted]})
+        elif unlisted:
+            fields["eos_token_id"] = [*listed, *unlisted]
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
@@ -125,31 +137,43 @@ def write_base(
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    # transformers 4 does not know the class name that 5 writes; both know PreTrainedTokenizerFast.
+    text = settings.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    settings.write_text(text, encoding="utf-8")
     if read_config(folder) != config:
         raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
-def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
+def write_adapters(
+    folder: Path, config: DecoderConfig, params: dict, base: str | Path, hub_name: str | None = None
+) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero.
+    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero. Adapters
+    of a multimodal model have the names that transformers' class for the whole model gives its text half.
 
     Args:
         folder: existing folder.
         config: decoder config with `lora`.
         params: adapters, with or without the model's other parameters.
-        base: folder or hub name of the model that the adapters belong to.
+        base: folder of the model that the adapters belong to, whose config.json decides the names of its modules.
+        hub_name: hub name of that model; None: PEFT looks for it in `base`.
     """
+    written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
+    is_multimodal = written.get("model_type") in CONTAINERS
     plain = dataclasses.replace(config, lora=None)
     leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
     if config.experts and {"gate", "up", "down"} & {*config.lora.targets}:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
         config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
         leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
-    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module and their place in the stack
+    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their place in the stack
     for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
         for place, name in enumerate(names[path]):
-            parts.setdefault((name.removesuffix(".weight"), place), []).append(path.removesuffix("/kernel"))
+            module = name.removesuffix(".weight")
+            module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
+            parts.setdefault((module, place), []).append(path.removesuffix("/kernel"))
     tensors, ranks, rank = {}, {}, config.lora.rank
 
     def factor(kernel: str, side: str, place: int) -> np.ndarray:
@@ -174,10 +198,11 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": hub_name or str(base),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "target_modules": list(ranks),
+        # The last part of a name may also be that of a vision tower's module.
+        "target_modules": [module for module, _ in parts] if is_multimodal else list(ranks),
         "rank_pattern": own,
         "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in own.items()},
         "bias": "none",

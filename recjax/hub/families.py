@@ -110,8 +110,11 @@ TEXT_HALF = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
 }
 OTHER_HALF = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+# Beginning of the text half's modules in transformers' multimodal models; in the family, it is "model.".
+TEXT_MODULES = "model.language_model."
 
 # Decoder option → field of config.json.
 FIELDS = {

@@ -30,7 +30,7 @@ def model_card(
     made_with: dict[str, Any],
     base: Path,
     figure: str,
-    adapters: bool = False,
+    adapter_note: str | None = None,
 ) -> str:
     """The text of the card, which starts with its metadata.
 
@@ -41,7 +41,7 @@ def model_card(
         made_with: newest entry of environment.json, or {}.
         base: folder of the base model, whose README.md may name the license in the metadata.
         figure: name of the training figure in the folder, or "".
-        adapters: flag for a folder with only adapters, not merged into the model.
+        adapter_note: note on the use of a folder with only adapters, or ""; None: a folder with the whole model.
     """
     task, rollout, path = config.task.chosen(), config.rollout, config.model.path
     try:
@@ -49,7 +49,7 @@ def model_card(
     except (OSError, ValueError):
         base_license = None
     data = ModelCardData(
-        library_name="peft" if adapters else "transformers",
+        library_name="transformers" if adapter_note is None else "peft",
         base_model=path if path and not Path(path).exists() else None,
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "recjax", config.algorithm.preset],
@@ -67,6 +67,7 @@ def model_card(
         result,
         f"![Training]({figure})" if figure else "",
         f"| setting | value |\n|---|---|{settings}",
+        adapter_note,
         f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
         f" `{config.task.reward_name()}`. The model was not tested on other tasks.",
         f"The license is the base model's{'' if data.license else ', which is not in its folder'}." if path else "",

@@ -149,7 +149,7 @@ def stop_token_ids(
         ValueError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids += [] if folder is None else _listed_eos(model_folder(folder))
+    ids += [] if folder is None else listed_eos(model_folder(folder))
     ids += [] if (end := turn_end(tokenizer)) is None else [end]
     for text in stop:
         tokens = encode_after(tokenizer, (), text, "stop string")
@@ -165,8 +165,12 @@ def stop_token_ids(
     return tuple(dict.fromkeys(ids))
 
 
-def _listed_eos(folder: Path) -> list[int]:
-    """The end-of-sequence ids in a model's files, read in the same order as in transformers."""
+def listed_eos(folder: Path) -> list[int]:
+    """The end-of-sequence ids in a model's files, read in the same order as in transformers.
+
+    Raises:
+        ValueError: generation_config.json or config.json is damaged, or has other values than ids.
+    """
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
             eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")

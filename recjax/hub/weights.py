@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
+from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
 from recjax.models.trainable import adapted, flatten, is_adapter, unflatten
 
@@ -33,6 +35,8 @@ MOST_LAYERS = 1000
 MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors")
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 _ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_PREFIX = "base_model.model."  # of the names in PEFT's files
+_TARGETS = (*PROJECTIONS, *DELTA_PROJECTIONS)
 # Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
 # Every other field must be off, as all of them change the adapter's computation.
 _ADAPTER_FIELDS = {
@@ -225,10 +229,8 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
             files = dict.fromkeys(opened.keys(), single)
     elif index.is_file():
         files = {name: folder / file for name, file in _weight_map(index).items()}
-    if written.get("model_type") not in CONTAINERS:
-        return {name: _Tensor(file, name) for name, file in files.items()}
-    tensors = {text_name(name): _Tensor(file, name) for name, file in files.items()}
-    if skipped := sorted(name for name in files if text_name(name) is None):
+    names = _names_in_family(files, written)
+    if skipped := sorted(files.keys() - names.values()):
         _warn_once(
             "%s: recjax reads the text half of this %s model and skips %d other tensors, such as %s; exports have only"
             " the text half",
@@ -237,7 +239,19 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
             len(skipped),
             skipped[0],
         )
-    return {name: tensor for name, tensor in tensors.items() if name is not None}
+    return {name: _Tensor(files[stored], stored) for name, stored in names.items()}
+
+
+def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
+    """The name of each tensor in its file by its name in the family, without those of a multimodal model's other half.
+
+    A model without its head, as transformers' AutoModel saves it, has names without `model.`.
+    """
+    if written.get("model_type") in CONTAINERS:
+        return {text_name(name): name for name in stored if text_name(name) is not None}
+    has_prefix = any(name.startswith("model.") for name in stored)
+    parts = () if has_prefix else ("embed_tokens.", "layers.", "norm.")
+    return {f"model.{name}" if name.startswith(parts) else name: name for name in stored}
 
 
 def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
@@ -339,13 +353,14 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
         names["score/kernel"] = ["score.weight"]
         leaves["score/kernel"] = jax.ShapeDtypeStruct((config.hidden_size, 1), jnp.float32)
     with contextlib.ExitStack() as stack:
-        written, found = _written_config(folder), {}
-        is_container = written.get("model_type") in CONTAINERS
+        written, stored = _written_config(folder), {}
         for file in _safetensors_files(folder, _tensors_of(folder, written)):
             opened = stack.enter_context(_opened(file))
-            for name in opened.keys():
-                found[text_name(name) if is_container else name] = (file, opened, name)
-        found.pop(None, None)
+            stored |= {name: (file, opened, name) for name in opened.keys()}
+        found = {name: stored[of_file] for name, of_file in _names_in_family(stored, written).items()}
+        if config.tie_embeddings and _EMBEDDING not in found and _HEAD in found:
+            found[_EMBEDDING] = found[_HEAD]
+        cuts = _split_joint_experts(found, config) if config.experts else {}
         _check_names(folder, {name for group in names.values() for name in group}, found)
 
         def read(path, leaf):
@@ -355,7 +370,9 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             shape = leaf.shape[layered + of_experts :]
 
             def tensor(name):
-                values = _read(*found[name], shape[::-1] if transposed else shape, fused.get(path))
+                stored_shape, rows = shape[::-1] if transposed else shape, fused.get(path)
+                cut = ((rows[2], *stored_shape[1:]), slice(*rows[:2])) if rows else cuts.get(name)
+                values = _read(*found[name], stored_shape, cut)
                 return values.T if transposed else values
 
             if not layered:
@@ -372,6 +389,32 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
+
+
+def _split_joint_experts(found: dict[str, tuple], config: DecoderConfig) -> dict[str, tuple]:
+    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by those of each expert, in `found`.
+
+    Returns:
+        Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.
+    """
+    count, module, width, cuts = config.experts.count, config.experts.module, config.intermediate_size, {}
+    shapes = {"down_proj": (count, config.hidden_size, width), "gate_up_proj": (count, 2 * width, config.hidden_size)}
+    for layer in range(config.num_layers):
+        mlp = f"model.layers.{layer}.{module}"
+        joint_mlp = f"model.layers.{layer}.mlp"
+        joint_names = {f"{joint_mlp}.experts.{parameter}" for parameter in _JOINT_EXPERTS}
+        if not joint_names <= found.keys() or f"{mlp}.experts.0.{EXPERT_MODULES[module]['gate']}.weight" in found:
+            continue
+        if f"{joint_mlp}.gate.weight" in found:
+            found[f"{mlp}.gate.weight"] = found.pop(f"{joint_mlp}.gate.weight")
+        for parameter, parts in _JOINT_EXPERTS.items():
+            tensor, rows = found.pop(f"{joint_mlp}.experts.{parameter}"), shapes[parameter][1] // len(parts)
+            for expert, (number, projection) in itertools.product(range(count), enumerate(parts)):
+                name = f"{mlp}.experts.{expert}.{EXPERT_MODULES[module][projection]}.weight"
+                found[name] = tensor
+                index = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
+                cuts[name] = shapes[parameter], index
+    return cuts
 
 
 def adapter_fields(path: str | Path) -> dict[str, Any]:
@@ -425,13 +468,13 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         return rank**0.5 if fields.get("use_rslora") else rank
 
     def of_module(pattern: str, name: str, usual: float) -> float:
-        """A value of the module from rank_pattern or alpha_pattern, whose keys are regular expressions."""
+        """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
         values = fields.get(pattern) or {}
         return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        theirs = {text_name(name.removeprefix("base_model.model.")): name for name in opened.keys()}
+        theirs = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
         stored = {
             name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
             for name, full in theirs.items()
@@ -440,12 +483,13 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     unread = {*stored}
     for kernel, names in tensor_names(plain).items():
         target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
-        for place, name in enumerate(names) if target in PROJECTIONS else ():
+        for place, name in enumerate(names) if target in _TARGETS else ():
             module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
             both = [f"{module}.lora_{side}.weight" for side in "AB"]
             if not stored.keys() & {*both}:
                 continue
-            module = joint.get(module, module)
+            name_in_base = theirs.get(both[0], both[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            module = joint.get(module, name_in_base)
             start, end, rows = fused.get(kernel, (0, units, units))
             rank = of_module("rank_pattern", module, fields["r"])
             for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
@@ -462,7 +506,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     if unread or not any(len(b) for _, b in parts.values()):
         name = min((str(theirs.get(name, name)) for name in unread), default="none")
         raise ValueError(
-            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(PROJECTIONS)}); merge the adapter"
+            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)}); merge the adapter"
             " into its base with PEFT's merge_and_unload and set model.path to the result"
         )
     rank = max(len(b) for _, b in parts.values())
@@ -470,16 +514,22 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     lora = LoraConfig(
         rank=rank,
         alpha=fields["lora_alpha"] * (rank / divisor(fields["r"])),
-        targets=[target for target in PROJECTIONS if target in targets],
+        targets=[target for target in _TARGETS if target in targets],
     )
-    shapes = flatten(abstract_params(adapted(plain, lora)))
+    return lora, _adapter_params(adapted(plain, lora), parts)
+
+
+def _adapter_params(config: DecoderConfig, parts: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]) -> dict:
+    """The parameters of adapters, zero where `parts`, A and B by kernel and index in its stack, has none."""
+    shapes = flatten(abstract_params(config))
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
-    for (kernel, place), (a, b) in parts.items():
-        if kernel.split("/")[-2] in targets:
+    for (kernel, index), (a, b) in parts.items():
+        if kernel.split("/")[-2] in config.lora.targets:
             stacks = (params[kernel.replace("/kernel", f"_lora_{side}/kernel")] for side in "ab")
-            of_a, of_b = (stack.reshape(-1, *stack.shape[-2:])[place] for stack in stacks)  # views
-            of_a[:, : len(b)], of_b[: len(b)] = a, b
-    return lora, unflatten(params)
+            of_a, of_b = (stack.reshape(-1, *stack.shape[-2:])[index] for stack in stacks)  # views
+            of_a[:, : len(b)] = a
+            of_b[: len(b)] = b
+    return unflatten(params)
 
 
 def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderConfig) -> dict[str, str]:
@@ -553,6 +603,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _check_names(folder: Path, expected: set[str], found: dict) -> None:
     missing = sorted(expected - found.keys())
+    wrapped = next((name for name in found if missing and name.endswith(f".{missing[0]}")), None)
+    if wrapped:
+        raise ValueError(
+            f"{folder}: the tensors' names begin with {wrapped.removesuffix(missing[0])!r}, as in {wrapped!r}: they are"
+            " those of a wrapper. Save the model inside it: torch.compile has it as _orig_mod, DistributedDataParallel"
+            " as module, and PEFT's merge_and_unload returns it"
+        )
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} tensors that config.json calls for are in none of the safetensors files, first "
@@ -567,19 +624,20 @@ def _check_names(folder: Path, expected: set[str], found: dict) -> None:
         )
 
 
-def _read(file: Path, opened, name: str, shape: tuple[int, ...], rows: tuple[int, int, int] | None) -> np.ndarray:
+def _read(file: Path, opened, name: str, shape: tuple[int, ...], cut: tuple | None) -> np.ndarray:
+    """A tensor of a file; with a cut, the shape of the whole tensor and an index, its part of `shape`."""
     header = opened.get_slice(name)
-    shape = shape if rows is None else (rows[2], *shape[1:])
-    if tuple(header.get_shape()) != shape:
+    whole = shape if cut is None else cut[0]
+    if tuple(header.get_shape()) != whole:
         raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}; "
+            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {whole}; "
             "use the config.json that belongs to these weights"
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):
         raise ValueError(
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
-    values = opened.get_tensor(name) if rows is None else header[rows[0] : rows[1]]
+    values = opened.get_tensor(name) if cut is None else header[cut[1]].reshape(shape)
     # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)

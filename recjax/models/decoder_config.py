@@ -60,7 +60,7 @@ class ExpertOptions(NamedTuple):
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
-DELTA_PROJECTIONS = ("delta_inputs", "delta_gate", "delta_output")
+DELTA_PROJECTIONS = ("delta_inputs", "delta_gate", "delta_rate", "delta_decay", "delta_output")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 

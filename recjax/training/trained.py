@@ -24,7 +24,7 @@ from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
 from recjax.hub.model_card import model_card
 from recjax.hub.policy import Policy, Teacher, attention_kernel, compute_dtype, load_params, policy_alone
-from recjax.hub.tokenizers import model_folder, stop_token_ids
+from recjax.hub.tokenizers import listed_eos, model_folder, stop_token_ids
 from recjax.hub.weights import adapter_fields, load_adapter, read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -394,8 +394,8 @@ def _without_params(config: Config, reads_problems: bool) -> tuple[Policy, Task]
     return policy_alone(config, characters([*train, *evaluation])), Task(train, evaluation, None)
 
 
-def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, DecoderConfig, dict]:
-    """Loads the adapters of a checkpoint: its step, the config of the decoder, and only the adapter parameters.
+def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
+    """Loads the adapters of a checkpoint: its step, the policy with adapters, and only the adapter parameters.
 
     Args:
         config: config of the run, with `model.path` and `model.lora`.
@@ -403,9 +403,11 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
     Raises:
         ValueError: the checkpoint does not exist.
     """
-    decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
+    policy = policy_alone(config, "")
+    decoder_config = adapted(policy.decoder.config, config.model.lora)
     step = _whole_step(run, config, step)
-    return step, decoder_config, _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
+    params = _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
+    return step, policy._replace(decoder=policy.decoder.clone(config=decoder_config)), params
 
 
 def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
@@ -477,7 +479,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
         beside = _card_files(run, config, step, base, output.name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside)
+        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, stop_ids=policy.stop_ids)
     return f"{run} after step {step}"
 
 
@@ -497,19 +499,27 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
             f"--adapters: {str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r};"
             " remove --adapters to export the whole model"
         )
-    step, decoder_config, params = run_adapters(run, config, step)
+    step, policy, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.
     is_local = Path(config.model.path).is_dir()
-    write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
-    for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
+    write_adapters(output, policy.decoder.config, params, base.resolve(), None if is_local else config.model.path)
+    listed, note = listed_eos(base), ""
+    if unlisted := [token for token in policy.stop_ids if token not in listed and token < policy.vocabulary]:
+        note = (
+            f"Completions also end at {policy.tokenizer.convert_ids_to_tokens(unlisted)}, which the base model's"
+            f" eos_token_id does not have: pass eos_token_id={[*listed, *unlisted]} to `generate`, or"
+            f" stop_token_ids={unlisted} to vLLM."
+        )
+        logger.warning("%s: %s", output, note)
+    for name, content in _card_files(run, config, step, base, output.name, note).items():
         (output / name).write_bytes(content)
     return step
 
 
 def _card_files(
-    run: Path, config: Config, step: int, base: Path, name: str, adapters: bool = False
+    run: Path, config: Config, step: int, base: Path, name: str, adapter_note: str | None = None
 ) -> dict[str, bytes]:
     """Contents of the model card and its figure, by file name."""
     summary, figure = run / "summary.json", run / "figures" / "training.png"
@@ -517,5 +527,5 @@ def _card_files(
     numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
     shown = {"training.png": figure.read_bytes()} if figure.is_file() else {}
     made_with = next(reversed(starts(run)), {})
-    card = model_card(name, config, step, numbers, made_with, base, next(iter(shown), ""), adapters)
+    card = model_card(name, config, step, numbers, made_with, base, next(iter(shown), ""), adapter_note)
     return {"README.md": card.encode(), **shown}

@@ -38,7 +38,8 @@ def run(request, tmp_path_factory):
 
 
 def our_logits(folder, config):
-    _, decoder_config, adapters = run_adapters(folder / "run", config)
+    _, policy, adapters = run_adapters(folder / "run", config)
+    decoder_config = policy.decoder.config
     assert all(is_adapter(path) for path in flatten(adapters))
     params = combine(load_pretrained(folder / "base")[1], adapters)
     positions, mask = jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), bool)

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from recjax.hub.export import export_model, write_base
-from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
+from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.hub.test_families import MODELS, SIZES, forward, random_model
+from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
 from tests.marks import slow_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
@@ -166,9 +166,39 @@ def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
     np.testing.assert_allclose(scores, our_logits(config, params, TOKENS % config.vocab_size), atol=1e-4)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([1, 12], 0)
     assert (model.config.eos_token_id, model.config.bos_token_id) == (0, None)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "the name that transformers 4 and 5 know"
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer("1 + 1=")["input_ids"] == character_tokenizer("0123456789+= ")("1 + 1=")["input_ids"]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
+
+
+STOPS = {  # generation_config.json and config.json's eos_token_id in the base → eos_token_id in the export
+    "listed": ({"eos_token_id": [1, 5]}, 0, [1, 5]),
+    "one more": ({"eos_token_id": 0, "temperature": 0.6}, 3, [0, 1, 5]),
+    "none": ({"temperature": 0.6}, 3, [1, 5]),
+    "no file": (None, 3, [3, 1, 5]),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_ids_join_the_end_of_sequence_ids_in_the_file_that_transformers_reads(small, tmp_path, name):
+    base, config, params = small
+    generation, of_config, expected = STOPS[name]
+    (base / "generation_config.json").unlink()
+    if generation is not None:
+        (base / "generation_config.json").write_text(json.dumps(generation))
+    fields = json.loads((base / "config.json").read_text()) | {"eos_token_id": of_config}
+    (base / "config.json").write_text(json.dumps(fields))
+    export_model(tmp_path / "out", config, params, base, stop_ids=(1, 5, config.vocab_size))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    if generation is None:
+        assert written == fields | {"eos_token_id": expected} and not list((tmp_path / "out").glob("generation*"))
+    else:
+        generation |= {"eos_token_id": expected}
+        assert written == fields
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == generation
+    assert listed_eos(tmp_path / "out") == expected
 
 
 def test_what_llama_cannot_say_is_refused(tmp_path):
@@ -287,20 +317,25 @@ CONTAINERS = {  # configs of multimodal models, and the other beginnings of thei
 }
 
 
-@pytest.fixture(params=slow_except(CONTAINERS))
-def multimodal(request, tmp_path):
-    """A random multimodal model of transformers, and its logits of text."""
+def random_multimodal(name, folder):
+    """A multimodal model of transformers with random weights, saved to the folder."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **CONTAINERS[request.param][0])
+    config = transformers.AutoConfig.for_model(name, **CONTAINERS[name][0])
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-        scores = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
-    model.save_pretrained(tmp_path / "base")
-    return request.param, tmp_path / "base", scores
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(params=slow_except(CONTAINERS))
+def multimodal(request, tmp_path):
+    """A random multimodal model of transformers, and its logits of text."""
+    model = random_multimodal(request.param, tmp_path / "base")
+    return request.param, tmp_path / "base", torch_scores(model, TOKENS)
 
 
 def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_its_own(multimodal, tmp_path, caplog):

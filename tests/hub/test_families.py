@@ -16,7 +16,7 @@ from recjax.config import LoraConfig
 from recjax.hub.export import export_model, write_adapters
 from recjax.hub.weights import fused_rows, load_adapter, load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, logits
-from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
+from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.trainable import flatten, is_adapter, unflatten, with_adapters
 from tests.marks import slow_except
@@ -341,7 +341,8 @@ def adapter_error(loaded, folder):
     """Largest difference of logits after recjax wrote adapters and PEFT loaded them, and after recjax read them."""
     peft, tokens = pytest.importorskip("peft"), np.stack([loaded.sequences[0], loaded.sequences[3][:8]])
     kernels = [path.split("/")[-2] for path in flatten(loaded.params) if path.endswith("/kernel")]
-    lora = LoraConfig(rank=3, alpha=5.0, targets=[target for target in PROJECTIONS if target in kernels])
+    targets = [target for target in (*PROJECTIONS, *DELTA_PROJECTIONS) if target in kernels]
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
     decoder, params = with_adapters(Decoder(loaded.config), loaded.params, lora, jax.random.key(0))
     random, leaves = np.random.default_rng(0), flatten(params)
     noise = {path: random.normal(0, 0.1, x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}

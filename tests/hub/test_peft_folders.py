@@ -1,30 +1,36 @@
 """Starts from PEFT adapters: tensors land in their places, PEFT computes the same, runs continue or merge them."""
 
 import dataclasses
+import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from recjax.config import LoraConfig, load_config
 from recjax.export import export
 from recjax.hub.export import write_adapters
+from recjax.hub.families import CONTAINERS, TEXT_MODULES
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import adapter_fields, load_adapter, load_pretrained, read_config
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import DecoderConfig, ExpertOptions
+from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
 from recjax.planning.programs import resolve_shapes
 from recjax.training.trained import open_checkpoint, open_policy, with_start
-from tests.hub.test_export import our_logits
+from tests.hub.test_export import CONTAINERS as MULTIMODAL
+from tests.hub.test_export import TOKENS, our_logits, random_multimodal
 from tests.hub.test_families import compiled_forward, random_model, torch_scores
 from tests.training.tiny_run import TINY, one_device, train
 
 CONFIG = DecoderConfig(11, 8, 12, 2, 4, 2, 6)
 FUSED = dataclasses.replace(CONFIG, fused_projections=True)
+EXPERTS_CONFIG = dataclasses.replace(CONFIG, experts=ExpertOptions(3, 2, True))
+DELTA_CONFIG = dataclasses.replace(CONFIG, gated_attention=True, delta=DeltaNet((True, False), 2, 4, 6, 10, 3))
 FIELDS = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "base_model_name_or_path": "base", "target_modules": ["q_proj"]}
 # Hugging Face module → input and output sizes, and → decoder modules.
 SIZES = {
@@ -38,14 +44,14 @@ VALUE, DOWN = {"self_attn.v_proj": ["value"]}, {"mlp.down_proj": ["down"]}
 random = np.random.default_rng(0)
 
 
-def written(folder, modules=tuple(QUERY), layers=(0, 1), ranks=(), fields=()):
+def written(folder, modules=tuple(QUERY), layers=(0, 1), ranks=(), fields=(), beginning="model."):
     """A PEFT adapter with random values, written without this package; the product B A of each module and layer."""
     tensors, products = {}, {}
     for module in modules:
         (inputs, units), rank = SIZES[module], dict(ranks).get(module, 3)
         for layer in layers:
             a, b = (random.normal(size=shape).astype(np.float32) for shape in ((rank, inputs), (units, rank)))
-            name = f"base_model.model.model.layers.{layer}.{module}.lora"
+            name = f"base_model.model.{beginning}layers.{layer}.{module}.lora"
             tensors |= {f"{name}_A.weight": a, f"{name}_B.weight": b}
             products[module, layer] = b @ a
     folder.mkdir(exist_ok=True)
@@ -94,17 +100,48 @@ def test_merged_adapters_change_each_kernel_by_the_scaled_product(
     assert changed == {*lora.targets}
 
 
+@pytest.mark.parametrize(("beginning", "alpha"), [("model.", 9), (TEXT_MODULES, 5), ("language_model.model.", 9)])
+def test_patterns_match_the_names_of_the_base(tmp_path, beginning, alpha):
+    """As in PEFT. A multimodal base has other names than its text half."""
+    patterns = {
+        "rank_pattern": {rf".*{re.escape(beginning)}layers\.\d+\.mlp\.down_proj": 4},
+        "alpha_pattern": {f"{beginning}layers.0.self_attn.q_proj": 7, "model.layers.1.self_attn.q_proj": 9},
+    }
+    products = written(tmp_path, QUERY | DOWN, ranks={"mlp.down_proj": 4}, fields=patterns, beginning=beginning)
+    lora, adapters = load_adapter(tmp_path, CONFIG)
+    leaves = flatten(adapters)
+    for name, layer, scale in (("query", 0, 7 / 3), ("query", 1, alpha / 3), ("down", 0, 5 / 4), ("down", 1, 5 / 4)):
+        module = "mlp.down_proj" if name == "down" else "self_attn.q_proj"
+        a, b = (leaves[f"layers/{name}_lora_{side}/kernel"][layer] for side in "ab")
+        change = lora.alpha / lora.rank * (a @ b).T
+        np.testing.assert_allclose(change, scale * products[module, layer], atol=1e-5, err_msg=f"{name} {layer}")
+
+
 def noisy_adapters(config, lora):
     leaves = flatten(abstract_params(adapted(config, lora)))
     return {path: random.normal(0, 0.3, x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
 
 
-@pytest.mark.parametrize("config", [CONFIG, FUSED, dataclasses.replace(CONFIG, experts=ExpertOptions(3, 2, True))])
-@pytest.mark.parametrize("targets", [["query", "value", "up"], ["gate"]])
-def test_exported_adapters_come_back_bit_equal(tmp_path, config, targets):
+@pytest.mark.parametrize(
+    ("model_type", "config", "targets"),
+    [
+        *itertools.product(["llama"], [CONFIG, FUSED, EXPERTS_CONFIG], [["query", "value", "up"], ["gate"]]),
+        ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+        ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+        *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
+    ],
+)
+def test_exported_adapters_come_back_bit_equal(tmp_path, model_type, config, targets):
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
     adapters = noisy_adapters(config, lora)
-    write_adapters(tmp_path, adapted(config, lora), unflatten(adapters), "base")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_adapters(tmp_path, adapted(config, lora), unflatten(adapters), tmp_path, "owner/base")
+    fields = adapter_fields(tmp_path)
+    assert fields["base_model_name_or_path"] == "owner/base"
+    if model_type in CONTAINERS:  # each module of the text half by its whole name
+        modules = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / "adapter_model.safetensors")}
+        assert modules == {f"base_model.model.{name}" for name in fields["target_modules"]}
+        assert all(name.startswith(f"{TEXT_MODULES}layers.") for name in fields["target_modules"])
     again, params = load_adapter(tmp_path, config)
     assert again == lora and flatten(params).keys() == adapters.keys()
     for path, leaf in flatten(params).items():
@@ -205,6 +242,11 @@ PEFT["qwen3_moe"] = {
         "projections": {"target_modules": ["gate_proj", "up_proj", "down_proj", "v_proj"]},
     }.items()
 }
+PEFT["qwen3_5"] = {
+    "all": {"r": 4, "lora_alpha": 3, "target_modules": "all-linear"},
+    "patterns": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "in_proj_qkv", "out_proj"]}
+    | {"alpha_pattern": {r"layers\.2\.linear_attn\.in_proj_qkv": 9}, "rank_pattern": {"out_proj": 5}},
+}
 PEFT["mixtral"] = {"projections": {"r": 2, "lora_alpha": 5, "target_modules": ["w1", "w2", "w3"]}}
 
 
@@ -223,13 +265,59 @@ def test_logits_are_those_of_peft(family, tmp_path):
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 if "lora_B" in path:
-                    parameter.normal_(0, 0.3)
+                    parameter.normal_(0, 0.1)
             theirs = model(input_ids=torch.tensor(tokens)).logits.numpy()
         model.save_pretrained(tmp_path / name)
         lora, adapters = load_adapter(tmp_path / name, config)
         ours = our_logits(adapted(config, lora), combine(params, adapters), tokens)
         np.testing.assert_allclose(ours, theirs, atol=1e-4, err_msg=name)
         assert np.abs(ours - our_logits(config, params, tokens)).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_adapters_of_a_multimodal_base_come_from_peft_and_go_to_it(name, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    random_multimodal(name, tmp_path / "base")
+    config, params = load_pretrained(tmp_path / "base")
+    plain = our_logits(config, params)
+
+    def base(kind=AutoModelForImageTextToText):
+        return kind.from_pretrained(tmp_path / "base", attn_implementation="eager")
+
+    common = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": r".*language_model.*\.(q_proj|down_proj|in_proj_qkv|in_proj_a)",
+    }
+    down = "language_model.layers.1.mlp.down_proj"
+    for number, patterns in enumerate(
+        ({}, {"alpha_pattern": {f"model.{down}": 20}}, {"rank_pattern": {f".*{re.escape(down)}": 6}})
+    ):
+        model = peft.get_peft_model(base(), peft.LoraConfig(**common, **patterns))
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "lora_B" in path:
+                    parameter.normal_(0, 0.1)
+        model.save_pretrained(tmp_path / f"{number}")
+        lora, adapters = load_adapter(tmp_path / f"{number}", config)
+        ours = our_logits(adapted(config, lora), combine(params, adapters))
+        np.testing.assert_allclose(ours, torch_scores(model, TOKENS), atol=1e-4, err_msg=str(patterns))
+        assert np.abs(ours - plain).max() > 0.1
+        (tmp_path / "out").mkdir(exist_ok=True)
+        write_adapters(tmp_path / "out", adapted(config, lora), adapters, tmp_path / "base")
+        theirs = peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+        np.testing.assert_allclose(torch_scores(theirs, TOKENS), ours, atol=1e-4, err_msg=str(patterns))
+        assert not [path for path, _ in theirs.named_parameters() if "lora" in path and "vis" in path]
+    if name == "qwen3_5":  # transformers has a class for its text half, with other names
+        with pytest.raises(ValueError, match="Target modules .* not found in the base model"):
+            peft.PeftModel.from_pretrained(base(AutoModelForCausalLM), tmp_path / "out")
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=3, target_modules="all-linear"))
+    model.save_pretrained(tmp_path / "all")
+    with pytest.raises(ValueError, match=r"(vision_tower|visual)\..*' adapts no projection .*; merge the adapter into"):
+        load_adapter(tmp_path / "all", config)
 
 
 @pytest.mark.slow
@@ -240,7 +328,7 @@ def test_gradients_of_experts_adapters_are_those_of_peft(family, tmp_path):
     config, params = load_pretrained(tmp_path / "base")
     lora = LoraConfig(rank=rank, alpha=5.0, targets=["query", "gate", "up", "down"])
     noise = noisy_adapters(config, lora)
-    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), "base")
+    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), tmp_path / "base")
     model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
     total = model(input_ids=torch.tensor(tokens)).logits[:, :-1].log_softmax(-1)
     total.gather(-1, torch.tensor(tokens)[:, 1:, None]).sum().backward()
@@ -280,7 +368,7 @@ def test_peft_computes_exported_adapters_of_some_projections_of_experts(targets,
     config, params = load_pretrained(tmp_path)
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
     noise = noisy_adapters(config, lora)
-    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), "base")
+    write_adapters(tmp_path, adapted(config, lora), unflatten(noise), tmp_path)
     again, read = load_adapter(tmp_path, config)
     assert again == lora
     jax.tree.map(np.testing.assert_array_equal, flatten(read), noise)
@@ -291,13 +379,14 @@ def test_peft_computes_exported_adapters_of_some_projections_of_experts(targets,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe", "qwen3_5"])
 def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
     """Export, start: equal. The sampler, a resumed run, a run in a new folder and an export all have the adapter."""
     base = tmp_path / "base"
     random_model(family, base)
     character_tokenizer("0123456789+=").save_pretrained(base)
-    tokens, lora = random.integers(0, 13, (2, 9)), "model.lora={rank: 3, alpha: 5, targets: [query, value, up]}"
+    tokens, net = random.integers(0, 13, (2, 9)), "delta_inputs, delta_output" if family == "qwen3_5" else "value"
+    lora = f"model.lora={{rank: 3, alpha: 5, targets: [query, up, {net}]}}"
 
     def run(name, *overrides):
         config = configured(tmp_path, f"output={tmp_path / name}", "training.checkpoint_every=1", *overrides)

@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from recjax.hub import weights
+from recjax.hub.export import export_model
 from recjax.hub.weights import load_pretrained, read_config, tensor_names
-from recjax.models.decoder import abstract_params
+from recjax.models.decoder import abstract_params, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 
@@ -46,6 +47,8 @@ LAYER_SHAPES = {
 SHAPES = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "lm_head.weight": (11, 8)}
 SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER_SHAPES.items()}
 DELTA = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
 KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -158,6 +161,73 @@ def test_a_head_with_other_values_than_the_embedding_is_kept_apart(tmp_path, mon
     assert "config.json sets tie_word_embeddings, but lm_head.weight differs" in caplog.text
 
 
+def without_prefix(tensors):
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def with_joint_experts(tensors):
+    """Tensors of all experts of a layer, as transformers 5 holds them: gate and up below each other."""
+    joint = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp"
+        if f"model.layers.{layer}.block_sparse_moe.gate.weight" in joint:
+            joint[f"{place}.gate.weight"] = joint.pop(f"model.layers.{layer}.block_sparse_moe.gate.weight")
+        of_expert = [name for name in tensors if name.startswith(f"model.layers.{layer}.") and ".experts." in name]
+
+        def stack(*ends, names=of_expert):
+            return np.stack([tensors[name] for name in sorted(names) if name.split(".")[-2] in ends])
+
+        up = np.concatenate([stack("gate_proj", "w1"), stack("up_proj", "w3")], axis=1)
+        joint |= {f"{place}.experts.gate_up_proj": up, f"{place}.experts.down_proj": stack("down_proj", "w2")}
+    return joint
+
+
+LAYOUTS = {  # changes of CONFIG → the other layout
+    "tied, the head alone": (
+        {"tie_word_embeddings": True},
+        lambda tensors: {name.replace("model.embed_tokens", "lm_head"): tensors[name] for name in tensors},
+    ),
+    "tied, from AutoModel": ({"tie_word_embeddings": True}, without_prefix),
+    "not tied, without model.": ({}, without_prefix),
+    "joint experts": (MOE, with_joint_experts),
+    "joint experts of mixtral": (MIXTRAL, with_joint_experts),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name):
+    changes, changed = LAYOUTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    config = read_config(tmp_path)
+    params = jax.device_get(init_params(config, jax.random.key(0)))
+    export_model(tmp_path / "usual", config, params, tmp_path)
+    tensors = load_file(tmp_path / "usual" / "model.safetensors")
+    other = changed(tensors)
+    assert other.keys() != tensors.keys()
+    again, read = load_pretrained(write_folder(tmp_path, other, **changes))
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    if "experts" in name:
+        with pytest.raises(ValueError, match="first 'model.layers.0.mlp.experts.down_proj'"):
+            load_pretrained(write_folder(tmp_path, other | tensors, **changes))
+
+
+@pytest.mark.parametrize("beginning", ["_orig_mod.", "base_model.model.", "module."])
+def test_the_tensors_of_a_wrapper_are_refused_by_their_beginning(tmp_path, beginning):
+    write_folder(tmp_path, {beginning + name: tensor for name, tensor in random_tensors().items()})
+    message = (
+        rf"the tensors' names begin with '{beginning}', as in '{beginning}lm_head.weight'.* Save the model inside it"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    write_folder(tmp_path, random_tensors() | without_prefix(random_tensors()))
+    with pytest.raises(ValueError, match="20 tensors that config.json does not call for, first 'embed_tokens.weight'"):
+        load_pretrained(tmp_path)
+
+
 def test_a_head_of_another_shape_than_the_embedding_is_refused(tmp_path):
     tensors = random_tensors() | {"lm_head.weight": np.ones((12, 8), np.float32)}
     with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has shape \(12, 8\), but config"):
@@ -260,9 +330,6 @@ def test_config_fields_of_families(tmp_path, changes, options):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     plain = DecoderConfig(11, 8, 12, 2, 4, 2, 6, rope_theta=500.0, norm_epsilon=1e-6, tie_embeddings=False)
     assert read_config(tmp_path) == dataclasses.replace(plain, **options)
-
-
-MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 
 
 @pytest.mark.parametrize(
