@@ -162,7 +162,8 @@ class Result:
     def summary(self) -> dict[str, Any] | None:
         """Accuracy before and after training, and the costs; None before the end of the run."""
         path = self.folder / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found if found.get("steps") == self.config.training.steps else None  # of an earlier end of a longer run
 
     @functools.cached_property
     def policy(self) -> "TrainedPolicy":
@@ -281,7 +282,7 @@ class TrainedPolicy:
         with self._mesh():
             prompts = prompts_of(config, self._opened.policy, tested)[1]
             rows = sampled_rows(config, self._opened, prompts, tested)
-        return {"model": self._opened.name} | results(rows), rows
+        return {"model": self._opened.name} | results(rows, len(prompts.texts) * len(task.trained_seats)), rows
 
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.

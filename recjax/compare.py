@@ -4,7 +4,8 @@
 
 A and B are folders of a run, of several runs (a sweep's output), or of an evaluation by recjax.evaluate; or quoted
 patterns, such as 'runs/clipping/reinforce__*'. Runs are paired by seed. If a side has several runs with one seed, they
-are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer.
+are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer, at the
+latest evaluation of each run; a line says if the steps of these evaluations differ.
 """
 
 import glob
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from recjax.analysis.collect import COLUMNS, metrics_of
 from recjax.analysis.compare import (
     ACCURACY,
+    differing_steps,
     final,
     in_words,
     minus_line,
@@ -94,7 +96,7 @@ def main(argv: list[str]) -> None:
     if len(problems) > 1:
         told = f"{words} at the latest evaluation"
         print(verdict(told, problems, "problems", first, second), "This holds for these runs; other seeds may differ.")
-    for setting in changed:
+    for setting in changed + differing_steps(pairs.values(), metric):
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:

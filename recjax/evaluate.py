@@ -96,7 +96,8 @@ def evaluate(
     with whole_file(folder / "samples.parquet") as file:
         rows.to_parquet(file, index=False, compression="zstd")
     warn_of_ungraded(rows["ungraded"])
-    numbers = {"model": evaluated.name, "task": label} | results(rows)
+    groups = len(prompts.texts) * len(config.task.trained_seats)
+    numbers = {"model": evaluated.name, "task": label} | results(rows, groups)
     if "task" in rows:
         numbers["tasks"] = {name: results(own) for name, own in rows.groupby("task")}
     if evaluated.run:
@@ -177,7 +178,8 @@ def show_results(numbers: dict[str, Any]) -> None:
     title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
     table = Table("", "value", "95 % interval", title=title)
     for name, estimate in numbers["metrics"].items():
-        table.add_row(name, *cells(estimate))
+        of_some = f", {estimate['problems']} problems" if "problems" in estimate else ""
+        table.add_row(name + of_some, *cells(estimate))
     console.print(table)
     if numbers["difficulty"]:
         table = Table("difficulty", "problems", "accuracy", "95 % interval")

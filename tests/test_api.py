@@ -151,6 +151,9 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
     assert seen == list(range(last + 1)) and 2 <= last <= 3 and stopped.summary is None
     straight, resumed = counted("straight"), counted("stopped", on_step=lambda row: seen.append(row["step"]))
     assert rows_of(resumed) == rows_of(straight) and seen == list(range(8))
+    assert resumed.summary["steps"] == 7
+    longer = counted("stopped", VALUES | {"training": {"steps": 20}}, on_step=lambda row: row["step"] == 8)
+    assert longer.summary is None, "the summary is of step 7"
 
 
 def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):

@@ -258,6 +258,7 @@ CASES = [
     ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3", "whole number out of rollout.group_size = 4"),
     ("experience.mix.share=0.5", "experience.mix.store has no value"),
     ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least", "shortest = 3"),
+    ("experience.late={shortest: 3, longest: 5, deadline: 2}", "late.deadline = 2: must be at least", "shortest = 3"),
     ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
     ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
     (

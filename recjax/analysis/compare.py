@@ -12,10 +12,11 @@ from pandas.api.typing import SeriesGroupBy
 
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
+from recjax.training.metrics import read_metrics
 
 ACCURACY = "evaluation/accuracy"
 RESAMPLES = 9999
-# Files of a folder with the completions of its latest evaluation, the first that exists.
+# Files of a folder with the completions of evaluations. A run that goes on keeps after.jsonl of its earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
 _UNRELATED = {"output", "model", "weights"}  # settings of a folder that say where a policy is, and not how it was made
 
@@ -145,6 +146,21 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     return pairs, words
 
 
+def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str]:
+    """The latest steps with a value of a metric, in words, of the pairs of runs in which they differ; [] without any.
+
+    An evaluation by `recjax.evaluate` has no steps.
+    """
+    steps = [
+        [[row["step"] for row in read_metrics(folder / "metrics.jsonl") if metric in row] for folder in both]
+        for both in pairs
+    ]
+    latest = [(max(ours), max(theirs)) for ours, theirs in steps if ours and theirs]
+    sides = zip(*(both for both in latest if both[0] != both[1]), strict=True)
+    words = [", ".join(map(str, sorted({*side}))) for side in sides]
+    return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
+
+
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:
     """Differences B − A of each held-out problem in the latest evaluations, mean over the pairs that have it.
 
@@ -155,19 +171,18 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
     column = {"accuracy": "accurate", "completion_length": "tokens"}.get(name, name)
 
     def by_problem(folder: Path) -> pd.Series:
-        path = next((folder / file for file in _EVALUATED if (folder / file).is_file()), None)
-        try:
-            if path is None or kind != "evaluation":
-                rows = pd.DataFrame()
-            else:
-                rows = (
-                    pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_json(path, lines=True, dtype=False)
-                )
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: damaged ({error}); evaluate again") from error
+        tables = []
+        for path in (folder / file for file in _EVALUATED if kind == "evaluation" and (folder / file).is_file()):
+            try:
+                is_parquet = path.suffix == ".parquet"
+                tables.append(pd.read_parquet(path) if is_parquet else pd.read_json(path, lines=True, dtype=False))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path}: damaged ({error}); evaluate again") from error
+        rows = max(tables, key=lambda rows: rows["step"].max() if "step" in rows else -1, default=pd.DataFrame())
         if column not in rows:
             return pd.Series(dtype=float)
-        return rows[column].astype(float).groupby([rows["question"].astype(str), rows["answer"].astype(str)]).mean()
+        names = rows.reindex(columns=["question", "answer", "seat"], fill_value="").astype(str)
+        return rows[column].astype(float).groupby([names[name] for name in names]).mean()
 
     differences = [by_problem(theirs) - by_problem(ours) for ours, theirs in pairs]
     return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy()

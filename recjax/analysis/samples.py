@@ -78,63 +78,78 @@ def sizes(samples: int) -> list[int]:
     return sorted({*(2**power for power in range(samples.bit_length())), samples})
 
 
-def results(rows: pd.DataFrame) -> dict[str, Any]:
+def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     """All numbers of an evaluation, each with its 95 % interval.
 
-    A metric is the mean of a number over problems; length quantiles are over all completions. Intervals are percentile
-    bootstraps over problems, and None for a single problem.
+    A metric is the mean of a number over problems; length quantiles are over all completions. With `task.seats`, each
+    pair of a problem and a seat counts as a problem, with the completions in which the seat played. pass@k and
+    majority@k are means over the problems with at least k completions; if some have fewer, `problems` has their number.
+    Intervals are percentile bootstraps over problems, and None for a single problem.
 
     Args:
-        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; as
-            many for each problem, consecutive.
+        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; the
+            rows of a problem are consecutive.
+        groups: number of problems, including those without completions, which `unplayed` counts; None: all have some.
     """
-    problems = rows["problem"].nunique()
-    samples = len(rows) // problems
+    rows = rows.assign(right_and_ended=rows["accurate"] & ~rows["truncated"].astype(bool))
+    starts = np.flatnonzero(np.diff(rows["problem"])) + 1
 
-    def by_problem(column: str) -> np.ndarray:
-        return rows[column].to_numpy().reshape(problems, samples)
+    def by_problem(column: str) -> list[np.ndarray]:
+        return np.split(rows[column].to_numpy(), starts)
 
     def known_means(column: str) -> np.ndarray:
         """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
-        values = by_problem(column).astype(np.float64)
-        known = values[~np.isnan(values).all(-1)]
-        return np.nanmean(known, -1) if len(known) else np.array([np.nan])
+        known = [values[~np.isnan(values)] for values in map(np.float64, by_problem(column))]
+        return np.array([values.mean() for values in known if len(values)] or [np.nan])
 
     def quantile_of(places: np.ndarray, axis: int = -1, *, share: float) -> np.ndarray:
-        return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
+        quantile = np.quantile if lengths.size == len(rows) else np.nanquantile
+        return quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
 
-    accurate, lengths = by_problem("accurate"), by_problem("tokens")
-    votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
-    majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
-    counts, ks = accurate.sum(-1).tolist(), sizes(samples)
+    accurate = by_problem("accurate")
+    counts = np.array([len(each) for each in accurate])
+    problems, samples = len(counts), int(counts.max())
+    lengths = np.full((problems, samples), np.nan)
+    lengths[np.arange(samples) < counts[:, None]] = rows["tokens"]
+    votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
+    majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
+    right = [int(each.sum()) for each in accurate]
     # Of a mixture's tasks, some rewards lack parts that others have.
     parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
+    enough = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
     values = {
-        "accuracy": accurate.mean(-1),
-        "right_and_ended": (accurate & ~by_problem("truncated").astype(bool)).mean(-1),
-        **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
-        **{f"majority@{k}": majority[:, k - 1] for k in ks},
+        "accuracy": known_means("accurate"),
+        "right_and_ended": known_means("right_and_ended"),
+        **{
+            f"pass@{k}": np.array([pass_at_k(right[i], int(counts[i]), k) for i in which])
+            for k, which in enough.items()
+        },
+        **{f"majority@{k}": np.array([majority[i][k - 1] for i in which]) for k, which in enough.items()},
         **{column: known_means(column) for column in ("reward", *parts)},
-        "truncated": by_problem("truncated").mean(-1),
-        "completion_length": lengths.mean(-1),
+        "truncated": known_means("truncated"),
+        "completion_length": known_means("tokens"),
     }
-    metrics = {name: _with_interval(numbers) for name, numbers in values.items()}
+    metrics = {
+        name: _with_interval(numbers) | ({"problems": len(numbers)} if "@" in name and len(numbers) < problems else {})
+        for name, numbers in values.items()
+    }
     for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
-        value, low, high = np.quantile(lengths, share), None, None
+        value, low, high = np.quantile(rows["tokens"], share), None, None
         if problems > 1:
             statistic = functools.partial(quantile_of, share=share)
             low, high = interval(np.arange(problems), statistic, lengths.size, resamples=999)
         metrics[f"completion_length/{name}"] = {"value": float(value), "low": low, "high": high}
 
-    difficulty = by_problem("difficulty")[:, 0]
+    difficulty = np.array([labels[0] for labels in by_problem("difficulty")], object)
     # "Level 10" comes after "Level 9".
     labels = {label for label in difficulty if not pd.isna(label)}
     labels = sorted(labels, key=lambda label: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", label)])
     parts = {label: values["accuracy"][difficulty == label] for label in labels}
-    constant, count = Counter(by_problem("answer")[:, 0]).most_common(1)[0]
+    constant, count = Counter(answers[0] for answers in by_problem("answer")).most_common(1)[0]
     return {
         "problems": problems,
         "samples": samples,
+        "unplayed": (groups or problems) - problems,
         "metrics": metrics,
         "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},

@@ -122,7 +122,10 @@ class LateConfig(ConfigBlock):
     shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
     longest: Int = key(0, "Longest delay, in rounds", must="be at least experience.late.shortest", ge=0)
     deadline: Int | None = key(
-        None, "Rounds after which recjax trains on a group without its missing rewards; null: the group waits", ge=1
+        None,
+        "Rounds that a group waits for missing rewards; null: no limit",
+        must="be at least experience.late.shortest",
+        ge=1,
     )
 
 

@@ -196,7 +196,10 @@ class KeepConfig(ConfigBlock):
 
 
 class CurriculumConfig(ConfigBlock):
-    """Draws problems by learnability p (1 − p), where p is a problem's recent pass rate, 1/2 before its first group."""
+    """Draws problems by learnability p (1 − p), where p is a problem's recent pass rate, 1/2 before its first group.
+
+    A problem whose newest group got no reward gets only the uniform draws.
+    """
 
     uniform: Float = key(0.1, "Share of the draws that is uniform over all problems", ge=0, le=1)
     newest: Float = key(0.5, "Weight of the newest group in a problem's recent pass rate", gt=0, le=1)

@@ -127,14 +127,15 @@ class Queue(NamedTuple):
     ready: groups to train on.
     counts: over the whole run, the number of groups, completions or tokens removed, by reason; of completions that
         could not be graded, by `ungraded/` and the reason; and of `batches` that the policy sampled.
-    rates: recent pass rate of each problem that a curriculum has drawn, by `problem_key`.
+    rates: recent pass rate of each problem that a curriculum has drawn, by `problem_key`; None: the newest group of the
+        problem had no reward.
     """
 
     round: int = 0
     waiting: tuple[Waiting, ...] = ()
     ready: tuple[Entry, ...] = ()
     counts: Counter[str] = Counter()
-    rates: Mapping[str, float] = {}
+    rates: Mapping[str, float | None] = {}
 
 
 def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
@@ -202,11 +203,14 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     """
     kept, ready, counts, limits = [], list(queue.ready), Counter(queue.counts), settings.limits
     rates = dict(queue.rates)
-    for one in queue.waiting:
-        one = _rewarded(one, queue.round, counts)
+    for entry in queue.waiting:
+        one = _rewarded(entry, queue.round, counts)
         group, is_pending = one.group, any(one.due)
-        if one.round is None:  # only the counts still need these completions
+        if one.round is None:  # only the counts, and a curriculum, still need these completions
             kept += [one] if is_pending else []
+            late = _chosen(entry.group, [0 < round_ <= queue.round for round_ in entry.due])
+            if settings.newest is not None and rates.get(_key_of(late), 0.0) is None:
+                rates[_key_of(late)] = _pass_rate(late)
             continue
         # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
         waited = queue.round - one.round - settings.offset
@@ -219,10 +223,10 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
             counts["rows_without_reward"] += len(late.due)
             kept.append(late)
             group = _chosen(group, [not round_ for round_ in one.due])
-        if settings.newest is not None and group.completions:
-            key, passed = problem_key(group.prompt, group.answer), [one.grade.accurate for one in group.completions]
-            rate = sum(passed) / len(passed)
-            rates[key] = rate if key not in rates else rates[key] + settings.newest * (rate - rates[key])
+        if settings.newest is not None:
+            before, rate = rates.get(_key_of(group)), _pass_rate(group)
+            is_known = before is not None and rate is not None
+            rates[_key_of(group)] = before + settings.newest * (rate - before) if is_known else rate
         if not group.completions:
             counts["groups_without_reward"] += 1
         elif limits.keep_no_signal or settings.judge.has_signal(group):
@@ -235,6 +239,16 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     fresh = _kept(queue, replay.fresh(ready, step, limits), ready, "stale")
     excess = max(len(fresh.ready) - limits.capacity, 0)
     return _kept(fresh, fresh.ready[excess:], fresh.ready, "capacity")
+
+
+def _key_of(group: Group) -> str:
+    return problem_key(group.prompt, group.answer)
+
+
+def _pass_rate(group: Group) -> float | None:
+    """The share of accurate completions among completions with a reward; None without a reward."""
+    passed = [one.grade.accurate for one in group.completions if one.grade.reward is not None]
+    return sum(passed) / len(passed) if passed else None
 
 
 def _rewarded(one: Waiting, now: int, counts: Counter[str]) -> Waiting:

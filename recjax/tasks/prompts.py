@@ -113,7 +113,7 @@ def _epoch_order(problems: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def batch_prompts(
-    prompts: Prompts, config: Config, count: int, batch: int, rates: Mapping[str, float] | None = None
+    prompts: Prompts, config: Config, count: int, batch: int, rates: Mapping[str, float | None] | None = None
 ) -> Prompts:
     """The `count` train prompts of batch number `batch` (from 1); a pure function of its arguments.
 
@@ -121,7 +121,8 @@ def batch_prompts(
     or down at random (systematic sampling), so that its mean over the batches is exact.
 
     Args:
-        rates: recent pass rates by `problem_key`, from which a curriculum draws; None: every epoch has every problem.
+        rates: recent pass rates by `problem_key`, from which a curriculum draws. None: every epoch has every problem. A
+            rate of None, of a problem whose newest group had no reward, gives the problem only uniform draws.
     """
     task, seed = config.task, config.seed
     if not task.mixture and rates is None:
@@ -137,7 +138,7 @@ def batch_prompts(
         if rates is None or not new:
             chosen = _places(size, before, new, seed)
         else:
-            recent = np.array([rates.get(key, 0.5) for key in prompts.keys[start : start + size]])
+            recent = np.array([rates.get(key, 0.5) or 0.0 for key in prompts.keys[start : start + size]])
             chances = curriculum_chances(recent, task.curriculum.uniform)
             chosen = np.random.default_rng([seed, 10, batch, place]).choice(size, new, new > size, chances)
         indices[labels == place] = start + chosen

@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pandas as pd
 from jaxtyping import Array, Key
 
 from recjax import hosts
@@ -32,6 +32,7 @@ from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
+from recjax.tasks.toolace import CONVERSATION
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
 class Evaluation(NamedTuple):
     """Share of accurate completions, mean reward, KL(π ‖ π_0) in nats per token, and one row per completion.
 
-    `right_and_ended` is the share of accurate completions that ended before the token limit.
+    Share and reward are means over problems; with `task.seats`, over pairs of a problem and a seat that plays.
     The KL to the initial policy π_0 is the mean of log π − log π_0 over sampled tokens; None if it was not requested.
     """
 
@@ -167,8 +168,14 @@ class Evaluation(NamedTuple):
 
     @property
     def right_and_ended(self) -> float:
-        """Share of completions that are accurate and ended before the token limit."""
-        return float(np.mean([bool(sample["accurate"]) and not sample["truncated"] for sample in self.samples]))
+        """Share of completions that are accurate and ended before the token limit, as a mean over problems."""
+        rows = pd.DataFrame(self.samples)
+        return mean_over_problems(rows.assign(ended=rows["accurate"].astype(bool) & ~rows["truncated"]), "ended")
+
+
+def mean_over_problems(rows: pd.DataFrame, column: str) -> float:
+    """The mean over problems of a column's mean over the problem's completions that have a value; NaN without any."""
+    return float(rows[column].astype(float).groupby(rows["problem"]).mean().mean())
 
 
 def evaluate_policy(
@@ -201,10 +208,9 @@ def evaluate_policy(
             tokens += int(mask.sum())
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)
-    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
-    accuracy = float(np.mean([sample["accurate"] for sample in samples]))
+    accuracy, reward = (mean_over_problems(pd.DataFrame(samples), column) for column in ("accurate", "reward"))
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
-    return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
+    return Evaluation(accuracy, reward, initial_kl, samples)
 
 
 def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> Prompts:
@@ -261,11 +267,17 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     return train.take(chosen)
 
 
-def prompts_digest(prompts: Prompts) -> str:
-    """A digest of the prompts with their answers and columns, in order."""
+def prompts_digest(prompts: Prompts, task: str | None = None) -> str:
+    """A digest of the prompts with their answers and columns, in order.
+
+    Args:
+        task: the only task of a mixture to digest; None: all.
+    """
     digest = hashlib.sha256()
     for text, problem in zip(prompts.texts, prompts.problems, strict=True):
-        digest.update(repr((text, problem.answer, sorted(problem.columns.items()))).encode())
+        if task in (None, problem.task):
+            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)  # a path
+            digest.update(repr((text, problem.answer, columns)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -302,8 +314,8 @@ def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
     )
 
 
-def write_samples(path: Path, evaluation: Evaluation) -> None:
-    """Writes one JSON line per completion."""
+def write_samples(path: Path, evaluation: Evaluation, step: int) -> None:
+    """Writes one JSON line per completion, with the step of the evaluation."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-    write_whole(path, "".join(json_text(sample) + "\n" for sample in evaluation.samples))
+    write_whole(path, "".join(json_text({"step": step, **sample}) + "\n" for sample in evaluation.samples))

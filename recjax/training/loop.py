@@ -17,11 +17,12 @@ import numpy as np
 from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
+from recjax.config.fields import value_of
 from recjax.console import under_way
 from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, padding_waste
-from recjax.experience.queue import Queue, counts, deliver, put, take, wait_for_grades
+from recjax.experience.queue import LEFT, LOST, Queue, counts, deliver, put, take, wait_for_grades
 from recjax.experience.store import Store
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
@@ -201,7 +202,7 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
         RuntimeError: too many rounds have gone by without enough groups to train on.
     """
     source, settings, count, seed = run.source, run.settings, run.own[0], run.config.seed
-    state, before = sync_sampler(run, state, step), state.queue.counts["batches"]
+    state, before = sync_sampler(run, state, step), state.queue
     source.begin_step(run, state)
     for idle in itertools.count(1):
         state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
@@ -218,12 +219,28 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
         if source.endless and run.stopping:
             return state, None
         if idle >= settings.idle_rounds and not source.endless:
-            batches = queue.counts["batches"] - before
-            raise RuntimeError(
-                f"step {step}: {batches} batches were sampled, but too few groups remain to train on:"
-                f" {counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"
-                " experience.late.deadline), or choose problems whose completions differ in reward"
-            )
+            raise RuntimeError(f"step {step}: {_too_few(run.config, queue.counts - before.counts)}")
+
+
+def _too_few(config: Config, removed: Counter[str]) -> str:
+    """Reasons, by their metrics, for which too few groups remain, and the remedies that apply.
+
+    Args:
+        removed: the queue's counts since the last step.
+    """
+    failures = {"grading": FAILURES, "agent": AGENT_FAILURES if config.task.agent else ()}
+    names = {reason: f"experience/left_out/{reason}" for reason in (*LOST, *LEFT)}
+    names |= {f"ungraded/{kind}": f"{of}/{kind}" for of, kinds in failures.items() for kind in kinds}
+    counted = ", ".join(f"{name} {removed[reason]}" for reason, name in names.items() if removed[reason])
+    remedies = {
+        "grading/": "let the reward function return numbers, or leave out problems that it cannot grade",
+        "agent/": "correct the agent, or set task.agent_failure_reward",
+        "no_signal": "choose problems whose completions differ in reward",
+    }
+    chosen = [remedy for name, remedy in remedies.items() if name in counted]
+    limits = ("experience.replay", "experience.refill", "experience.late.deadline", "regime.max_staleness")
+    chosen += [f"relax {name}" for name in limits if value_of(config, name) is not None]
+    return f"{removed['batches']} batches were sampled, but too few groups remain ({counted}); {'; '.join(chosen)}"
 
 
 def sync_sampler(run: Run, state: State, step: int) -> State:
@@ -301,7 +318,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
     with run.phases.phase("evaluate"):
         result = run.learner.evaluate(run, state)
         if hosts.is_first():
-            write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
+            write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result, state.step)
             run.trackers.log_text("samples", samples_as_markdown(result), state.step)
     measured = {name: getattr(result, name) for name in ("accuracy", "right_and_ended", "reward", "initial_kl")}
     measured |= task_metrics((one, one["accurate"], one["reward"]) for one in result.samples)

@@ -4,8 +4,10 @@ import functools
 import json
 import logging
 import platform
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Set
 from datetime import UTC, date, datetime
 from importlib.metadata import version
@@ -18,7 +20,7 @@ from flax.traverse_util import flatten_dict
 import recjax
 from recjax import hosts
 from recjax.config import KEYS, Config, stored_values, to_yaml, unknown_keys
-from recjax.files import partial_of, write_whole, writing
+from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
 from recjax.training import run_lock
@@ -142,7 +144,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
         write_whole(output / "config.yaml", to_yaml(config))
         for name, content in problems.items():
             write_whole(output / f"problems-{name}.jsonl", content)
-        _record_start(output, changed)
+        _record_start(output, changed, code_digests(config))
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -244,11 +246,12 @@ def _dotted(values: dict) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in flatten_dict(values).items()}
 
 
-def _record_start(output: Path, changed: str) -> None:
+def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
     """Adds versions, commit and devices to environment.json; replaces the file if it cannot be read.
 
     Args:
         changed: settings that `training.resume_with` let change; empty: none.
+        code: result of `code_digests`.
     """
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -259,11 +262,26 @@ def _record_start(output: Path, changed: str) -> None:
         "platform": platform.platform(),
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
+        "code": code,
     }
+    before = next(reversed(starts(output)), {}).get("code", {})
+    if other := [module for module in code if before.get(module, code[module]) != code[module]]:
+        logger.warning("%s resumes with changed code in %s; environment.json has digests", output, ", ".join(other))
     if changed:
         entry["changed"] = {"after_step": newest_whole(output / "checkpoints")[0], "settings": changed}
         logger.info("%s resumes with other settings: %s", output, changed)
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
+
+
+def code_digests(config: Config) -> dict[str, str]:
+    """Digests of the files of the imported modules that a config names as module:function, by module."""
+    modules = {*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", to_yaml(config))} & {*sys.modules}
+    files = {module: Path(getattr(sys.modules[module], "__file__", None) or "") for module in sorted(modules)}
+    return {
+        module: digest(path.read_bytes())
+        for module, path in files.items()
+        if path.is_file() and not module.startswith("recjax.")
+    }
 
 
 def starts(output: Path) -> list[dict]:

@@ -45,6 +45,7 @@ from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
+from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts, batch_prompts
 from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds
@@ -129,6 +130,8 @@ def source_of(run: Run, sample: Callable | None = None) -> Source:
 class PolicySource(Source):
     """The policy samples a batch when it is due, in this process."""
 
+    _warns = True  # of problems that a curriculum avoids, once
+
     def __init__(self, sample: Callable | None = None):
         """Takes a function with the first four arguments and the results of `sample_batch`, to sample instead of it."""
         self.sample_batch = sample or sample_batch
@@ -139,6 +142,19 @@ class PolicySource(Source):
         It samples the next round's batch early, during the grading of this one, if both use the same weights.
         """
         config, queue, interval, arrivals = run.config, state.queue, run.settings.sampling_interval, []
+        if self._warns and None in queue.rates.values():
+            self._warns = False
+            avoided = [
+                question_of(problem.prompt)
+                for key, problem in zip(run.train.keys, run.train.problems, strict=True)
+                if queue.rates.get(key, 0.0) is None
+            ]
+            logger.warning(
+                "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
+                " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
+                " agent/…",
+                *(len(avoided), ", ".join(map(repr, avoided)), config.task.curriculum.uniform),
+            )
         # Log-probs of the current policy equal those of the round.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         batches = run.batch_of(config.training.steps)
@@ -153,7 +169,7 @@ class PolicySource(Source):
 
     def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
         """The curriculum's problems with a recent pass rate, and the mean of these rates."""
-        rates = queue.rates.values()
+        rates = [rate for rate in queue.rates.values() if rate is not None]
         return {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
 
 
@@ -165,7 +181,7 @@ def sample_batch(
     prefix: str = "",
     source: str = "policy",
     newer: Callable[[], Weights | None] | None = None,
-    rates: Mapping[str, float] | None = None,
+    rates: Mapping[str, float | None] | None = None,
 ) -> tuple[list[Group], Grades]:
     """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
@@ -331,7 +347,7 @@ class EngineSource(PolicySource):
             yield
 
     def sample_batch(
-        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float] | None = None
+        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float | None] | None = None
     ) -> tuple[list[Group], Grades]:
         """The groups of a batch and their pending grades; see `sample_batch`."""
         prompts = batch_prompts(run.train, run.config, run.own[0], number, rates)

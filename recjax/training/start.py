@@ -141,15 +141,16 @@ def begin(
     if regrades:
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
-    manager = checkpoint.open_checkpoints(output / "checkpoints")
+    manager, data = checkpoint.open_checkpoints(output / "checkpoints"), data_digests(run)
+    if manager.latest_step() is not None:
+        check_data(config, manager.latest_step(), data)
     params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
     run, trained = learner.begin(run, params)
     if run.agents:
         run.agents.older_params = older_params(run, trained.params)
     del params
-    totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
+    totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "data": data}
     totals |= {"config": config.model_dump(), "metrics": None, "warm_start": losses}
-    totals |= {"kept": prompts_digest(run.train)} if config.task.keep else {}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, trained, None, 0, Queue(), {}, totals)
     if manager.latest_step() is None:
@@ -158,18 +159,48 @@ def begin(
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     del trained, state  # the restored arrays need their memory
     state = checkpoint.restore(manager, *like)
-    if state.totals["store"] != totals["store"]:
-        place = config.experience.store or config.experience.mix.store
-        raise ValueError(
-            f"the experience store {place!r} has changed since this run began, which would change its batches; restore"
-            f" the store's rows, or give another output than {config.output!r}"
-        )
-    if state.totals.get("kept") != totals.get("kept"):
-        raise ValueError(
-            "task.keep: other problems have a pass rate within its bounds than when this run began; restore the file of"
-            f" pass rates in {cache_folder('pass_rates')}, or give another output than {config.output!r}"
-        )
-    state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
+    state = state._replace(totals=totals | state.totals | {"config": totals["config"], "data": data})
     logger.info("resuming from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return run, state, manager
+
+
+def data_digests(run: Run) -> dict[str, str]:
+    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
+    config, digests = run.config, {}
+    if run.stored:
+        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = run.stored.digest
+    held_out = f"first {config.evaluation.problems} held-out"
+    for name, task in config.task.tasks().items():
+        block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
+        train = getattr(block, "train", None)
+        evaluation = getattr(block, "evaluation", None) or train
+        for kind, prompts, file in (("train", run.train, train), (held_out, run.held_out, evaluation)):
+            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
+            count = sum(problem.task == name for problem in prompts.problems)
+            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
+    return digests
+
+
+def check_data(config: Config, step: int, data: dict[str, str]) -> None:
+    """Refuses to resume with other data than the run began with.
+
+    Args:
+        step: step of the checkpoint; without digests, as older versions wrote it, nothing is refused.
+        data: result of `data_digests`.
+    Raises:
+        ValueError: a store or problems have changed.
+    """
+    known = checkpoint.progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("data", {})
+    rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
+    changed = [
+        f"{name} ({known[name]} then, {digest} now)"
+        for name, digest in data.items()
+        if known.get(name, digest) != digest
+    ]
+    if changed:
+        raise ValueError(
+            f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}. Restore"
+            f" the data{rates}, or continue with the new data in a new run: another output=… with"
+            f" model.run={config.output!r}"
+        )

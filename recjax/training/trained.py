@@ -116,7 +116,7 @@ def _is_run(folder: Path, step: str | None) -> bool:
 
 def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
     """Samples completions of all problems; returns a row for each, with the answer that its grader read."""
-    rows, openings, tokenizer = [], [], evaluated.policy.tokenizer
+    rows, openings, tokenizer, unplayed = [], [], evaluated.policy.tokenizer, 0
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, task.reward))
         bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
@@ -127,7 +127,10 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             rows += sample_rows(done)
             openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
+            unplayed += sum(not group.completions for group in done.groups)
             bar.update(len(done.groups) // done.seats)
+        if unplayed:
+            logger.warning("pairs of a problem and a seat without completions, as the seat never played: %d", unplayed)
         frame = pd.DataFrame(rows).assign(parsed=None)
         tasks = np.array([row.get("task", "") for row in rows])
         for name in np.unique(tasks) if hosts.is_first() else ():

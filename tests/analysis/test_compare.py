@@ -10,6 +10,7 @@ import pytest
 from experiments.claims.verdicts import fallen, mean_over_steps, paired_difference
 from recjax.analysis.collect import COLUMNS
 from recjax.analysis.compare import (
+    differing_steps,
     estimate,
     final,
     in_words,
@@ -117,16 +118,17 @@ def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(tabl
 def run(tmp_path):
     """A function that makes the folder of a run from its settings, and its correct answers by problem."""
 
-    def make(name, right=(), **settings):
+    def make(name, right=(), file="after", step=None, seat=None, **settings):
         folder = tmp_path / name
-        (folder / "samples").mkdir(parents=True)
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(json.dumps({"output": name, **settings}))
+        known = {name: value for name, value in (("step", step), ("seat", seat)) if value is not None}
         rows = [
-            {"question": f"{problem}+1=", "answer": str(problem + 1), "accurate": bool(value)}
+            {"question": f"{problem}+1=", "answer": str(problem + 1), "accurate": bool(value), **known}
             for problem, values in enumerate(right)
             for value in values
         ]
-        (folder / "samples" / "after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "samples" / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
     return make
@@ -157,3 +159,38 @@ def test_problems_are_paired_by_question_and_answer(run):
     np.testing.assert_allclose(problem_differences([(first[0], second[0])], metric), [0, 0.5, 0.5])
     assert problem_differences([(first[0], second[0])], "reward").size == 0
     assert problem_differences([(first[0], second[0])], "evaluation/reward").size == 0
+
+
+def test_a_run_that_goes_on_after_its_end_is_compared_at_its_latest_evaluation(run):
+    metric, other = "evaluation/accuracy", run("b", [(1, 1)], step=8)
+    ended = run("a", [(1, 1)], step=4)
+    assert problem_differences([(ended, other)], metric) == [0]
+    assert run("a", [(0, 0)], "latest", step=6) == ended
+    assert problem_differences([(ended, other)], metric) == [1]
+    run("a", [(0, 1)], step=8)
+    assert problem_differences([(ended, other)], metric) == [0.5]
+    without_steps = run("c", [(0, 0)])  # of a version that wrote no steps
+    run("c", [(1, 1)], "latest")
+    assert problem_differences([(without_steps, other)], metric) == [1]
+
+
+def test_steps_that_differ_are_named(tmp_path):
+    steps = {"a0": [0, 2, 4], "a1": [0, 2], "b0": [0, 4], "b1": [0, 4, 8], "evaluation": []}
+    for name, evaluated in steps.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "reward": 1.0, "evaluation/accuracy": 0.5} for step in evaluated]
+        lines = [json.dumps(row) + "\n" for row in [*rows, {"step": 9, "reward": 1.0}]]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    metric, pair = "evaluation/accuracy", (tmp_path / "a0", tmp_path / "b0")
+    more = [pair, (tmp_path / "a1", tmp_path / "b1")]
+    assert differing_steps([pair], metric) == differing_steps(more, "reward") == []
+    assert differing_steps(more, metric) == [f"latest step with {metric} = 2 and 8"]
+    assert differing_steps([(tmp_path / "a0", tmp_path / "evaluation")], metric) == []
+
+
+def test_the_seats_of_a_problem_are_compared_apart(run):
+    first = [run("a", [(1, 1)], seat="x"), run("a", [(0,)], "latest", seat="y")][0]
+    rows = [(first / "samples" / f"{name}.jsonl").read_text() for name in ("after", "latest")]
+    (first / "samples" / "after.jsonl").write_text("".join(rows))
+    second = run("b", [(0, 0)], seat="x")
+    assert problem_differences([(first, second)], "evaluation/accuracy").tolist() == [-1]

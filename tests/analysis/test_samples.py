@@ -110,6 +110,26 @@ def test_metrics_of_a_small_table_checked_by_hand():
         assert estimate["low"] <= estimate["value"] <= estimate["high"]
 
 
+def test_problems_with_different_numbers_of_completions_checked_by_hand():
+    rows = table([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]])
+    rows = rows.drop(index=[3, 6, 7, *range(9, 12), 15]).assign(parsed="same")  # 3 of 3, 1 of 2, 0 of 1, 1 of 3
+    found, even = results(rows, 6), results(table([[1, 1], [0, 1]]))
+    values = {name: estimate["value"] for name, estimate in found["metrics"].items()}
+    assert (found["problems"], found["samples"], found["unplayed"]) == (4, 3, 2)
+    for name in ("accuracy", "pass@1", "majority@1", "reward", "right_and_ended"):
+        np.testing.assert_allclose(values[name], (1 + 1 / 2 + 0 + 1 / 3) / 4, err_msg=name)
+    np.testing.assert_allclose(values["pass@2"], (1 + 1 + 2 / 3) / 3)
+    np.testing.assert_allclose(values["majority@2"], (1 + 1 / 2 + 1 / 3) / 3)
+    assert values["pass@3"] == 1 and found["metrics"]["pass@3"]["problems"] == 2
+    assert found["metrics"]["majority@2"]["problems"] == 3 and "problems" not in found["metrics"]["pass@1"]
+    lengths = [1, 2, 3, 5, 6, 9, 13, 14, 15]
+    assert values["completion_length/median"] == 6 and values["completion_length/q90"] == np.quantile(lengths, 0.9)
+    np.testing.assert_allclose(values["completion_length"], np.mean([2, 5.5, 9, 14]))
+    for estimate in found["metrics"].values():
+        assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    assert even["unplayed"] == 0 and not any("problems" in estimate for estimate in even["metrics"].values())
+
+
 def test_accuracy_by_difficulty_in_natural_order_with_counts():
     labels = ["level 10", "level 9", "level 9", None, "level 10", "level 2"]
     found = results(table([[1, 1], [1, 0], [0, 0], [1, 1], [1, 0], [0, 0]], labels))["difficulty"]

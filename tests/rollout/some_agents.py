@@ -289,7 +289,7 @@ async def duel(problem: Problem, policy: Seats) -> dict[str, float]:
     """A zero-sum game of two seats, which a script watches; the column `do` says what goes wrong."""
     what = problem.columns.get("do")
     first = await policy.seat("first").complete(problem.prompt)
-    if what == "alone":
+    if what == "alone" or (what == "sometimes" and first.tokens.sum() % 2):
         return {"first": 1.0, "second": -1.0}
     second = await policy.seat("second").complete(problem.prompt + first.raw)
     drawn = await policy.seat("rule").complete("1+1=")

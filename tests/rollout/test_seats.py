@@ -5,9 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 
 from recjax.algorithms.advantages import group_mean_advantages
+from recjax.analysis.samples import results
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import group_staleness, with_grades
@@ -22,12 +24,15 @@ from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Sampled
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
-from recjax.tasks.problems import Problem
+from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.evaluation import evaluate_policy
+from recjax.training.trained import OpenedPolicy, sampled_rows
 from tests.training.counting import CountingLearner, Grades, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
 SUMS = [Problem("1+2=", "3"), Problem("33+4=", "37")]
+GAMES = ("sometimes", None, "alone")  # what `duel` does
 SEATS = [
     "task.agent=tests.rollout.some_agents:duel",
     "task.seats={first: policy, second: 3, rule: 'tests.rollout.some_agents:rule'}",
@@ -128,6 +133,28 @@ def test_failures_name_the_seat_and_a_seat_that_does_not_play_leaves_its_group(p
     grades = [[one.grade for one in group.completions] for group in groups]
     assert [[grade.failure for grade in own] for own in grades[:6]] == [["raised"] * 3] * 4 + [["invalid"] * 3] * 2
     assert len(grades[6]) == 3 and grades[7] == []
+
+
+def test_an_evaluation_has_the_completions_of_each_problem_and_seat(play, make, caplog):
+    """The second seat plays in some games of problem 0, in all of problem 1, and in none of problem 2."""
+    config = make(*SEATS, "evaluation.samples=4", "rollout.prompts_per_step=2")
+    problems = [Problem(f"{number}+2=", "3", columns={"do": what}) for number, what in enumerate(GAMES)]
+    policy, task = policy_alone(config, "0123456789+=!"), Task([], problems, load_reward(config.task.reward_name()))
+    prompts = encode_problems(problems, policy.tokenizer, None)
+    opened = OpenedPolicy("duel", policy, {"of": 7}, 7, None, lambda step: {"of": step})
+    rows, others = (sampled_rows(config, opened, prompts, task) for _ in range(2))
+    pd.testing.assert_frame_equal(rows, others)
+    sizes = rows.groupby("problem", sort=False).size()
+    assert [*sizes.index] == [0, 1, 2, 3, 4] and [*sizes] == [4, (some := sizes[1]), 4, 4, 4] and 0 < some < 4
+    assert (rows["seat"] == np.where(rows["problem"] % 2, "second", "first")).all()
+    assert "pairs of a problem and a seat without completions, as the seat never played: 1" in caplog.text
+    found = results(rows, 6)
+    assert found["problems"] == 5 and found["unplayed"] == 1
+    by_hand = rows.groupby("problem")["accurate"].mean().mean()
+    assert found["metrics"]["accuracy"]["value"] == pytest.approx(by_hand) != pytest.approx(rows["accurate"].mean())
+    with Grading(config, task.reward) as grading, Agents(config, policy, opened.older_params) as players:
+        trained = evaluate_policy(config, policy, {"of": 0}, prompts, grading, 0, agents=players)
+    assert trained.accuracy == pytest.approx(by_hand)
 
 
 @pytest.mark.parametrize(

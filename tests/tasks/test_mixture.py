@@ -76,29 +76,54 @@ def test_a_curriculum_draws_what_is_learnable_and_some_of_all():
     batch = batch_prompts(train, config(task), 8, 1, rates).problems
     assert {int(problem.prompt) for problem in batch} > {3} and len(batch) == 8
     assert len({(problem.task, problem.prompt) for problem in batch}) == 8  # no problem twice in a batch
+    without_reward = {key: None for place, key in enumerate(train.keys) if place % 20 == 3}
+    problems = batch_prompts(train, config(task), 8, 1, dict.fromkeys(train.keys, 0.5) | without_reward).problems
+    assert all(int(problem.prompt) % 20 != 3 for problem in problems)
+
+
+KEY = problem_key("1+1", "2")
+
+
+def delivered(held, number, right, settings, rewards=(1.0,) * 4):
+    """The queue after a round in which a group of four arrives, whose first `right` completions are right."""
+    grades = [Grade(reward, None, place < right) for place, reward in enumerate(rewards)]
+    row = Row(np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), None)
+    completions = tuple(Completion(f"{number}/{place}", "policy", "", (row,), None, 0, False) for place in range(4))
+    group = Group(str(number), np.zeros(1, np.int32), completions, "1+1", "2")
+    arrival = queue.Arrival([group], grades, number)
+    held, _ = queue.wait_for_grades(queue.put(held._replace(round=number), arrival, 0, settings), all_of_them=True)
+    held = queue.deliver(held, number, settings)
+    groups, plain = queue.to_plain(held)
+    assert queue.from_plain(groups, json.loads(json.dumps(plain))).rates == held.rates
+    return held
 
 
 def test_the_queue_follows_pass_rates_of_groups_with_and_without_signal():
-    settings = queue.settings_of(config({**SUMS, "curriculum": {"newest": 0.25}}, "experience.refill={}"))
-
-    def after(held, number, right):
-        row = Row(np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), None)
-        grades = [Grade(float(place < right), None, place < right) for place in range(4)]
-        completions = tuple(
-            Completion(f"{number}/{place}", "policy", "", (row,), None, 0, False, grade)
-            for place, grade in enumerate(grades)
-        )
-        group = Group(str(number), np.zeros(1, np.int32), completions, "1+1", "2")
-        held = queue.put(held._replace(round=number), queue.Arrival([group], number=number), 0, settings)
-        return queue.deliver(held, number, settings)
-
-    key, held = problem_key("1+1", "2"), queue.Queue()
+    settings, held = queue.settings_of(config({**SUMS, "curriculum": {"newest": 0.25}}, "experience.refill={}")), None
     for number, right, expected in ((1, 4, 1.0), (2, 2, 0.875), (3, 0, 0.65625)):
-        held = after(held, number, right)
-        assert held.rates == {key: expected}
+        rewards = [float(place < right) for place in range(4)]
+        held = delivered(held or queue.Queue(), number, right, settings, rewards)
+        assert held.rates == {KEY: expected}
     assert len(held.ready) == 1  # the group with a signal
-    groups, plain = queue.to_plain(held)
-    assert queue.from_plain(groups, json.loads(json.dumps(plain))).rates == held.rates
+
+
+def test_a_problem_without_a_reward_has_no_pass_rate_until_a_reward_arrives():
+    settings, held = queue.settings_of(config({**SUMS, "curriculum": {}})), queue.Queue()
+    one_reward = (None, None, None, 1.0)
+    for number, right, rewards, expected in (
+        (1, 0, [None] * 4, None),
+        (2, 4, one_reward, 1.0),
+        (3, 0, one_reward, 0.5),
+        (4, 0, [None] * 4, None),
+    ):
+        held = delivered(held, number, right, settings, rewards)
+        assert held.rates == {KEY: expected}, number
+    late = queue.settings_of(config({**SUMS, "curriculum": {}}, "experience.late={shortest: 2, longest: 2}"))
+    late = late._replace(late=late.late.model_copy(update={"deadline": 1}))
+    held = delivered(queue.Queue(), 1, 3, late)
+    for number, expected in ((2, {KEY: None}), (3, {KEY: 0.75})):  # the deadline, and the rewards after it
+        held = queue.deliver(held._replace(round=number), number, late)
+        assert held.rates == expected
 
 
 def test_problems_have_their_tasks_names_and_none_is_held_out_and_trained_on():

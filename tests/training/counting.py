@@ -92,7 +92,10 @@ def evaluation(run, accuracy: float) -> Evaluation:
     """An evaluation of answers that nothing sampled."""
     graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
     problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
-    samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
+    samples = [
+        {"problem": place, "prompt": text, "question": text, "answer": answer} | graded
+        for place, (text, answer) in enumerate(problems)
+    ]
     return Evaluation(accuracy, accuracy, None, samples)
 
 

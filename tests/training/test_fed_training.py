@@ -9,16 +9,18 @@ import pytest
 
 from recjax.config import load_config
 from recjax.experience import queue
+from recjax.experience.group import Grade
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop
 from recjax.training.run import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
-from tests.training.counting import count, prepared_batch
+from tests.training.counting import Grades, count, prepared_batch
 from tests.training.tiny_run import TINY, train, train_until_killed, without_times
 
 TRIVIAL = "experience.record=true"
+AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +163,34 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch)
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
     monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
-    with pytest.raises(RuntimeError, match=r"step 1: 4 batches were sampled, .*left_out/no_signal': 16"):
+    with pytest.raises(
+        RuntimeError, match=r"step 1: 4 batches were sampled, .*left_out/no_signal 16,.*; relax experience.replay$"
+    ):
         count(config, sample=functools.partial(prepared_batch, reward=0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "failure", "words"),
+    [
+        (
+            [],
+            "no_reward",
+            r"left_out/groups_without_reward 16, grading/no_reward 64\); let the reward function .* grade$",
+        ),
+        (AGENT, "timeout", r"agent/timeout 64\); correct the agent, or set task.agent_failure_reward$"),
+    ],
+)
+def test_a_run_whose_completions_get_no_reward_says_why(tiny, monkeypatch, options, failure, words):
+    monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
+
+    def sample(*arguments):
+        groups, grades = prepared_batch(*arguments)
+        return groups, Grades([Grade(None, None, False, failure) for _ in grades.result()])
+
+    with pytest.raises(
+        RuntimeError, match=f"step 1: 4 batches were sampled, .*left_out/rows_without_reward 64, .*{words}"
+    ):
+        count(tiny("run", *options), sample=sample)
 
 
 def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny, expert):

@@ -60,8 +60,8 @@ def test_figures_and_tables_are_made_of_rows_with_gaps(tmp_path):
 
 def test_samples_and_their_page_are_standard_json(tmp_path):
     samples = [{"reward": NAN, "parts": {"length": INF}, "question": "q", "completion": "c", "answer": "a"}]
-    write_samples(tmp_path / "samples" / "after.jsonl", Evaluation(0.0, NAN, None, samples))
+    write_samples(tmp_path / "samples" / "after.jsonl", Evaluation(0.0, NAN, None, samples), 3)
     kept = strictly((tmp_path / "samples" / "after.jsonl").read_text())
-    assert kept["reward"] is kept["parts"]["length"] is None
+    assert kept["reward"] is kept["parts"]["length"] is None and kept["step"] == 3
     page = sample_page([{"name": "run", "about": "about", "rows": [{"advantage": [NAN, 1.0]}]}])
     assert '"advantage": [null, 1.0]' in page

@@ -1,13 +1,18 @@
 """Kill and resume equals straight through: one table of every way that groups arrive and every moment of a kill."""
 
 import functools
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recjax.training import loop
+from recjax.experience.group import Grade
+from recjax.training import checkpoint, loop
+from recjax.training.run_folder import starts
+from recjax.training.start import check_data
 from tests.marks import slow_except
-from tests.training.counting import CountingLearner, count, killed, prepared_batch
+from tests.training.counting import CountingLearner, Grades, count, killed, prepared_batch
 from tests.training.tiny_run import without_times
 
 LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
@@ -135,6 +140,91 @@ def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch
     assert without_times(count(config)) == without_times(straight)
     summaries = [(Path(tiny(name, *options).output) / "summary.json").is_file() for name in ("straight", "stopped")]
     assert summaries == [True, True]
+
+
+def test_a_curriculum_avoids_problems_without_a_reward_and_resumes(tiny, caplog):
+    """Of 54 problems, 9 never get a reward, and the policy solves the others."""
+    shares = []
+
+    def sample(run, *arguments, **named):
+        lost = {problem.prompt for problem in run.train.problems[:9]}
+        groups, grades = prepared_batch(run, *arguments, reward=1.0, **named)
+        are_lost = [group.prompt in lost for group in groups for _ in group.completions]
+        shares.append(sum(are_lost) / len(are_lost))
+        failed = Grade(None, None, False, "no_reward")
+        return groups, Grades(
+            [failed if is_lost else one for one, is_lost in zip(grades.result(), are_lost, strict=True)]
+        )
+
+    options = [CURRICULUM, "training.steps=30", "training.checkpoint_every=15"]
+    straight = count(tiny("straight", *options), sample=sample)
+    assert np.mean(shares[10:]) == pytest.approx(9 / 54, abs=0.1)
+    assert sum("task.curriculum: no completion of " in line and "by its share" in line for line in caplog.messages) == 1
+    assert 0 < straight[-1]["curriculum/problems"] <= 45 and straight[-1]["curriculum/pass_rate"] == 1
+    config = tiny("stopped", *options)
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=20), sample=sample)
+    assert without_times(count(config, sample=sample)) == without_times(straight)
+
+
+def test_a_run_resumes_only_with_the_problems_with_which_it_began(tiny, tmp_path):
+    sums = [(a, b) for a in range(1, 7) for b in range(1, 7)]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a, b in sums]
+    train, other = tmp_path / "train.jsonl", [row | {"prompt": f"{row['prompt']}="} for row in rows]
+
+    def write(rows):
+        train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    tasks = {name: f"{{file: {{train: {tmp_path / name}.jsonl}}}}" for name in ("train", "other")}
+    mixture = f"task={{mixture: {{a: {tasks['train']}, b: {tasks['other']}}}}}"
+    options = [mixture, "task.arithmetic=null", "task.reward=null", CURRICULUM, "evaluation.problems=6"]
+    write(rows)
+    straight = count(tiny("straight", *options))
+    config = tiny("stopped", *options)
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=5))
+    more = {"prompt": "1+1+1=", "answer": "3", "level": 1}
+    for changed in ([row | {"answer": "7"} for row in rows], [row | {"level": 0} for row in rows], [*rows, more]):
+        write(changed)
+        with pytest.raises(ValueError, match="data changed since this run began") as refused:
+            count(config)
+        for kind in ("train", "first 6 held-out"):
+            assert f"the {kind} problems of task.mixture.a.file = '{train}'" in str(refused.value)
+        assert "mixture.b" not in str(refused.value) and f"with model.run={config.output!r}" in str(refused.value)
+    write(rows)
+    assert without_times(count(config)) == without_times(straight)
+
+
+def test_the_number_of_held_out_problems_may_change_and_older_checkpoints_know_no_digests(tiny, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        count(tiny("run"), killed(at=5))
+    data = checkpoint.progress(Path(tiny("run").output) / "checkpoints", 3)["totals"]["data"]
+    assert [*data] == ["the train problems of task.arithmetic", "the first 10 held-out problems of task.arithmetic"]
+    check_data(
+        tiny("run", "evaluation.problems=9"), 3, {[*data][0]: data[[*data][0]], "the first 9 held-out problems": "x"}
+    )
+    with pytest.raises(
+        ValueError, match="changed since .*train problems.* then, x now.*and the pass rates in .*pass_rates"
+    ):
+        check_data(tiny("run", "task.keep={}"), 3, dict.fromkeys(data, "x"))
+    monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {}})
+    check_data(tiny("run"), 3, dict.fromkeys(data, "x"))
+
+
+def test_changed_code_of_the_reward_is_named_when_a_run_resumes(tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def score(prompts, completions, answers):\n    return [0.0 for _ in answers]\n"
+    (tmp_path / "resumed_reward.py").write_text(source)
+    config = tiny("run", "task.reward=resumed_reward:score")
+    for changed in ("", "", "# another\n"):
+        (tmp_path / "resumed_reward.py").write_text(source + changed)
+        assert "changed code" not in caplog.text
+        with pytest.raises(KeyboardInterrupt):
+            count(config, killed(at=1))
+    assert "resumes with changed code in resumed_reward" in caplog.text
+    first, second, third = (entry["code"] for entry in starts(Path(config.output)))
+    assert first == second and [*third] == ["resumed_reward"] and first != third
 
 
 def test_the_newest_checkpoints_are_kept(tiny):
