@@ -14,6 +14,7 @@ from recjax.tasks.grading import values
 from recjax.tasks.grading.notation import plain, split_outside_brackets
 from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
 from recjax.tasks.grading.syntax import (
+    BRACKETS,
     FUNCTIONS,
     Node,
     Unreadable,
@@ -29,6 +30,9 @@ from recjax.tasks.grading.units import NOTHING, Unit
 _KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
+_BOLD, _HAT, _MARK = map(re.compile, (r"\\mathbf\{\w\}", r"\\hat\{\w\}", r"\\(?:mathbf|hat|vec)\{"))
+_DEGREES = (("degree", 1),)
+_DEGREE = Node("mul", (Node("name", (r"\pi",)), number(Fraction(1, 180))))
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
@@ -50,13 +54,13 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
     if stated is not None and stated.units and not stated.percent:
         return same_angle(stated, truth)
-    # One side may omit its unit; degrees are then not converted to radians.
+    # One side may omit its unit; only a bare number may add one.
     factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
     if unit and other and not factors:
         return False
     # Every word of the answer is also in the truth.
     pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
-    letters, text = (re.sub(pattern, " ", OR.sub(" ", side)) for side in (wanted, said))
+    letters, text = (re.sub(pattern, " ", side) for side in (wanted, said))
     text = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", text)  # the differential of an integral
     words = {*re.findall(r"[A-Za-z]{2,}", text)} - _KNOWN_WORDS - {*re.findall(r"[A-Za-z]{2,}", letters)}
     # Up to three letters are a product if the truth has these letters; more letters are a word.
@@ -67,11 +71,16 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
         if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
             return False
         said = match["exact"]
-    tree, answer = parse_math(wanted), parse_math(said)
+    tree, answer = parse_math(wanted, _marks(wanted, said)), parse_math(said, _marks(said, wanted))
     if tree is None or answer is None:
         return False
     if factors and factors[0] != 1:
         answer = Node("mul", (number(factors[0]), answer))
+    if said != given and wanted == truth:
+        if names(tree) or tree.kind in ("relation", "matrix") or contains(tree, *BRACKETS):
+            return False
+        if any(each.dimensions == _DEGREES for each in other):
+            answer = Node("mul", (answer, _DEGREE))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
         return value is not None and (is_rounding(stated, value) or stated.value == value)
@@ -84,8 +93,15 @@ def same_angle(degrees: Quantity, radians: str) -> bool:
     said = parse_math(core)
     if r"\pi" not in core or said is None or names(said) or (unit and unit[0].dimensions != (("radian", 1),)):
         return False
-    turned = Node("mul", (number(degrees.value / 180), Node("name", (r"\pi",))))
-    return any(unit.dimensions == (("degree", 1),) for unit in degrees.units) and values.equal(turned, said)
+    turned = Node("mul", (number(degrees.value), _DEGREE))
+    return any(unit.dimensions == _DEGREES for unit in degrees.units) and values.equal(turned, said)
+
+
+def _marks(text: str, other: str) -> frozenset[str]:
+    """The letters that only the other side marks as vectors in bold, or as unit vectors if it has several."""
+    bold = {*_BOLD.findall(other)}
+    units = {*values.UNIT_VECTORS} & {*_HAT.findall(other)}
+    return frozenset() if _MARK.search(text) else frozenset(bold | units if len(units) > 1 else bold)
 
 
 def is_constant(text: str) -> bool:
@@ -105,7 +121,7 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
         core, rest = text[: match.start()].strip(), text[match.end() :]
         if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
             continue
-        if core and core.count("{") == core.count("}") and (unit := named_unit(rest, beside_a_number=False)):
+        if core and core.count("{") == core.count("}") and (unit := named_unit(rest)):
             return core, () if unit == (NOTHING,) else unit
     return text, ()
 
@@ -201,9 +217,9 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    if operator not in (*_ORDERS, "=", r"\neq"):
-        return False
     whole, answer = difference(a, b), difference(x, y)
+    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(whole, answer):
+        return False
     sign = values.ratio(whole, answer)
     if sign is not None:
         return operator not in _ORDERS or sign > 0

@@ -7,6 +7,7 @@
 import functools
 import itertools
 import re
+from string import ascii_letters
 from typing import NamedTuple
 
 from recjax.tasks.grading import expressions, literal
@@ -151,9 +152,8 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
         parts = [quantity(part) for part in split_outside_brackets(given, "=")]
         return None not in parts and all(same_quantity(number, part) for part in parts)
-    if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
-        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N is a quantity if the truth has a unit too
-        return said is not None and same_quantity(number, said)
+    if number.units and (said := quantity(given, ascii_letters)) is not None:
+        return same_quantity(number, said)  # 5 N is a quantity if the truth has a unit too
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
         return expressions.same_angle(number, given)
     return not finished and r"\pm" not in given and expressions.same_expression(truth, given, None)
@@ -199,7 +199,7 @@ def _same_structure(truth: Structure, said: Structure | None, given: str, finish
         return _all_same(truth.items, said.items, finished)
     if truth.is_unordered:
         return said.is_unordered and _same_items(truth, said, finished)
-    others = {"()": ("<>", "list"), "<>": ("()", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
+    others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
     return said.kind in (truth.kind, *others) and _all_same(truth.items, said.items, finished)
 
 

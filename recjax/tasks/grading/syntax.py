@@ -115,8 +115,11 @@ _TOKEN = re.compile(
     r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+ ?\\frac\{\d+\}\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A
 )
 
+_INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
-_BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
+MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
+_CONNECTIVES = {"or", "and", "if", "not", "nor"}  # words between statements, which are no factors
+BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
@@ -141,6 +144,8 @@ def _letters(run: str, following: str) -> list[str]:
         return []
     if run in ("oo", "inf", "infty", "infinity"):
         return [r"\infty"]
+    if run.casefold() in _CONNECTIVES:
+        return [f"\\{run}"]
     if run in _WORDS or run in ("pi", "sqrt") or run in _UNSLASHED:
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
@@ -153,19 +158,24 @@ def _letters(run: str, following: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_math(text: str) -> Node | None:
-    """Parses a whole text into a tree; None if any part of the text is unknown."""
+def parse_math(text: str, marks: frozenset[str] = frozenset()) -> Node | None:
+    """Parses a whole text into a tree; None if any part of the text is unknown.
+
+    Args:
+        marks: names of vectors, such as \\hat{i}, of which the text has the letter without its mark.
+    """
     try:
-        reader = _Reader(text)
+        reader = _Reader(text, marks)
         node = reader.statement()
         return node if reader.token is None else None
-    except (Unreadable, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 
 class _Reader:
-    def __init__(self, text: str):
+    def __init__(self, text: str, marks: frozenset[str]):
         self.matrices = []
+        self.marks = marks
 
         def set_apart(match: re.Match) -> str:
             entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
@@ -213,6 +223,8 @@ class _Reader:
         while self.token in RELATIONS:
             operators.append(self.next())
             sides.append(self.sets())
+        if any(map(_takes_anything, sides)):
+            raise Unreadable("0 or infinity with more")
         node = Node("relation", (tuple(operators), tuple(sides))) if operators else sides[0]
         return Node("call", (r"\pmod", node, self.argument())) if self.accept(r"\pmod") else node
 
@@ -238,16 +250,22 @@ class _Reader:
     def product(self) -> Node:
         factors = [self.power()]
         while True:
-            if self.token == r"\times" and factors[-1].kind == "call" and factors[-1].args[0] in _BRACKETS:
-                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # a product of sets
-            elif self.accept("*", r"\cdot", r"\times"):
-                factors.append(signed(self.accept("-"), self.power()))
+            if operator := self.accept("*", r"\cdot", r"\times"):
+                factor = signed(self.accept("-"), self.power())
+                if ordered := _ordered(operator, _order(factors[-1]), _order(factor)):
+                    factors[-1] = Node("call", (ordered, factors[-1], factor))
+                else:
+                    factors.append(factor)
             elif self.accept("/", r"\div"):
                 factors.append(inverse(signed(self.accept("-"), self.power())))
             elif self.starts_factor():
                 factors.append(self.power())
+            elif len(factors) == 1:
+                return factors[0]
+            elif factors[-1] == Node("name", (r"\ldots",)):
+                raise Unreadable("0.333…")
             else:
-                return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+                return Node("mul", tuple(factors))
 
     def starts_factor(self) -> bool:
         token = self.token
@@ -329,6 +347,7 @@ class _Reader:
         raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
+        token = next((mark for mark in self.marks if mark[-2] == token), token)
         name = token
         if self.accept("_"):
             name += f"_{self.enclosed()}"
@@ -368,6 +387,10 @@ class _Reader:
 
     def command(self, token: str) -> Node:
         name = token[1:] if token[0] == "\\" else ""
+        if name == "nabla":  # an operator on the factor behind it
+            operator = self.accept(r"\times", r"\cdot", "^") or ""
+            operator += self.enclosed() if operator == "^" else ""
+            return Node("call", (token + operator, self.power()))
         if name in GREEK:
             return self.named(token)
         if name in FUNCTIONS:
@@ -439,6 +462,8 @@ class _Reader:
             return self.named(content)
         if content in FUNCTIONS:
             return self.function(content)
+        if content.casefold() in _CONNECTIVES:
+            raise Unreadable(content)
         return Node("name", (f"\\text{{{content}}}",))
 
     def large(self, kind: str) -> Node:
@@ -473,6 +498,37 @@ class _Reader:
             raise Unreadable("integral")
         self.tokens += rest
         return Node("integral", (variable, lower, upper, body))
+
+
+def _order(node: Node) -> str:
+    """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
+    if node.kind == "name":
+        kinds = {"vector": MARKED, "set": re.compile(r"\\mathbb\{"), "capital": CAPITAL}
+        return next((kind for kind, pattern in kinds.items() if pattern.match(node.args[0])), "")
+    if node.kind == "call":
+        is_set = node.args[0] in BRACKETS | SET_OPERATORS
+        return "set" if is_set else "vector" if node.args[0] in ("cross", r"\nabla", r"\nabla\times") else ""
+    is_vector = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
+    return "vector" if is_vector else ""
+
+
+def _ordered(operator: str, first: str, second: str) -> str | None:
+    """The name of a product of factors that keep their order; None for a product of numbers."""
+    if operator == r"\times" and first and "set" in (first, second):
+        return operator
+    if operator == r"\times" and first and second:
+        return "cross"
+    return "dot" if operator == r"\cdot" and first == second == "vector" else None
+
+
+def _takes_anything(node: Node) -> bool:
+    """True for a product with the factor 0, or a product or sum with infinity: they hide their other parts."""
+    if node.kind not in ("mul", "add"):
+        return False
+    others = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
+    absorbing = (number(0), _INFINITE) if node.kind == "mul" else (_INFINITE,)
+    is_hiding = len(others) > 1 and any(part in absorbing for part in others)
+    return is_hiding or (node.kind == "mul" and any(map(_takes_anything, others)))
 
 
 def _is_matrix_name(node: Node) -> bool:

@@ -11,13 +11,14 @@ import operator
 import random
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import mpmath
 
-from recjax.tasks.grading.syntax import Node, contains, names, number, walk
+from recjax.tasks.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
 # Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
@@ -25,11 +26,13 @@ _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
-_LARGEST = 20_000  # largest integer whose factorial is computed exactly
+_LARGEST, _LARGEST_RESIDUE = 20_000, 10**6  # largest integers whose factorials are computed exactly, and modulo a prime
+_PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
+UNIT_VECTORS = {r"\hat{i}": [1, 0, 0], r"\hat{j}": [0, 1, 0], r"\hat{k}": [0, 0, 1]}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
 
@@ -43,15 +46,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
-    matrices, nodes = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}, list(walk((a, b)))
-    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-        matrices = matrices.union(*map(names, transposed))
-    else:
-        bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
-        inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
-        matrices = matrices if inverts and matrices == unknown and len(matrices) > 1 else set()
-    for point in _points(unknown, matrices):
+    for point in _points(unknown, ordered(a, b) or dict.fromkeys(_inverted(a, b), 3)):
         for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
@@ -70,6 +65,37 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
+def ordered(a: Node, b: Node) -> dict[str, int]:
+    """The columns of the unknowns that stand for vectors (1) or matrices (3), as the order of their products shows."""
+    marked = {name for name in names(a) | names(b) if MARKED.match(name)}
+    capitals: set[str] = set()
+    products = [[node for node in walk(tree) if node.kind in ("call", "mul")] for tree in (a, b)]
+    crossed = [[node for node in nodes if node.args[0] in ("cross", "dot")] for nodes in products]
+    has_length = len(marked) > 1 and contains((a, b), "abs", "norm")
+    if marked and (marked & {*UNIT_VECTORS} or has_length or any(names(node) & marked for node in sum(crossed, []))):
+        return dict.fromkeys(marked, 1)
+    if all(crossed):
+        capitals.update(*map(names, sum(crossed, [])))
+    for nodes in products:  # AB and BA in one expression
+        factors = [node.args for node in nodes if node.kind == "mul"]
+        pairs = {(x.args[0], y.args[0]) for each in factors for x, y in zip(each, each[1:]) if x.kind == y.kind == "name"}
+        capitals |= {x for x, y in pairs if x != y and (y, x) in pairs}
+    multiplies = any(node.kind == "mul" and len(names(node) & marked) > 1 for node in sum(products, []))
+    capitals = {name for name in capitals if CAPITAL.match(name)}
+    return dict.fromkeys(capitals | marked if multiplies else capitals, 3)
+
+
+def _inverted(a: Node, b: Node) -> set[str]:
+    """Matrices: transposed names and all capitals; without a transpose, several capitals with an inverse."""
+    unknown, nodes = names(a) | names(b), list(walk((a, b)))
+    matrices = {name for name in unknown if CAPITAL.match(name)}
+    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+        return matrices.union(*map(names, transposed))
+    bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
+    inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
+    return matrices if inverts and matrices == unknown and len(matrices) > 1 else set()
+
+
 def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
     unknown, quotients = names(a) | names(b), []
@@ -79,6 +105,8 @@ def ratio(a: Node, b: Node) -> int | None:
             over, under = evaluation.defined(a), evaluation.defined(b)
             if over is None or under is None or under == 0:
                 continue
+            if isinstance(over, _Long) or isinstance(under, _Long):
+                return None
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
             quotients.append(over / under if is_exact else floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
@@ -97,14 +125,20 @@ def decimal(node: Node) -> Fraction | None:
         return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
 
 
-def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
+def _points(unknown: set[str], columns: Mapping[str, int] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
+    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs.
+
+    Unknowns with `columns` are vectors or matrices of three rows.
+    """
     for place in range(14 if unknown else 1):
         point = {}
         for name in sorted(unknown):
             draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
-            if name in matrices:
-                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
+            if name in UNIT_VECTORS:
+                point[name] = mpmath.matrix(UNIT_VECTORS[name])
+                continue
+            if name in columns:
+                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(columns[name])] for _ in range(3)])
                 continue
             odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
             sign = draw.choice((-1, 1))
@@ -126,8 +160,27 @@ def undefined(*values: Any) -> Any:
     raise Undefined
 
 
+class _Long(NamedTuple):
+    """A rational number with too many digits to keep: rounded, and modulo a prime, by which n and n + 1 differ."""
+
+    rounded: Any
+    residue: int
+
+
+def _long(value: "Fraction | _Long") -> _Long:
+    if isinstance(value, _Long):
+        return value
+    return _Long(floating(value), value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME)
+
+
 def floating(value: Any) -> Any:
-    """A fraction as mpmath's number with the current precision; other values unchanged."""
+    """A fraction as mpmath's number with the current precision; other values unchanged.
+
+    Raises:
+        Undefined: the value is known only rounded and modulo a prime.
+    """
+    if isinstance(value, _Long):
+        raise Undefined
     return _leading(value.numerator) / _leading(value.denominator) if isinstance(value, Fraction) else value
 
 
@@ -144,13 +197,37 @@ def _whole(value: Fraction) -> int:
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
         return Fraction(math.factorial(int(value)))
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return _Long(mpmath.factorial(floating(value)), _factorial_residue(int(value)))
     return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
 
 
+@functools.lru_cache(maxsize=16)
+def _factorial_residue(value: int) -> int:
+    factors = range(1, value + 1) if value <= _LARGEST_RESIDUE else undefined()
+    return functools.reduce(lambda product, factor: product * factor % _PRIME, factors)
+
+
 def _binomial(n: Any, k: Any) -> Any:
-    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST for each in (n, k)):
-        return Fraction(math.comb(int(n), int(k)))
+    if all(isinstance(each, Fraction) and each.denominator == 1 and each >= 0 for each in (n, k)):
+        is_short = max(0, min(k, n - k)) * _bits(n) < 20 * _LARGEST
+        return Fraction(math.comb(int(n), int(k))) if is_short else undefined()
     return mpmath.binomial(floating(n), floating(k))
+
+
+def _cross(a: Any, b: Any) -> Any:
+    """The product that \times writes: of vectors, matrices or numbers."""
+    if not (_is_vector(a) and _is_vector(b)):
+        return a * b
+    return mpmath.matrix([a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]])
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return (a.T * b)[0] if _is_vector(a) and _is_vector(b) else undefined()
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, mpmath.matrix) and value.cols == 1
 
 
 def _logarithm(value: Any, base: Any = None) -> Any:
@@ -164,7 +241,7 @@ _CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech
 _EXACT: dict[str, Callable] = {
     **{"factorial": _factorial, "binomial": _binomial},
     "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
-    **{"abs": abs, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
+    **{"abs": lambda value: mpmath.norm(value) if _is_vector(value) else abs(value), "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
     "ceil": lambda value: Fraction(value.__ceil__()),
     "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
     "lcm": lambda *values: Fraction(math.lcm(*map(_whole, values))),
@@ -174,7 +251,8 @@ FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
     **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "norm": undefined},
+    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "cross": _cross, "dot": _dot},
+    "norm": lambda value: mpmath.norm(value) if _is_vector(value) else undefined(),
     "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
     "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
 }
@@ -184,13 +262,16 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 def _exactly(operation: Callable) -> Callable:
-    """An operation on two values: exact on fractions, but rounded if exact results would be too long to be fast."""
+    """An operation on two values: exact on fractions, or modulo a prime if exact results would be too long to be fast."""
 
     def apply(a: Any, b: Any) -> Any:
-        if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
-            return operation(floating(a), floating(b))
-        value = operation(a, b)
-        return value if _bits(value) < _LARGEST_BITS else floating(value)
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            value = operation(a, b)
+            return value if _bits(value) < _LARGEST_BITS else _long(value)
+        if isinstance(a, Fraction | _Long) and isinstance(b, Fraction | _Long):
+            a, b = _long(a), _long(b)
+            return _Long(operation(a.rounded, b.rounded), operation(a.residue, b.residue) % _PRIME)
+        return operation(floating(a), floating(b))
 
     return apply
 
@@ -212,6 +293,8 @@ class _Evaluation:
         """
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
+        if isinstance(a, _Long) or isinstance(b, _Long):
+            return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _long(a).residue == _long(b).residue
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
@@ -283,7 +366,7 @@ class _Evaluation:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
             raise Undefined("a matrix and a number")
         total = functools.reduce(_added, terms)
-        if not isinstance(total, Fraction | mpmath.matrix):
+        if not isinstance(total, Fraction | _Long | mpmath.matrix):
             sizes = [abs(floating(term)) for term in terms]
             self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
         return total
@@ -293,14 +376,17 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
-        size = abs(power) * (abs(mpmath.mag(floating(base))) + 1) if base != 0 else 0
+        rounded = base.rounded if isinstance(base, _Long) else floating(base)
+        size = abs(power) * (abs(mpmath.mag(rounded)) + 1) if base != 0 else 0
         if size > 10**12:
-            if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
+            if self.approximate and power * mpmath.log(abs(rounded)) < 0:
                 return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
             is_short = isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS
-            return base**power.numerator if is_short else mpmath.power(floating(base), power.numerator)
+            if isinstance(base, Fraction | _Long) and not is_short:
+                return _Long(mpmath.power(rounded, power.numerator), pow(_long(base).residue, power.numerator, _PRIME))
+            return base**power.numerator if is_short else mpmath.power(base, power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
                 raise Undefined
@@ -309,7 +395,10 @@ class _Evaluation:
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
-        told = [mpmath.nstr(floating(value), 25) for value in values]
+        told = [
+            str(value) if isinstance(value, Fraction) and _bits(value) > 80 else mpmath.nstr(floating(value), 25)
+            for value in values
+        ]
         draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
