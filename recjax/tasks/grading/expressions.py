@@ -30,7 +30,8 @@ from recjax.tasks.grading.units import NOTHING, Unit
 _KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
-_BOLD, _HAT, _MARK = map(re.compile, (r"\\mathbf\{\w\}", r"\\hat\{\w\}", r"\\(?:mathbf|hat|vec)\{"))
+UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
+_BOLD, _MARK = re.compile(r"\\mathbf\{\w\}"), re.compile(r"\\(?:mathbf|hat|vec)\{")
 _DEGREES = (("degree", 1),)
 _DEGREE = Node("mul", (Node("name", (r"\pi",)), number(Fraction(1, 180))))
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
@@ -100,7 +101,7 @@ def same_angle(degrees: Quantity, radians: str) -> bool:
 def _marks(text: str, other: str) -> frozenset[str]:
     """The letters that only the other side marks as vectors in bold, or as unit vectors if it has several."""
     bold = {*_BOLD.findall(other)}
-    units = {*values.UNIT_VECTORS} & {*_HAT.findall(other)}
+    units = {*UNIT_VECTOR.findall(other)}
     return frozenset() if _MARK.search(text) else frozenset(bold | units if len(units) > 1 else bold)
 
 
@@ -281,6 +282,8 @@ def _symbolic(node: Node) -> sympy.Expr:
     if node.kind == "call" and node.args[0] in ("sin", "cos", "tan", "exp", "ln", "abs"):
         function = {"ln": sympy.log, "abs": sympy.Abs}.get(node.args[0]) or getattr(sympy, node.args[0])
         return function(_symbolic(node.args[1]))
+    if node.kind == "call" and node.args[0] == "cross":  # of letters that are numbers
+        node = Node("mul", node.args[1:])
     if node.kind not in ("add", "mul", "pow"):
         raise Unreadable(node.kind)
     parts = [_symbolic(each) for each in node.args]
@@ -317,7 +320,8 @@ def _region_of(text: str) -> tuple[set[str], sympy.Set]:
         if len(trees) > 1 and (not named[0] or any(each != named[0] for each in named)):
             raise Unreadable("no region")
         unknown |= named[0]
-        regions.append(sympy.Intersection(*map(_region, trees)))
+        region = sympy.Intersection(*map(_region, trees))
+        regions.append(sympy.FiniteSet(*region) if isinstance(region, sympy.Range) and region.size < 100 else region)
     if len(unknown) > 1:
         raise Unreadable(text)
     return unknown, sympy.Union(*regions)

@@ -26,9 +26,11 @@ _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
 _SAID = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
 _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
 _BUILDER = re.compile(
-    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
+    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{(?:R|(?P<domain>[ZN]))\})? ?(?:\\mid|\\vert|\||:) ?"
+    r"(?P<condition>[^{}].*)\\\}"
 )
-_COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_COUNTING = re.compile(r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_BOLD = re.compile(r"\\mathbf\{([A-Za-z])\}")
 _TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
@@ -58,7 +60,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
         return False
     if squeezed(truth) == squeezed(given):
         return True
-    truth, given = _in_one_form(truth.strip(), given.strip())
+    truth, given = _in_one_form(*_in_one_mark(truth.strip(), given.strip()))
     if (decided := literal.decided(truth, given)) is not None:
         return decided
     if (decided := _as_named(truth, given, finished)) is not None:
@@ -72,12 +74,35 @@ def _same(truth: str, given: str, finished: bool) -> bool:
             words = squeezed(TEXT.sub(r" \1", match["words"]))
             given = TEXT.sub(r" \1", given)
             return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
+    truth, given = _as_vector(truth, given), _as_vector(given, truth)
     if (decided := expressions.same_region(truth, given)) is not None:
         return decided
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
     return expressions.same_expression(truth, given, quantity(unnamed(given)))
+
+
+def _in_one_mark(truth: str, given: str) -> tuple[str, str]:
+    """Bold letters take the mark of the other side: an arrow, a hat or, if the truth has no marks, none."""
+
+    def with_mark_of(text: str, other: str, unmarked: str) -> str:
+        def marked(match: re.Match) -> str:
+            forms = [match[0], rf"\vec{{{match[1]}}}", rf"\hat{{{match[1]}}}"]
+            return next((form for form in forms if form in other), match.expand(unmarked))
+
+        return _BOLD.sub(marked, text)
+
+    is_marked = r"\vec" in truth or r"\hat" in truth or r"\mathbf" in truth
+    return with_mark_of(truth, given, r"\g<0>"), with_mark_of(given, truth, r"\g<0>" if is_marked else r"\1")
+
+
+def _as_vector(text: str, other: str) -> str:
+    r"""A tuple or column as a sum of unit vectors if the other side is one: (1,2) is \hat{i}+2\hat{j}."""
+    whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
+    if whole is None or whole.kind not in ("<>", "()", "[]", f"{len(whole.items)} rows") or len(whole.items) > 3:
+        return text
+    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(whole.items, "ijk", strict=False))
 
 
 def _in_one_form(truth: str, given: str) -> tuple[str, str]:
@@ -88,9 +113,11 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
         braces = r"^\\\{|\\\}$" if single else "(?!)"
         texts = [
-            match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
+            _condition(match) if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
+        texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
 
     def assigned(match: re.Match) -> str:
         sides = map(split_outside_brackets, match.groups())
@@ -101,6 +128,11 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
     truth, given = texts
     is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
     return without_thousands(truth), given if is_list else without_thousands(given)
+
+
+def _condition(builder: re.Match) -> str:
+    domain = rf",{builder['name']}\in\mathbb{{{builder['domain']}}}" if builder["domain"] else ""
+    return builder["condition"] + domain
 
 
 def without_thousands(text: str) -> str:
@@ -132,7 +164,8 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     if quantity(match["value"]) is None and not _spread(match["value"]):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    if said and r"\text" not in said["name"] and squeezed(said["name"]) != squeezed(match["name"]):
+    named = [squeezed(_BOLD.sub(r"\1", each["name"])) for each in (match, said) if each]
+    if said and r"\text" not in said["name"] and named[0] != named[1]:
         return False
     if said is None and "=" in given:
         return False
@@ -144,8 +177,6 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
 
 def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool:
     given = unnamed(_ABOUT.sub("", given, count=1).strip())
-    if ":" in truth:
-        given = re.sub(r"^(\d+) to (\d+)$", r"\1:\2", given)
     if (said := quantity(given)) is not None:
         return same_quantity(number, said)
     if len(split_outside_brackets(given, "=")) > 1:
@@ -223,7 +254,7 @@ def structure(text: str) -> Structure | None:
             is_aligned = len(parts) > 1 and parts[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
             cases.append("".join(parts) if is_aligned or len(parts) == 1 else f"({','.join(parts)})")
         return Structure("list", cases)
-    if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
+    if match := re.fullmatch(r"\\langle ?(.*)\\rangle", text):
         return Structure("<>", split_outside_brackets(match[1]))
     if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
         rows = rows_of(match[2])

@@ -56,7 +56,7 @@ _NESTED = r"((?:[^{}]|\{[^{}]*\})*?)"
 _MARKUP = [
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph)\s*(?=\{)", r"\\text"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph|ce)\s*(?=\{)", r"\\text"),
     # Letters of vectors keep their mark, and unit vectors have one mark; other text may be bold.
     (r"\\(?:mathbf|boldsymbol|bm|pmb)(?![A-Za-z])\s*", r"\\mathbf"),
     (r"\\(mathbf|hat|vec)\s*(?:\{\s*([A-Za-z])\s*\}| ?([A-Za-z]))", r"\\\1{\2\3}"),
@@ -91,6 +91,7 @@ _NOTATION = [
     (r"\\text\{\s*(?:(negative|minus) |positive )?infinity\s*\}", lambda match: r"-\infty" if match[1] else r"\infty"),
     (r"(?:(?<=[(\[\],;])|^)\s*\+\s*\\infty", r"\\infty"),
     (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\mathcal\s*\{?O\}?\s*(?=\()", "O"),
     (r"_\{(\w)\}(?![\d.])", r"_\1"),
     (r"(?<=\d)i\b", " i"),

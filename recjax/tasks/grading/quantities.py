@@ -207,7 +207,8 @@ def same_quantity(truth: Quantity, given: Quantity) -> bool:
             return False
         hundredth = Fraction(1, 100)
         one_in_hundredths = (truth.times(hundredth), given) if truth.percent else (truth, given.times(hundredth))
-        return same_number(truth, given) or same_number(*one_in_hundredths)
+        is_fraction = truth.last_place is None and truth.value.denominator != 1 and given.percent  # 1/2 is only 50%
+        return (same_number(truth, given) and not is_fraction) or same_number(*one_in_hundredths)
     if not truth.units or not given.units or truth.percent:
         return same_number(truth, given)
     for unit in truth.units:

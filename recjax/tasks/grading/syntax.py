@@ -108,7 +108,7 @@ GREEK = _UNSLASHED | set(
 )
 ACCENTS = set(
     "overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve"
-    " mathbb mathcal mathscr mathfrak".split()
+    " mathbb mathbf mathcal mathscr mathfrak".split()
 )
 FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
 _TOKEN = re.compile(
@@ -117,6 +117,8 @@ _TOKEN = re.compile(
 
 _INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|neq|in)(?![a-z])")
+_APART = re.compile(r"(?<![A-Za-z\\_^{])([A-Z]) (?=[A-Z](?![A-Za-z]))")  # A B is a product, and AB may be a segment
 MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
 _CONNECTIVES = {"or", "and", "if", "not", "nor"}  # words between statements, which are no factors
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
@@ -186,6 +188,8 @@ class _Reader:
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         text = _MATRIX.sub(set_apart, text)
+        if not _RELATION.search(text):
+            text = _APART.sub(r"\1\\times ", text)
         self.tokens = tokens(text)
         self.place = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
@@ -347,7 +351,8 @@ class _Reader:
         raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
-        token = next((mark for mark in self.marks if mark[-2] == token), token)
+        if self.marks:
+            token = next((mark for mark in self.marks if mark[-2] == token), token)
         name = token
         if self.accept("_"):
             name += f"_{self.enclosed()}"
@@ -363,6 +368,10 @@ class _Reader:
             else:
                 self.place = start
         # In v(t) = …, any letter is a function.
+        if name == "C" and self.token == "(":
+            if len(chosen := self.arguments()) == 2:
+                return Node("call", ("binomial", *chosen))
+            self.place = start
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
         if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
@@ -503,8 +512,8 @@ class _Reader:
 def _order(node: Node) -> str:
     """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
     if node.kind == "name":
-        kinds = {"vector": MARKED, "set": re.compile(r"\\mathbb\{"), "capital": CAPITAL}
-        return next((kind for kind, pattern in kinds.items() if pattern.match(node.args[0])), "")
+        (name,) = node.args
+        return "vector" if MARKED.match(name) else "set" if name[:7] == r"\mathbb" else "capital" if name[0].isupper() else ""
     if node.kind == "call":
         is_set = node.args[0] in BRACKETS | SET_OPERATORS
         return "set" if is_set else "vector" if node.args[0] in ("cross", r"\nabla", r"\nabla\times") else ""

@@ -103,10 +103,8 @@ def ratio(a: Node, b: Node) -> int | None:
         for point in _points(unknown):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over, under = evaluation.defined(a), evaluation.defined(b)
-            if over is None or under is None or under == 0:
+            if over is None or under is None or under == 0 or isinstance(over, _Long) or isinstance(under, _Long):
                 continue
-            if isinstance(over, _Long) or isinstance(under, _Long):
-                return None
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
             quotients.append(over / under if is_exact else floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
