@@ -58,6 +58,8 @@ def _as_choices(truth: str, given: str) -> bool | None:
         if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given):
             return False
     wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
+    if re.fullmatch("[A-Z]( [A-Z])+", wanted) and re.fullmatch("[A-Z]( [A-Z])+", said):
+        return wanted == said  # a product, or words of one letter
     if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
         return None
     letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, said)]

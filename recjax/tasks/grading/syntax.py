@@ -117,8 +117,6 @@ _TOKEN = re.compile(
 
 _INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
-_RELATION = re.compile(r"[=<>]|\\(?:le|ge|neq|in)(?![a-z])")
-_APART = re.compile(r"(?<![A-Za-z\\_^{])([A-Z]) (?=[A-Z](?![A-Za-z]))")  # A B is a product, and AB may be a segment
 MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
 _CONNECTIVES = {"or", "and", "if", "not", "nor"}  # words between statements, which are no factors
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
@@ -188,8 +186,6 @@ class _Reader:
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         text = _MATRIX.sub(set_apart, text)
-        if not _RELATION.search(text):
-            text = _APART.sub(r"\1\\times ", text)
         self.tokens = tokens(text)
         self.place = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|

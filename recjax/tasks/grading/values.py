@@ -27,6 +27,7 @@ _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
 _LARGEST, _LARGEST_RESIDUE = 20_000, 10**6  # largest integers whose factorials are computed exactly, and modulo a prime
+_LONGEST_BITS = 5000  # as many as _MANY_DIGITS have
 _PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
@@ -168,18 +169,22 @@ class _Long(NamedTuple):
 def _long(value: "Fraction | _Long") -> _Long:
     if isinstance(value, _Long):
         return value
-    return _Long(floating(value), value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME)
+    return _Long(_rounded(value), value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME)
 
 
 def floating(value: Any) -> Any:
     """A fraction as mpmath's number with the current precision; other values unchanged.
 
     Raises:
-        Undefined: the value is known only rounded and modulo a prime.
+        Undefined: the number has more digits than the most precise comparison.
     """
-    if isinstance(value, _Long):
+    if isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS):
         raise Undefined
-    return _leading(value.numerator) / _leading(value.denominator) if isinstance(value, Fraction) else value
+    return _rounded(value) if isinstance(value, Fraction) else value
+
+
+def _rounded(value: Fraction) -> Any:
+    return _leading(value.numerator) / _leading(value.denominator)
 
 
 def _leading(value: int) -> Any:
@@ -374,7 +379,7 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
-        rounded = base.rounded if isinstance(base, _Long) else floating(base)
+        rounded = _long(base).rounded if isinstance(base, Fraction | _Long) else base
         size = abs(power) * (abs(mpmath.mag(rounded)) + 1) if base != 0 else 0
         if size > 10**12:
             if self.approximate and power * mpmath.log(abs(rounded)) < 0:
