@@ -31,7 +31,7 @@ _KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
-_BOLD, _MARK = re.compile(r"\\mathbf\{\w\}"), re.compile(r"\\(?:mathbf|hat|vec)\{")
+MARKED_LETTER = re.compile(r"(\\(?:mathbf|hat|vec)\{(\w)\})")
 _DEGREES = (("degree", 1),)
 _DEGREE = Node("mul", (Node("name", (r"\pi",)), number(Fraction(1, 180))))
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
@@ -98,11 +98,16 @@ def same_angle(degrees: Quantity, radians: str) -> bool:
     return any(unit.dimensions == _DEGREES for unit in degrees.units) and values.equal(turned, said)
 
 
-def _marks(text: str, other: str) -> frozenset[str]:
-    """The letters that only the other side marks as vectors in bold, or as unit vectors if it has several."""
-    bold = {*_BOLD.findall(other)}
-    units = {*UNIT_VECTOR.findall(other)}
-    return frozenset() if _MARK.search(text) else frozenset(bold | units if len(units) > 1 else bold)
+def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
+    """Letters of one side and the marked letters of the other side for which they stand.
+
+    A bold letter may have any mark on the other side. Letters without marks may be bold, or several unit vectors.
+    """
+    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other)}
+    if MARKED_LETTER.search(text):
+        return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
+    has_units = len({*UNIT_VECTOR.findall(other)}) > 1
+    return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
 
 
 def is_constant(text: str) -> bool:

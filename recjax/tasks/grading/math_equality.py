@@ -26,11 +26,10 @@ _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
 _SAID = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
 _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
 _BUILDER = re.compile(
-    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{(?:R|(?P<domain>[ZN]))\})? ?(?:\\mid|\\vert|\||:) ?"
-    r"(?P<condition>[^{}].*)\\\}"
+    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
 _COUNTING = re.compile(r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
-_BOLD = re.compile(r"\\mathbf\{([A-Za-z])\}")
+_BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
@@ -60,7 +59,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
         return False
     if squeezed(truth) == squeezed(given):
         return True
-    truth, given = _in_one_form(*_in_one_mark(truth.strip(), given.strip()))
+    truth, given = _in_one_form(truth.strip(), given.strip())
     if (decided := literal.decided(truth, given)) is not None:
         return decided
     if (decided := _as_named(truth, given, finished)) is not None:
@@ -83,20 +82,6 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     return expressions.same_expression(truth, given, quantity(unnamed(given)))
 
 
-def _in_one_mark(truth: str, given: str) -> tuple[str, str]:
-    """Bold letters take the mark of the other side: an arrow, a hat or, if the truth has no marks, none."""
-
-    def with_mark_of(text: str, other: str, unmarked: str) -> str:
-        def marked(match: re.Match) -> str:
-            forms = [match[0], rf"\vec{{{match[1]}}}", rf"\hat{{{match[1]}}}"]
-            return next((form for form in forms if form in other), match.expand(unmarked))
-
-        return _BOLD.sub(marked, text)
-
-    is_marked = r"\vec" in truth or r"\hat" in truth or r"\mathbf" in truth
-    return with_mark_of(truth, given, r"\g<0>"), with_mark_of(given, truth, r"\g<0>" if is_marked else r"\1")
-
-
 def _as_vector(text: str, other: str) -> str:
     r"""A tuple or column as a sum of unit vectors if the other side is one: (1,2) is \hat{i}+2\hat{j}."""
     whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
@@ -113,7 +98,7 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
         braces = r"^\\\{|\\\}$" if single else "(?!)"
         texts = [
-            _condition(match) if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
+            match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
@@ -128,11 +113,6 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
     truth, given = texts
     is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
     return without_thousands(truth), given if is_list else without_thousands(given)
-
-
-def _condition(builder: re.Match) -> str:
-    domain = rf",{builder['name']}\in\mathbb{{{builder['domain']}}}" if builder["domain"] else ""
-    return builder["condition"] + domain
 
 
 def without_thousands(text: str) -> str:
@@ -164,8 +144,10 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     if quantity(match["value"]) is None and not _spread(match["value"]):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    named = [squeezed(_BOLD.sub(r"\1", each["name"])) for each in (match, said) if each]
-    if said and r"\text" not in said["name"] and named[0] != named[1]:
+    names = [squeezed(each["name"]) for each in (match, said) if each]
+    if any(map(_BOLD.fullmatch, names)):  # v and \vec{v} may be bold instead
+        names = [expressions.MARKED_LETTER.sub(r"\2", name) for name in names]
+    if said and r"\text" not in said["name"] and names[0] != names[1]:
         return False
     if said is None and "=" in given:
         return False

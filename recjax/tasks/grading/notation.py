@@ -92,6 +92,7 @@ _NOTATION = [
     (r"(?:(?<=[(\[\],;])|^)\s*\+\s*\\infty", r"\\infty"),
     (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"\\\{ ?(\w) ?\\in ?(\\mathbb\{[ZN]\}) ?(?:\\mid|\\vert|\||:) ?(.*)\\\}", r"\\{\1 \\mid \3,\1\\in \2\\}"),
     (r"\\mathcal\s*\{?O\}?\s*(?=\()", "O"),
     (r"_\{(\w)\}(?![\d.])", r"_\1"),
     (r"(?<=\d)i\b", " i"),

@@ -158,11 +158,11 @@ def _letters(run: str, following: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_math(text: str, marks: frozenset[str] = frozenset()) -> Node | None:
+def parse_math(text: str, marks: frozenset[tuple[str, str]] = frozenset()) -> Node | None:
     """Parses a whole text into a tree; None if any part of the text is unknown.
 
     Args:
-        marks: names of vectors, such as \\hat{i}, of which the text has the letter without its mark.
+        marks: letters of the text and the names of vectors that they stand for: i and \\hat{i}.
     """
     try:
         reader = _Reader(text, marks)
@@ -173,9 +173,9 @@ def parse_math(text: str, marks: frozenset[str] = frozenset()) -> Node | None:
 
 
 class _Reader:
-    def __init__(self, text: str, marks: frozenset[str]):
+    def __init__(self, text: str, marks: frozenset[tuple[str, str]]):
         self.matrices = []
-        self.marks = marks
+        self.marks = dict(marks)
 
         def set_apart(match: re.Match) -> str:
             entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
@@ -251,11 +251,11 @@ class _Reader:
         factors = [self.power()]
         while True:
             if operator := self.accept("*", r"\cdot", r"\times"):
-                factor = signed(self.accept("-"), self.power())
-                if ordered := _ordered(operator, _order(factors[-1]), _order(factor)):
-                    factors[-1] = Node("call", (ordered, factors[-1], factor))
-                else:
-                    factors.append(factor)
+                factors.append(signed(self.accept("-"), self.power()))
+                kinds = {*map(_order, factors[-2:])}
+                if "" not in kinds and (operator == r"\times" or kinds == {"vector"}):
+                    name = "dot" if operator != r"\times" else operator if "set" in kinds else "cross"
+                    factors[-2:] = [Node("call", (name, *factors[-2:]))]
             elif self.accept("/", r"\div"):
                 factors.append(inverse(signed(self.accept("-"), self.power())))
             elif self.starts_factor():
@@ -347,8 +347,7 @@ class _Reader:
         raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
-        if self.marks:
-            token = next((mark for mark in self.marks if mark[-2] == token), token)
+        token = self.marks.get(token, token)
         name = token
         if self.accept("_"):
             name += f"_{self.enclosed()}"
@@ -507,33 +506,23 @@ class _Reader:
 
 def _order(node: Node) -> str:
     """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
+    name = node.args[0]
     if node.kind == "name":
-        (name,) = node.args
         return "vector" if MARKED.match(name) else "set" if name[:7] == r"\mathbb" else "capital" if name[0].isupper() else ""
-    if node.kind == "call":
-        is_set = node.args[0] in BRACKETS | SET_OPERATORS
-        return "set" if is_set else "vector" if node.args[0] in ("cross", r"\nabla", r"\nabla\times") else ""
-    is_vector = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
-    return "vector" if is_vector else ""
-
-
-def _ordered(operator: str, first: str, second: str) -> str | None:
-    """The name of a product of factors that keep their order; None for a product of numbers."""
-    if operator == r"\times" and first and "set" in (first, second):
-        return operator
-    if operator == r"\times" and first and second:
-        return "cross"
-    return "dot" if operator == r"\cdot" and first == second == "vector" else None
+    if node.kind == "call" and name in BRACKETS | SET_OPERATORS:
+        return "set"
+    is_sum = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
+    return "vector" if is_sum or name in ("cross", r"\nabla", r"\nabla\times") else ""
 
 
 def _takes_anything(node: Node) -> bool:
     """True for a product with the factor 0, or a product or sum with infinity: they hide their other parts."""
-    if node.kind not in ("mul", "add"):
-        return False
-    others = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
-    absorbing = (number(0), _INFINITE) if node.kind == "mul" else (_INFINITE,)
-    is_hiding = len(others) > 1 and any(part in absorbing for part in others)
-    return is_hiding or (node.kind == "mul" and any(map(_takes_anything, others)))
+    is_product = node.kind == "mul"
+    parts = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
+    if is_product and any(map(_takes_anything, parts)):
+        return True
+    hides = _INFINITE in parts or (is_product and number(0) in parts)
+    return hides and len(parts) > 1 and node.kind in ("mul", "add")
 
 
 def _is_matrix_name(node: Node) -> bool:

@@ -6,6 +6,7 @@ skipped. Expressions that contain i, or are real at no point, are compared as co
 """
 
 import functools
+import itertools
 import math
 import operator
 import random
@@ -13,7 +14,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mpmath
@@ -33,7 +33,12 @@ _PRIME = 2**127 - 1
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
-UNIT_VECTORS = {r"\hat{i}": [1, 0, 0], r"\hat{j}": [0, 1, 0], r"\hat{k}": [0, 0, 1]}
+# Vectors are skew-symmetric matrices A, B: their cross product is AB - BA, their dot product -tr(AB) / 2.
+UNIT_VECTORS = {
+    r"\hat{i}": [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
+    r"\hat{j}": [[0, 0, 1], [0, 0, 0], [-1, 0, 0]],
+    r"\hat{k}": [[0, -1, 0], [1, 0, 0], [0, 0, 0]],
+}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
 
@@ -47,7 +52,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    for point in _points(unknown, ordered(a, b) or dict.fromkeys(_inverted(a, b), 3)):
+    for point in _points(unknown, ordered(a, b) or dict.fromkeys(_inverted(a, b), False)):
         for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
@@ -66,24 +71,23 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
-def ordered(a: Node, b: Node) -> dict[str, int]:
-    """The columns of the unknowns that stand for vectors (1) or matrices (3), as the order of their products shows."""
+def ordered(a: Node, b: Node) -> dict[str, bool]:
+    """The unknowns that stand for matrices because the order of their products matters; True for vectors.
+
+    These are marked letters, and capitals that both expressions multiply by a cross, or one of them in both orders (AB
+    and BA).
+    """
     marked = {name for name in names(a) | names(b) if MARKED.match(name)}
-    capitals: set[str] = set()
-    products = [[node for node in walk(tree) if node.kind in ("call", "mul")] for tree in (a, b)]
-    crossed = [[node for node in nodes if node.args[0] in ("cross", "dot")] for nodes in products]
-    has_length = len(marked) > 1 and contains((a, b), "abs", "norm")
-    if marked and (marked & {*UNIT_VECTORS} or has_length or any(names(node) & marked for node in sum(crossed, []))):
-        return dict.fromkeys(marked, 1)
-    if all(crossed):
-        capitals.update(*map(names, sum(crossed, [])))
-    for nodes in products:  # AB and BA in one expression
-        factors = [node.args for node in nodes if node.kind == "mul"]
-        pairs = {(x.args[0], y.args[0]) for each in factors for x, y in zip(each, each[1:]) if x.kind == y.kind == "name"}
-        capitals |= {x for x, y in pairs if x != y and (y, x) in pairs}
-    multiplies = any(node.kind == "mul" and len(names(node) & marked) > 1 for node in sum(products, []))
-    capitals = {name for name in capitals if CAPITAL.match(name)}
-    return dict.fromkeys(capitals | marked if multiplies else capitals, 3)
+    crossed = [[node for node in walk(tree) if node.args[0] in ("cross", "dot")] for tree in (a, b)]
+    matrices = set() if len(marked) == 1 and not any(crossed) and not marked & {*UNIT_VECTORS} else marked
+    capitals = names(tuple(sum(crossed, []))) if all(crossed) else set()
+    for tree in (a, b):
+        factors = [node.args for node in walk(tree) if node.kind == "mul"]
+        pairs = {pair for each in factors for pair in itertools.pairwise(each)}
+        capitals |= names(tuple((x, y) for x, y in pairs if x != y and (y, x) in pairs))
+    matrices |= {name for name in capitals if CAPITAL.match(name)}
+    has_vectors = contains((a, b), "cross", "dot", "abs", "norm", *UNIT_VECTORS) and not contains((a, b), "transpose")
+    return {name: name in marked and has_vectors for name in matrices}
 
 
 def _inverted(a: Node, b: Node) -> set[str]:
@@ -101,7 +105,7 @@ def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
     unknown, quotients = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
-        for point in _points(unknown):
+        for point in _points(unknown, {}):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over, under = evaluation.defined(a), evaluation.defined(b)
             if over is None or under is None or under == 0 or isinstance(over, _Long) or isinstance(under, _Long):
@@ -124,20 +128,17 @@ def decimal(node: Node) -> Fraction | None:
         return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
 
 
-def _points(unknown: set[str], columns: Mapping[str, int] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs.
-
-    Unknowns with `columns` are vectors or matrices of three rows.
-    """
+def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[str, Any]]:
+    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
     for place in range(14 if unknown else 1):
         point = {}
         for name in sorted(unknown):
             draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
-            if name in UNIT_VECTORS:
-                point[name] = mpmath.matrix(UNIT_VECTORS[name])
-                continue
-            if name in columns:
-                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(columns[name])] for _ in range(3)])
+            if name in matrices:
+                rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
+                point[name] = mpmath.matrix(rows)
+                if matrices[name] and name not in UNIT_VECTORS:
+                    point[name] -= point[name].T
                 continue
             odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
             sign = draw.choice((-1, 1))
@@ -166,10 +167,9 @@ class _Long(NamedTuple):
     residue: int
 
 
-def _long(value: "Fraction | _Long") -> _Long:
-    if isinstance(value, _Long):
-        return value
-    return _Long(_rounded(value), value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME)
+def _residue(value: "Fraction | _Long") -> int:
+    is_long = isinstance(value, _Long)
+    return value.residue if is_long else value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME
 
 
 def floating(value: Any) -> Any:
@@ -180,11 +180,13 @@ def floating(value: Any) -> Any:
     """
     if isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS):
         raise Undefined
-    return _rounded(value) if isinstance(value, Fraction) else value
+    return _rounded(value)
 
 
-def _rounded(value: Fraction) -> Any:
-    return _leading(value.numerator) / _leading(value.denominator)
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return _leading(value.numerator) / _leading(value.denominator)
+    return value.rounded if isinstance(value, _Long) else value
 
 
 def _leading(value: int) -> Any:
@@ -218,19 +220,12 @@ def _binomial(n: Any, k: Any) -> Any:
     return mpmath.binomial(floating(n), floating(k))
 
 
-def _cross(a: Any, b: Any) -> Any:
-    """The product that \times writes: of vectors, matrices or numbers."""
-    if not (_is_vector(a) and _is_vector(b)):
-        return a * b
-    return mpmath.matrix([a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]])
-
-
 def _dot(a: Any, b: Any) -> Any:
-    return (a.T * b)[0] if _is_vector(a) and _is_vector(b) else undefined()
+    return sum((a * b)[place, place] for place in range(3)) / -2
 
 
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, mpmath.matrix) and value.cols == 1
+def _magnitude(value: Any) -> Any:
+    return mpmath.sqrt(_dot(value, value)) if isinstance(value, mpmath.matrix) else abs(value)
 
 
 def _logarithm(value: Any, base: Any = None) -> Any:
@@ -244,7 +239,7 @@ _CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech
 _EXACT: dict[str, Callable] = {
     **{"factorial": _factorial, "binomial": _binomial},
     "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
-    **{"abs": lambda value: mpmath.norm(value) if _is_vector(value) else abs(value), "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
+    **{"abs": _magnitude, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
     "ceil": lambda value: Fraction(value.__ceil__()),
     "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
     "lcm": lambda *values: Fraction(math.lcm(*map(_whole, values))),
@@ -254,8 +249,9 @@ FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
     **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "cross": _cross, "dot": _dot},
-    "norm": lambda value: mpmath.norm(value) if _is_vector(value) else undefined(),
+    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "dot": _dot},
+    "cross": lambda a, b: a * b - b * a if isinstance(a, mpmath.matrix) else a * b,
+    "norm": lambda value: _magnitude(value) if isinstance(value, mpmath.matrix) else undefined(),
     "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
     "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
 }
@@ -270,10 +266,9 @@ def _exactly(operation: Callable) -> Callable:
     def apply(a: Any, b: Any) -> Any:
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             value = operation(a, b)
-            return value if _bits(value) < _LARGEST_BITS else _long(value)
+            return value if _bits(value) < _LARGEST_BITS else _Long(_rounded(value), _residue(value))
         if isinstance(a, Fraction | _Long) and isinstance(b, Fraction | _Long):
-            a, b = _long(a), _long(b)
-            return _Long(operation(a.rounded, b.rounded), operation(a.residue, b.residue) % _PRIME)
+            return _Long(operation(_rounded(a), _rounded(b)), operation(_residue(a), _residue(b)) % _PRIME)
         return operation(floating(a), floating(b))
 
     return apply
@@ -297,7 +292,7 @@ class _Evaluation:
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
         if isinstance(a, _Long) or isinstance(b, _Long):
-            return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _long(a).residue == _long(b).residue
+            return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _residue(a) == _residue(b)
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
@@ -379,7 +374,7 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
-        rounded = _long(base).rounded if isinstance(base, Fraction | _Long) else base
+        rounded = _rounded(base)
         size = abs(power) * (abs(mpmath.mag(rounded)) + 1) if base != 0 else 0
         if size > 10**12:
             if self.approximate and power * mpmath.log(abs(rounded)) < 0:
@@ -388,7 +383,7 @@ class _Evaluation:
         if isinstance(power, Fraction) and power.denominator == 1:
             is_short = isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS
             if isinstance(base, Fraction | _Long) and not is_short:
-                return _Long(mpmath.power(rounded, power.numerator), pow(_long(base).residue, power.numerator, _PRIME))
+                return _Long(mpmath.power(rounded, power.numerator), pow(_residue(base), power.numerator, _PRIME))
             return base**power.numerator if is_short else mpmath.power(base, power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
