@@ -33,7 +33,6 @@ _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp"
 UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
 MARKED_LETTER = re.compile(r"(\\(?:mathbf|hat|vec)\{(\w)\})")
 _DEGREES = (("degree", 1),)
-_DEGREE = Node("mul", (Node("name", (r"\pi",)), number(Fraction(1, 180))))
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
@@ -52,9 +51,13 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     Args:
         stated: the answer as a number; None if it is not a number.
     """
-    (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
+    # Degrees are π/180 unless they are the truth's unit, which an answer without π may omit.
+    wanted, unit = _without_unit(truth, drops_degrees=r"\pi" not in given)
+    said, other = _without_unit(given, drops_degrees=any(each.dimensions == _DEGREES for each in unit))
     if stated is not None and stated.units and not stated.percent:
-        return same_angle(stated, truth)
+        if said[-1] != "°":
+            return False
+        stated = None
     # One side may omit its unit; only a bare number may add one.
     factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
     if unit and other and not factors:
@@ -80,22 +83,10 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     if said != given and wanted == truth:
         if names(tree) or tree.kind in ("relation", "matrix") or contains(tree, *BRACKETS):
             return False
-        if any(each.dimensions == _DEGREES for each in other):
-            answer = Node("mul", (answer, _DEGREE))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
         return value is not None and (is_rounding(stated, value) or stated.value == value)
     return _same(tree, answer, "°" in truth or r"\pi" in truth)
-
-
-def same_angle(degrees: Quantity, radians: str) -> bool:
-    r"""True if a quantity in degrees equals an angle in radians, such as \frac{\pi}{2}; False for other units."""
-    core, unit = _without_unit(radians)
-    said = parse_math(core)
-    if r"\pi" not in core or said is None or names(said) or (unit and unit[0].dimensions != (("radian", 1),)):
-        return False
-    turned = Node("mul", (number(degrees.value), _DEGREE))
-    return any(unit.dimensions == _DEGREES for unit in degrees.units) and values.equal(turned, said)
 
 
 def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
@@ -121,13 +112,15 @@ def names_its_unit(text: str) -> bool:
     return _without_unit(text)[0] != text
 
 
-def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
-    """Splits an expression from the unit at its end."""
+def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Unit, ...]]:
+    """Splits an expression from the unit at its end; degrees may stay, as a sign of the expression."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core, rest = text[: match.start()].strip(), text[match.end() :]
         if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
             continue
         if core and core.count("{") == core.count("}") and (unit := named_unit(rest)):
+            if not drops_degrees and unit[0].dimensions == _DEGREES:
+                return f"{core}°", ()
             return core, () if unit == (NOTHING,) else unit
     return text, ()
 

@@ -21,6 +21,7 @@ _CONGRUENCE = re.compile(
     r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
 )
 _LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?(?:and )?| and | )?\(?([A-J])\)?)+")
+_ISO_DATE = re.compile(r"^(\d{4})-(\d\d)-(\d\d)$")
 _MONTHS = {f"{n:02}": name for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
 _ELEMENTS = """
 H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc
@@ -28,8 +29,8 @@ Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb 
 Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og
 """
 _ATOM = "|".join(sorted(_ELEMENTS.split(), key=len, reverse=True))
-_SUBSTANCE = rf"(?:(?:{_ATOM}|[(\[](?:(?:{_ATOM})\d*)+[)\]])\d*)+(?:\^\d*[+-])?"
-_FORMULA = re.compile(rf"{_SUBSTANCE}|\d*{_SUBSTANCE}(?:[+]\d*{_SUBSTANCE})*→\d*{_SUBSTANCE}(?:[+]\d*{_SUBSTANCE})*")
+_FORMULA = re.compile(rf"(?:(?:{_ATOM}|[(\[](?:(?:{_ATOM})\d*)+[)\]])\d*)+(?:\^\d*[+-])?")
+_CASED = re.compile(r"[^A-Za-z]|[A-Z].*[A-Z].*[a-z]|[a-z].*[A-Z]")
 _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
 
 
@@ -135,30 +136,19 @@ def _as_words(truth: str, given: str) -> bool | None:
 
 def _date(text: str) -> list[str]:
     """The parts of a date in any order: 4 July 2020, July 4th, 2020, and 2020-07-04 are equal."""
-    words = re.sub(r"^(\d{4})-(\d\d)-(\d\d)$", lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
+    words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
     parts = re.findall(r"\d+|[a-z]+", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
-    return sorted(part.lstrip("0") if part.isdigit() else part[:3] if _MONTH.fullmatch(part) else part for part in parts)
+    return sorted(part[:3] if _MONTH.fullmatch(part) else part.lstrip("0") for part in parts)
 
 
 def _as_formula(truth: str, given: str) -> bool | None:
-    r"""Compares chemical formulas, which keep their case and order, if one side is upright: \text{CO}_2 is CO_2."""
-    wanted, said = _formula(truth), _formula(given)
-    if wanted is None or not (r"\text" in truth or (said and r"\text" in given)):
+    r"""Compares chemical formulas, which keep case and order, if one side is upright: \text{CO}_2 is CO_2."""
+    wanted, said = (re.sub(r"\\text ?|[{}_ ]|\\(?=[+-])", "", text) for text in (truth, given))
+    if not (_FORMULA.fullmatch(wanted) and (r"\text" in truth or r"\text" in given)):
         return None
-    if wanted == said:
-        return True
-    return False if r"\text" in truth and any(map(_is_cased, (wanted, said or ""))) else None
-
-
-def _formula(text: str) -> str | None:
-    formula = re.sub(r"\\text ?|[{}_ ]|\\(?=[+-])", "", re.sub(r" ?(?:\\(?:long)?rightarrow|\\to|->) ?", "→", text))
-    return formula if _FORMULA.fullmatch(formula) else None
-
-
-def _is_cased(formula: str) -> bool:
-    """True if a formula is no word in usual case: HCl, CO2, Co, but not Yes or NO."""
-    is_short = len(formula) == 2 and formula.casefold() not in _SHORT_WORDS
-    return is_short or bool(re.search(r"[^A-Za-z]|[A-Z].*[A-Z].*[a-z]|[a-z].*[A-Z]", formula))
+    is_short = len(wanted) == 2 and wanted.casefold() not in _SHORT_WORDS
+    # HCl, CO2 and Co are no words, but NO and Yes are words in any case.
+    return wanted == said if is_short or any(map(_CASED.search, (wanted, said))) else None
 
 
 def _is_number(truth: str, given: str) -> bool:

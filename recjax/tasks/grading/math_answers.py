@@ -86,10 +86,9 @@ def boxed(completion: str) -> str | None:
     if _short(content) is None or _PART.search(before):
         return None
     behind = re.split(r"\$|\\[)\]]|\n", rest.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
-    if raised := _RAISED.match(behind):
-        content += raised.group()
-    elif behind and not behind[0].isalnum() and quantity(plain(content + behind)) is not None:
-        content += behind
+    raised = _RAISED.match(behind)
+    if raised or (behind and not behind[0].isalnum() and quantity(plain(content + behind)) is not None):
+        content += raised.group() if raised else behind
     return _short(f"-({content})" if _MINUS.search(before) else content)
 
 

@@ -168,7 +168,7 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     if number.units and (said := quantity(given, ascii_letters)) is not None:
         return same_quantity(number, said)  # 5 N is a quantity if the truth has a unit too
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
-        return expressions.same_angle(number, given)
+        return expressions.same_expression(truth, given, None)
     return not finished and r"\pm" not in given and expressions.same_expression(truth, given, None)
 
 

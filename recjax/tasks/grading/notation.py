@@ -43,15 +43,11 @@ _COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jm
 _SHIFTED = {"<super>": "^{%s}", "<sub>": "_{%s}"}
 _STANDS_FOR = {*_SHIFTED, "<fraction>", "<wide>", "<small>", "<font>", "<compat>", "<noBreak>", "<square>"}
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
-_MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:(?:{_BETWEEN_DIGITS}\d{{3}})+|(?:\\?_\d{{3}}){{2,}})(?!\d)", re.A)
+_GROUPS = rf"(?:{_BETWEEN_DIGITS}\d{{3}})+|(?:\\?_\d{{3}}){{2,}}"
+_MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GROUPS})(?!\d)", re.A)
 _NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
 
 
-def _stacked(match: re.Match) -> str:
-    return rf"{{\{'frac' if match[2] == 'over' else 'binom'}{{{match[1]}}}{{{match[3]}}}}}"
-
-
-_ORDERS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _NESTED = r"((?:[^{}]|\{[^{}]*\})*?)"
 _MARKUP = [
     (r"\\color\s*\{[^{}]*\}", ""),
@@ -63,9 +59,11 @@ _MARKUP = [
     (r"\\mathbf\{\s*([A-Z])([A-Z])\s*\}", r"\\mathbf{\1}\\mathbf{\2}"),
     (r"\\(hat|vec)\{\s*\\mathbf\{(\w)\}\s*\}|\\mathbf\{\s*\\(hat|vec)\{(\w)\}\s*\}", r"\\\1\3{\2\4}"),
     (r"\\(?:hat|vec|mathbf)\{([ijk])\}", r"\\hat{\1}"),
-    (r"^\\mathbf\{(\w)\}$|\\mathbf(?!\{\w\})|\\(?:math(?:it|sf|tt|normal|ring)|underline|f?boxed|ensuremath)\s*(?=\{)", r"\1"),
-    (rf"\{{\s*{_NESTED}\s*\\(over|choose)(?![A-Za-z])\s*{_NESTED}\s*\}}", _stacked),
-    (r"^([^{}\\]+?)\s*\\(over|choose)(?![A-Za-z])\s*([^{}\\]+?)$", _stacked),
+    (r"^\\mathbf\{(\w)\}$|\\mathbf(?!\{\w\})", r"\1"),
+    (r"\\(?:math(?:it|sf|tt|normal|ring)|underline|f?boxed|ensuremath)\s*(?=\{)", ""),
+    (r"^([^{}]*\\(?:over|choose)(?![A-Za-z])[^{}]*)$", r"{\1}"),
+    (rf"\{{\s*{_NESTED}\s*\\over(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\frac{\1}{\2}}"),
+    (rf"\{{\s*{_NESTED}\s*\\choose(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\binom{\1}{\2}}"),
     (r"\\text\{\\?%\}|\\%", "%"),
     *[(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2")] * 3,  # \text{kg m^{2} s^{-2}}
     (r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}"),
@@ -81,11 +79,14 @@ _NOTATION = [
     (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
     (r"(?:\{ ?\}|(?<![\w)\]}'|]))[_^](?:\{(\w+)\}|(\w)) ?(?:C|\\text\{C\})_(?:\{(\w+)\}|(\w))", r"\\binom{\1\2}{\3\4}"),
     (r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$", r"\\begin{cases}\2\\end{cases}"),
-    (r"([√∛∜])\s*(\d+|\w|\([^()]*\))", lambda match: rf"\sqrt{_ORDERS[match[1]]}{{{match[2]}}}"),
+    (r"∛", "√[3]"),
+    (r"∜", "√[4]"),
+    (r"√(\[\d\])?\s*(\d+|\w|\([^()]*\))", r"\\sqrt\1{\2}"),
     (r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}pi(?![A-Za-z])", r"\\pi "),
-    (r"\\text\{\s*(?:(negative|minus) |positive )?infinity\s*\}", lambda match: r"-\infty" if match[1] else r"\infty"),
+    (r"\\text\{\s*(?:positive )?infinity\s*\}", r"\\infty"),
+    (r"\\text\{\s*(?:negative|minus) infinity\s*\}", r"-\\infty"),
     (rf"{_NOT_IN_A_WORD}(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
     (r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln "),
@@ -146,7 +147,7 @@ def _tag(character: str) -> str:
 
 def _standing_for(tag: str, run: str) -> str:
     if tag == "<fraction>":
-        return "".join(r"\frac{%s}{%s}" % (*unicodedata.normalize("NFKC", each).split("⁄"),) for each in run)
+        return re.sub("(.*?)⁄(.*)", r"\\frac{\1}{\2}", unicodedata.normalize("NFKC", run))
     return _SHIFTED.get(tag, "%s") % unicodedata.normalize("NFKC", run) if tag else run
 
 

@@ -118,7 +118,7 @@ _TOKEN = re.compile(
 _INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
-_CONNECTIVES = {"or", "and", "if", "not", "nor"}  # words between statements, which are no factors
+_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # these words are no factors
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
@@ -144,8 +144,6 @@ def _letters(run: str, following: str) -> list[str]:
         return []
     if run in ("oo", "inf", "infty", "infinity"):
         return [r"\infty"]
-    if run.casefold() in _CONNECTIVES:
-        return [f"\\{run}"]
     if run in _WORDS or run in ("pi", "sqrt") or run in _UNSLASHED:
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
@@ -186,6 +184,8 @@ class _Reader:
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         text = _MATRIX.sub(set_apart, text)
+        if _CONNECTIVE.search(text):
+            raise Unreadable(text)
         self.tokens = tokens(text)
         self.place = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
@@ -466,8 +466,6 @@ class _Reader:
             return self.named(content)
         if content in FUNCTIONS:
             return self.function(content)
-        if content.casefold() in _CONNECTIVES:
-            raise Unreadable(content)
         return Node("name", (f"\\text{{{content}}}",))
 
     def large(self, kind: str) -> Node:
@@ -508,7 +506,7 @@ def _order(node: Node) -> str:
     """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
     name = node.args[0]
     if node.kind == "name":
-        return "vector" if MARKED.match(name) else "set" if name[:7] == r"\mathbb" else "capital" if name[0].isupper() else ""
+        return "vector" if MARKED.match(name) else "set" if "bb{" in name else "capital" if name[0].isupper() else ""
     if node.kind == "call" and name in BRACKETS | SET_OPERATORS:
         return "set"
     is_sum = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)

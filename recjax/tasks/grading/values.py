@@ -10,7 +10,6 @@ import itertools
 import math
 import operator
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -26,7 +25,7 @@ _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
-_LARGEST, _LARGEST_RESIDUE = 20_000, 10**6  # largest integers whose factorials are computed exactly, and modulo a prime
+_LARGEST = 100_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # as many as _MANY_DIGITS have
 _PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
@@ -202,20 +201,12 @@ def _whole(value: Fraction) -> int:
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
         return Fraction(math.factorial(int(value)))
-    if isinstance(value, Fraction) and value.denominator == 1:
-        return _Long(mpmath.factorial(floating(value)), _factorial_residue(int(value)))
-    return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
-
-
-@functools.lru_cache(maxsize=16)
-def _factorial_residue(value: int) -> int:
-    factors = range(1, value + 1) if value <= _LARGEST_RESIDUE else undefined()
-    return functools.reduce(lambda product, factor: product * factor % _PRIME, factors)
+    return mpmath.factorial(floating(value)) if abs(value) < _LARGEST else undefined()
 
 
 def _binomial(n: Any, k: Any) -> Any:
     if all(isinstance(each, Fraction) and each.denominator == 1 and each >= 0 for each in (n, k)):
-        is_short = max(0, min(k, n - k)) * _bits(n) < 20 * _LARGEST
+        is_short = max(0, min(k, n - k)) * _bits(n) < 4 * _LARGEST
         return Fraction(math.comb(int(n), int(k))) if is_short else undefined()
     return mpmath.binomial(floating(n), floating(k))
 
@@ -261,7 +252,7 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 def _exactly(operation: Callable) -> Callable:
-    """An operation on two values: exact on fractions, or modulo a prime if exact results would be too long to be fast."""
+    """An operation on two values: exact on fractions, or modulo a prime if exact results are too long to be fast."""
 
     def apply(a: Any, b: Any) -> Any:
         if isinstance(a, Fraction) and isinstance(b, Fraction):
