@@ -28,7 +28,10 @@ _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
-_COUNTING = re.compile(r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_COUNTING = re.compile(
+    r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?)"
+    r" ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$"
+)
 _BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)

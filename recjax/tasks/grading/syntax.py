@@ -103,9 +103,7 @@ _UNSLASHED = set(
     " varsigma phi varphi omega Gamma Delta Theta Lambda Sigma Upsilon Phi Psi Omega"
     " infty hbar aleph imath jmath".split()
 )
-GREEK = _UNSLASHED | set(
-    "eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial nabla star dagger ldots top".split()
-)
+GREEK = _UNSLASHED | set("eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial star dagger ldots top".split())
 ACCENTS = set(
     "overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve"
     " mathbb mathbf mathcal mathscr mathfrak".split()
@@ -302,7 +300,10 @@ class _Reader:
         if is_transposed or mark in ("*", r"\star", r"\dagger", "+", "-"):
             return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
         self.place = start
-        return Node("pow", (base, signed(self.accept("-"), self.primary())))
+        power = signed(self.accept("-"), self.primary())
+        if (power == number(0) and names(base)) or (base == number(1) and names(power)):
+            raise Unreadable("a power that is always 1")
+        return Node("pow", (base, power))
 
     # --- Single operands.
 
@@ -391,10 +392,6 @@ class _Reader:
 
     def command(self, token: str) -> Node:
         name = token[1:] if token[0] == "\\" else ""
-        if name == "nabla":  # an operator on the factor behind it
-            operator = self.accept(r"\times", r"\cdot", "^") or ""
-            operator += self.enclosed() if operator == "^" else ""
-            return Node("call", (token + operator, self.power()))
         if name in GREEK:
             return self.named(token)
         if name in FUNCTIONS:
@@ -507,20 +504,19 @@ def _order(node: Node) -> str:
     name = node.args[0]
     if node.kind == "name":
         return "vector" if MARKED.match(name) else "set" if "bb{" in name else "capital" if name[0].isupper() else ""
-    if node.kind == "call" and name in BRACKETS | SET_OPERATORS:
-        return "set"
+    if node.kind == "call":
+        return "vector" if name == "cross" else "set" if name in BRACKETS | SET_OPERATORS else ""
     is_sum = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
-    return "vector" if is_sum or name in ("cross", r"\nabla", r"\nabla\times") else ""
+    return "vector" if is_sum else ""
 
 
 def _takes_anything(node: Node) -> bool:
     """True for a product with the factor 0, or a product or sum with infinity: they hide their other parts."""
-    is_product = node.kind == "mul"
+    if node.kind not in ("mul", "add"):
+        return False
     parts = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
-    if is_product and any(map(_takes_anything, parts)):
-        return True
-    hides = _INFINITE in parts or (is_product and number(0) in parts)
-    return hides and len(parts) > 1 and node.kind in ("mul", "add")
+    hides = _INFINITE in parts or (node.kind == "mul" and number(0) in parts)
+    return (hides and len(parts) > 1) or (node.kind == "mul" and any(map(_takes_anything, parts)))
 
 
 def _is_matrix_name(node: Node) -> bool:

@@ -25,18 +25,19 @@ _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
-_LARGEST = 100_000  # largest integer whose factorial is computed exactly
+_LARGEST = 50_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # as many as _MANY_DIGITS have
 _PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
-# Vectors are skew-symmetric matrices A, B: their cross product is AB - BA, their dot product -tr(AB) / 2.
+# Vectors are skew-symmetric matrices A, B: their cross product is AB - BA, their dot product -tr(AB) / 2. Of the unit
+# vectors, these are the parts above the diagonal.
 UNIT_VECTORS = {
-    r"\hat{i}": [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
-    r"\hat{j}": [[0, 0, 1], [0, 0, 0], [-1, 0, 0]],
-    r"\hat{k}": [[0, -1, 0], [1, 0, 0], [0, 0, 0]],
+    r"\hat{i}": [[0, 0, 0], [0, 0, -1], [0, 0, 0]],
+    r"\hat{j}": [[0, 0, 1], [0, 0, 0], [0, 0, 0]],
+    r"\hat{k}": [[0, -1, 0], [0, 0, 0], [0, 0, 0]],
 }
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
@@ -81,12 +82,10 @@ def ordered(a: Node, b: Node) -> dict[str, bool]:
     matrices = set() if len(marked) == 1 and not any(crossed) and not marked & {*UNIT_VECTORS} else marked
     capitals = names(tuple(sum(crossed, []))) if all(crossed) else set()
     for tree in (a, b):
-        factors = [node.args for node in walk(tree) if node.kind == "mul"]
-        pairs = {pair for each in factors for pair in itertools.pairwise(each)}
-        capitals |= names(tuple((x, y) for x, y in pairs if x != y and (y, x) in pairs))
-    matrices |= {name for name in capitals if CAPITAL.match(name)}
+        pairs = {pair for node in walk(tree) if node.kind == "mul" for pair in itertools.pairwise(node.args)}
+        capitals |= names(tuple(pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs))
     has_vectors = contains((a, b), "cross", "dot", "abs", "norm", *UNIT_VECTORS) and not contains((a, b), "transpose")
-    return {name: name in marked and has_vectors for name in matrices}
+    return {name: name in marked and has_vectors for name in matrices | {*filter(CAPITAL.match, capitals)}}
 
 
 def _inverted(a: Node, b: Node) -> set[str]:
@@ -136,7 +135,7 @@ def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[st
             if name in matrices:
                 rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
                 point[name] = mpmath.matrix(rows)
-                if matrices[name] and name not in UNIT_VECTORS:
+                if matrices[name]:
                     point[name] -= point[name].T
                 continue
             odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
@@ -206,7 +205,7 @@ def _factorial(value: Any) -> Any:
 
 def _binomial(n: Any, k: Any) -> Any:
     if all(isinstance(each, Fraction) and each.denominator == 1 and each >= 0 for each in (n, k)):
-        is_short = max(0, min(k, n - k)) * _bits(n) < 4 * _LARGEST
+        is_short = max(0, min(k, n - k)) * _bits(n) < 8 * _LARGEST
         return Fraction(math.comb(int(n), int(k))) if is_short else undefined()
     return mpmath.binomial(floating(n), floating(k))
 
