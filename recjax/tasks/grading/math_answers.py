@@ -19,7 +19,10 @@ LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the dept
 _BEHIND = 100  # the longest text behind a box that may belong to it
 _PART = re.compile(r"(?:\^ ?\{?|_ ?\{|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?\{|\\sqrt ?(?:\[[^]]*\] ?)?\{)\s*$")
 _MINUS = re.compile(r"(?:(?:^|[\s:({]|\\[(\[])|[=$] ?)[-−]$|[=$] ?[-−] $")
-_RAISED = re.compile(r"\s?(?:\\?%|°|\\degree(?![a-z])|\^ ?(?:\{[^{}]*\}|\\circ|\w))")
+_RAISED = re.compile(
+    r"\s?(?:\\?%|°|\\degree(?![a-z])|\^ ?(?:\{[^{}]*\}|\\circ|\w))|[A-Za-z\d]+"
+    r"|(?:[+/]|\\(?:sqrt|pi|[dt]?frac|cdot|times|pm)(?![a-z]))[^=]*$"
+)
 _TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
 _ANSWER_TAG = re.compile("</?answer>")
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
@@ -87,7 +90,7 @@ def boxed(completion: str) -> str | None:
         return None
     behind = re.split(r"\$|\\[)\]]|\n", rest.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
     raised = _RAISED.match(behind)
-    if raised or (behind and not behind[0].isalnum() and quantity(plain(content + behind)) is not None):
+    if raised or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
     return _short(f"-({content})" if _MINUS.search(before) else content)
 

@@ -56,7 +56,7 @@ _INTEGER = r"\{?(-?\d+)\}?"
 _FRACTIONS = [  # each with the groups whole number, numerator and denominator
     re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?\d+) ?\}\{ ?(-?\d+) ?\}", re.A),
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
-    re.compile(rf"(){_INTEGER} ?[/:] ?{_INTEGER}", re.A),
+    re.compile(rf"(){_INTEGER} ?(?:/|:(?=[^A-Za-z%°]*$)) ?{_INTEGER}", re.A),  # a ratio has no unit
 ]
 _TIMES, _EXPONENT = r"(?:\\times|\\cdot|\*|x)", r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
 _POWER = re.compile(rf" ?{_TIMES} ?10 ?{_EXPONENT}|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)

@@ -301,8 +301,8 @@ class _Reader:
             return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
         self.place = start
         power = signed(self.accept("-"), self.primary())
-        if (power == number(0) and names(base)) or (base == number(1) and names(power)):
-            raise Unreadable("a power that is always 1")
+        if (power == number(0) and names(base)) or (base in (number(0), number(1)) and names(power)):
+            raise Unreadable("0 and 1 as powers hide the other part")
         return Node("pow", (base, power))
 
     # --- Single operands.
