@@ -26,7 +26,6 @@ from recjax.tasks.grading.syntax import (
 )
 from recjax.tasks.grading.units import NOTHING, Unit
 
-_KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
@@ -90,11 +89,10 @@ def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
 
 
 def is_constant(text: str) -> bool:
-    """True if a text, in the notation of `notation.plain`, is a number or an expression without unknowns."""
+    """True if a text, in the notation of `notation.plain`, is a real number, computed or not."""
     tree = parse_math(text)
-    return (
-        tree is not None and tree.kind not in ("relation", "matrix") and not (names(tree) or contains(tree, *BRACKETS))
-    )
+    others = ("relation", "matrix", "i", r"\infty", *BRACKETS)
+    return tree is not None and not names(tree) and not contains(tree, *others)
 
 
 def names_its_unit(text: str) -> bool:

@@ -26,7 +26,7 @@ _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
-_LONGEST_BITS = 5000  # as many as _MANY_DIGITS have
+_LONGEST_BITS = 5000  # of _MANY_DIGITS
 _PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
@@ -174,11 +174,10 @@ def floating(value: Any) -> Any:
     """A fraction as mpmath's number with the current precision; other values unchanged.
 
     Raises:
-        Undefined: the number has more digits than the most precise comparison.
+        Undefined: the number has more digits than the most precise comparison; sums to infinity round all numbers.
     """
-    if isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS):
-        raise Undefined
-    return _rounded(value)
+    is_long = isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS)
+    return undefined() if is_long and mpmath.mp.dps >= _DIGITS else _rounded(value)
 
 
 def _rounded(value: Any) -> Any:
