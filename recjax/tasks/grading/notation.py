@@ -110,11 +110,14 @@ _NOTATION = [
 ]
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # most answers
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 
 def plain(text: str) -> str:
     """Normalizes an answer's notation; see the module."""
+    if _PLAIN.fullmatch(text):
+        return text
     if not text.isascii():
         visible = (character for character in text if unicodedata.category(character) != "Cf")
         text = "".join(_standing_for(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag))
