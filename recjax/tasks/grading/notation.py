@@ -40,8 +40,8 @@ huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qqu
 """
 _COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jmath": " j"}
 # Unicode's tags of characters that stand for others: x², x₂, ½, full width, 𝑥, and units that are one character.
-_SHIFTED = {"<super>": "^{%s}", "<sub>": "_{%s}"}
-_STANDS_FOR = {*_SHIFTED, "<fraction>", "<wide>", "<small>", "<font>", "<compat>", "<noBreak>", "<square>"}
+_FORMS = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
+_FORMS |= {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac %s"}
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
 _GROUPS = rf"(?:{_BETWEEN_DIGITS}\d{{3}})+|(?:\\?_\d{{3}}){{2,}}"
 _MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GROUPS})(?!\d)", re.A)
@@ -50,6 +50,7 @@ _NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
 
 _NESTED = r"((?:[^{}]|\{[^{}]*\})*?)"
 _MARKUP = [
+    (r"\\frac (\d+)/(\d+)", r"\\frac{\1}{\2}"),
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph|ce)\s*(?=\{)", r"\\text"),
@@ -120,7 +121,8 @@ def plain(text: str) -> str:
         return text
     if not text.isascii():
         visible = (character for character in text if unicodedata.category(character) != "Cf")
-        text = "".join(_standing_for(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag))
+        runs = [(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag)]
+        text = "".join(_FORMS[tag] % unicodedata.normalize("NFKC", run) if tag else run for tag, run in runs)
     text = text.translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
@@ -145,13 +147,7 @@ def plain(text: str) -> str:
 def _tag(character: str) -> str:
     """Unicode's tag of a character that only stands for others, such as "<super>"; else nothing."""
     tag = unicodedata.decomposition(character).partition(" ")[0]
-    return tag if tag in _STANDS_FOR and character not in _CHARACTERS else ""
-
-
-def _standing_for(tag: str, run: str) -> str:
-    if tag == "<fraction>":
-        return re.sub("(.*?)⁄(.*)", r"\\frac{\1}{\2}", unicodedata.normalize("NFKC", run))
-    return _SHIFTED.get(tag, "%s") % unicodedata.normalize("NFKC", run) if tag else run
+    return tag if tag in _FORMS and character not in _CHARACTERS else ""
 
 
 def _rewritten(text: str, rewrites: list) -> str:

@@ -52,7 +52,18 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    for point in _points(unknown, ordered(a, b) or dict.fromkeys(_inverted(a, b), False)):
+    matrices = ordered(a, b)
+    if not matrices:
+        # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
+        capitals, nodes = {*filter(CAPITAL.match, unknown)}, list(walk((a, b)))
+        if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+            capitals = capitals.union(*map(names, transposed))
+        else:
+            bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
+            inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
+            capitals = capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
+        matrices = dict.fromkeys(capitals, False)
+    for point in _points(unknown, matrices):
         for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
@@ -86,17 +97,6 @@ def ordered(a: Node, b: Node) -> dict[str, bool]:
         capitals |= names(tuple(pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs))
     has_vectors = contains((a, b), "cross", "dot", "abs", "norm", *UNIT_VECTORS) and not contains((a, b), "transpose")
     return {name: name in marked and has_vectors for name in matrices | {*filter(CAPITAL.match, capitals)}}
-
-
-def _inverted(a: Node, b: Node) -> set[str]:
-    """Matrices: transposed names and all capitals; without a transpose, several capitals with an inverse."""
-    unknown, nodes = names(a) | names(b), list(walk((a, b)))
-    matrices = {name for name in unknown if CAPITAL.match(name)}
-    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-        return matrices.union(*map(names, transposed))
-    bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
-    inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
-    return matrices if inverts and matrices == unknown and len(matrices) > 1 else set()
 
 
 def ratio(a: Node, b: Node) -> int | None:
