@@ -106,9 +106,9 @@ def ratio(a: Node, b: Node) -> int | None:
         for point in _points(unknown, {}):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over, under = evaluation.defined(a), evaluation.defined(b)
-            if over is None or under is None or under == 0 or isinstance(over, _Long) or isinstance(under, _Long):
-                continue
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            if over is None or under is None or under == 0 or (not is_exact and (_is_long(over) or _is_long(under))):
+                continue
             quotients.append(over / under if is_exact else floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
@@ -176,8 +176,11 @@ def floating(value: Any) -> Any:
     Raises:
         Undefined: the number has more digits than the most precise comparison; sums to infinity round all numbers.
     """
-    is_long = isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS)
-    return undefined() if is_long and mpmath.mp.dps >= _DIGITS else _rounded(value)
+    return undefined() if _is_long(value) and mpmath.mp.dps >= _DIGITS else _rounded(value)
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS)
 
 
 def _rounded(value: Any) -> Any:
@@ -280,7 +283,7 @@ class _Evaluation:
         """
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
-        if isinstance(a, _Long) or isinstance(b, _Long):
+        if _is_long(a) or _is_long(b):
             return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _residue(a) == _residue(b)
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
