@@ -137,7 +137,7 @@ def _as_words(truth: str, given: str) -> bool | None:
 def _date(text: str) -> list[str]:
     """The parts of a date in any order: 4 July 2020, July 4th, 2020, and 2020-07-04 are equal."""
     words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
-    parts = re.findall(r"\d+|[a-z]+", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
+    parts = re.findall(r"\d+|[a-z]+|[^ ,.]", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
     return sorted(part[:3] if _MONTH.fullmatch(part) else part.lstrip("0") for part in parts)
 
 

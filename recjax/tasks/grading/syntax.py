@@ -515,7 +515,7 @@ def _takes_anything(node: Node) -> bool:
     if node.kind not in ("mul", "add"):
         return False
     parts = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
-    hides = _INFINITE in parts or (node.kind == "mul" and number(0) in parts)
+    hides = _INFINITE in parts or signed("-", _INFINITE) in parts or (node.kind == "mul" and number(0) in parts)
     return (hides and len(parts) > 1) or (node.kind == "mul" and any(map(_takes_anything, parts)))
 
 

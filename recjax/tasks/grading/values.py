@@ -19,7 +19,7 @@ import mpmath
 
 from recjax.tasks.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
-# Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
+# Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
@@ -64,7 +64,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
             capitals = capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
         matrices = dict.fromkeys(capitals, False)
     for point in _points(unknown, matrices):
-        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
+        for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted, said = evaluation.defined(a), evaluation.defined(b)
