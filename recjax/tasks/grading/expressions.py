@@ -14,6 +14,7 @@ from recjax.tasks.grading import values
 from recjax.tasks.grading.notation import plain, split_outside_brackets
 from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
 from recjax.tasks.grading.syntax import (
+    BRACKETS,
     FUNCTIONS,
     Node,
     Unreadable,
@@ -22,13 +23,14 @@ from recjax.tasks.grading.syntax import (
     names,
     number,
     parse_math,
-    tokens,
 )
 from recjax.tasks.grading.units import NOTHING, Unit
 
-_KNOWN_WORDS = FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
+UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
+MARKED_LETTER = re.compile(r"(\\(?:mathbf|hat|vec)\{(\w)\})")
+_DEGREES = (("degree", 1),)
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
@@ -47,27 +49,23 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     Args:
         stated: the answer as a number; None if it is not a number.
     """
-    (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
+    # Degrees are π/180 unless they are the truth's unit, which an answer without π may omit.
+    wanted, unit = _without_unit(truth, drops_degrees=r"\pi" not in given)
+    said, other = _without_unit(given, drops_degrees=any(each.dimensions == _DEGREES for each in unit))
     if stated is not None and stated.units and not stated.percent:
-        return same_angle(stated, truth)
-    # One side may omit its unit; degrees are then not converted to radians.
+        if said[-1] != "°":
+            return False
+        stated = None
+    # One side may omit its unit; only a bare number may add one.
     factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
-    if unit and other and not factors:
-        return False
-    # Every word of the answer is also in the truth.
-    pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
-    letters, text = (re.sub(pattern, " ", OR.sub(" ", side)) for side in (wanted, said))
-    text = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", text)  # the differential of an integral
-    words = {*re.findall(r"[A-Za-z]{2,}", text)} - _KNOWN_WORDS - {*re.findall(r"[A-Za-z]{2,}", letters)}
-    # Up to three letters are a product if the truth has these letters; more letters are a word.
-    if any((len(word) > 3 or not set(word) <= set(letters)) and len(tokens(word)) == len(word) for word in words):
+    if (unit and other and not factors) or (said != given and wanted == truth and not is_constant(truth)):
         return False
     if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
         value = values.decimal(parse_math(match["exact"]) or _INFINITE)
         if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
             return False
         said = match["exact"]
-    tree, answer = parse_math(wanted), parse_math(said)
+    tree, answer = parse_math(wanted, _marks(wanted, said)), parse_math(said, _marks(said, wanted))
     if tree is None or answer is None:
         return False
     if factors and factors[0] != 1:
@@ -78,20 +76,23 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     return _same(tree, answer, "°" in truth or r"\pi" in truth)
 
 
-def same_angle(degrees: Quantity, radians: str) -> bool:
-    r"""True if a quantity in degrees equals an angle in radians, such as \frac{\pi}{2}; False for other units."""
-    core, unit = _without_unit(radians)
-    said = parse_math(core)
-    if r"\pi" not in core or said is None or names(said) or (unit and unit[0].dimensions != (("radian", 1),)):
-        return False
-    turned = Node("mul", (number(degrees.value / 180), Node("name", (r"\pi",))))
-    return any(unit.dimensions == (("degree", 1),) for unit in degrees.units) and values.equal(turned, said)
+def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
+    """Letters of one side and the marked letters of the other side for which they stand.
+
+    A bold letter may have any mark on the other side. Letters without marks may be bold, or several unit vectors.
+    """
+    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other)}
+    if MARKED_LETTER.search(text):
+        return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
+    has_units = len({*UNIT_VECTOR.findall(other)}) > 1
+    return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
 
 
 def is_constant(text: str) -> bool:
-    """True if a text, in the notation of `notation.plain`, is an expression without unknowns."""
+    """True if a text, in the notation of `notation.plain`, is a real number, computed or not."""
     tree = parse_math(text)
-    return tree is not None and tree.kind != "relation" and not names(tree)
+    others = ("relation", "matrix", "i", r"\infty", *BRACKETS)
+    return tree is not None and not names(tree) and not contains(tree, *others)
 
 
 def names_its_unit(text: str) -> bool:
@@ -99,13 +100,15 @@ def names_its_unit(text: str) -> bool:
     return _without_unit(text)[0] != text
 
 
-def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
-    """Splits an expression from the unit at its end."""
+def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Unit, ...]]:
+    """Splits an expression from the unit at its end; degrees may stay, as a sign of the expression."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core, rest = text[: match.start()].strip(), text[match.end() :]
         if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
             continue
-        if core and core.count("{") == core.count("}") and (unit := named_unit(rest, beside_a_number=False)):
+        if core and core.count("{") == core.count("}") and (unit := named_unit(rest)):
+            if not drops_degrees and unit[0].dimensions == _DEGREES:
+                return f"{core}°", ()
             return core, () if unit == (NOTHING,) else unit
     return text, ()
 
@@ -201,9 +204,9 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    if operator not in (*_ORDERS, "=", r"\neq"):
-        return False
     whole, answer = difference(a, b), difference(x, y)
+    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(whole, answer):
+        return False
     sign = values.ratio(whole, answer)
     if sign is not None:
         return operator not in _ORDERS or sign > 0
@@ -265,6 +268,8 @@ def _symbolic(node: Node) -> sympy.Expr:
     if node.kind == "call" and node.args[0] in ("sin", "cos", "tan", "exp", "ln", "abs"):
         function = {"ln": sympy.log, "abs": sympy.Abs}.get(node.args[0]) or getattr(sympy, node.args[0])
         return function(_symbolic(node.args[1]))
+    if node.kind == "call" and node.args[0] == "cross":  # of letters that are numbers
+        node = Node("mul", node.args[1:])
     if node.kind not in ("add", "mul", "pow"):
         raise Unreadable(node.kind)
     parts = [_symbolic(each) for each in node.args]
@@ -301,7 +306,8 @@ def _region_of(text: str) -> tuple[set[str], sympy.Set]:
         if len(trees) > 1 and (not named[0] or any(each != named[0] for each in named)):
             raise Unreadable("no region")
         unknown |= named[0]
-        regions.append(sympy.Intersection(*map(_region, trees)))
+        region = sympy.Intersection(*map(_region, trees))
+        regions.append(sympy.FiniteSet(*region) if isinstance(region, sympy.Range) and region.size < 100 else region)
     if len(unknown) > 1:
         raise Unreadable(text)
     return unknown, sympy.Union(*regions)

@@ -15,18 +15,28 @@ _CHOICE = re.compile(
 )
 _CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2})(?::(\d\d))? ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
 _SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
-_SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+_SUBSCRIPT = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?\(?(\d+)\)?\}?")
 TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
 )
 _LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?(?:and )?| and | )?\(?([A-J])\)?)+")
+_ISO_DATE = re.compile(r"^(\d{4})-(\d\d)-(\d\d)$")
+_MONTHS = {f"{n:02}": name for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
+_ELEMENTS = """
+H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc
+Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi
+Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og
+"""
+_ATOM = "|".join(sorted(_ELEMENTS.split(), key=len, reverse=True))
+_FORMULA = re.compile(rf"(?:(?:{_ATOM}|[(\[](?:(?:{_ATOM})\d*)+[)\]])\d*)+(?:\^\d*[+-])?")
+_CASED = re.compile(r"[^A-Za-z]|[A-Z].*[A-Z].*[a-z]|[a-z].*[A-Z]")
 _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
 
 
 def decided(truth: str, given: str) -> bool | None:
     """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
-    kinds = (_as_choices, _as_clock, _as_words, _as_congruence)
+    kinds = (_as_choices, _as_clock, _as_formula, _as_words, _as_congruence)
     if (answer := next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)) is not None:
         return answer
     # Digits with a base in the subscript, as written; base 10 also equals a plain number.
@@ -49,6 +59,8 @@ def _as_choices(truth: str, given: str) -> bool | None:
         if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given):
             return False
     wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
+    if re.fullmatch("[A-Z]( [A-Z])+", wanted) and re.fullmatch("[A-Z]( [A-Z])+", said):
+        return wanted == said  # a product, or words of one letter
     if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
         return None
     letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, said)]
@@ -118,8 +130,25 @@ def _as_words(truth: str, given: str) -> bool | None:
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
             return None  # abc may be the product a·b·c, but cat is not act
     if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
-        return sorted(re.findall(r"\w+", words_of(given))) == sorted(re.findall(r"\w+", words_of(truth)))
+        return _date(given) == _date(truth)
     return words_of(given) == words_of(truth)
+
+
+def _date(text: str) -> list[str]:
+    """The parts of a date in any order: 4 July 2020, July 4th, 2020, and 2020-07-04 are equal."""
+    words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
+    parts = re.findall(r"\d+|[a-z]+|[^ ,.]", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
+    return sorted(part[:3] if _MONTH.fullmatch(part) else part.lstrip("0") for part in parts)
+
+
+def _as_formula(truth: str, given: str) -> bool | None:
+    r"""Compares chemical formulas, which keep case and order, if one side is upright: \text{CO}_2 is CO_2."""
+    wanted, said = (re.sub(r"\\text ?|[{}_ ]|\\(?=[+-])", "", text) for text in (truth, given))
+    if not (_FORMULA.fullmatch(wanted) and (r"\text" in truth or r"\text" in given)):
+        return None
+    is_short = len(wanted) == 2 and wanted.casefold() not in _SHORT_WORDS
+    # HCl, CO2 and Co are no words, but NO and Yes are words in any case.
+    return wanted == said if is_short or any(map(_CASED.search, (wanted, said))) else None
 
 
 def _is_number(truth: str, given: str) -> bool:

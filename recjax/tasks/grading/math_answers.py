@@ -16,6 +16,13 @@ from recjax.tasks.grading.thinking import after_thoughts, one_thought
 
 LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the depth of its brackets
 
+_BEHIND = 100  # the longest text behind a box that may belong to it
+_PART = re.compile(r"(?:\^ ?\{?|_ ?\{|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?\{|\\sqrt ?(?:\[[^]]*\] ?)?\{)\s*$")
+_MINUS = re.compile(r"(?:(?:^|[\s:({]|\\[(\[])|[=$] ?)[-−]$|[=$] ?[-−] $")
+_RAISED = re.compile(
+    r"\s?(?:\\?%|°|\\degree(?![a-z])|\^ ?(?:\{[^{}]*\}|\\circ|\w))|[A-Za-z\d]+"
+    r"|(?:[+/]|\\(?:sqrt|pi|[dt]?frac|cdot|times|pm)(?![a-z]))[^=]*$"
+)
 _TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
 _ANSWER_TAG = re.compile("</?answer>")
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
@@ -73,10 +80,19 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
 def boxed(completion: str) -> str | None:
     r"""The content of the last \boxed{…}; None if there is no box, or if it is empty or never closed.
 
-    Text up to `</think>`, and after a `<think>` that is never closed, cannot contain the answer.
+    A minus right before the box, and a unit, a power or a factor right behind it, belong to the answer. A box in a
+    power, index, root or fraction is no answer. Text up to `</think>`, and after a `<think>` that is never closed,
+    cannot contain the answer.
     """
-    _, mark, rest = after_thoughts(completion).rpartition("\\boxed")
-    return _short(braced(rest.lstrip())) if mark else None
+    before, mark, rest = after_thoughts(completion).rpartition("\\boxed")
+    content = braced(rest.lstrip()) if mark else None
+    if _short(content) is None or _PART.search(before):
+        return None
+    behind = re.split(r"\$|\\[)\]]|\n", rest.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
+    raised = _RAISED.match(behind)
+    if raised or (behind and quantity(plain(content + behind)) is not None):
+        content += raised.group() if raised else behind
+    return _short(f"-({content})" if _MINUS.search(before) else content)
 
 
 def tagged(completion: str) -> str | None:

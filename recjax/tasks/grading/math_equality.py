@@ -7,6 +7,7 @@
 import functools
 import itertools
 import re
+from string import ascii_letters
 from typing import NamedTuple
 
 from recjax.tasks.grading import expressions, literal
@@ -27,7 +28,11 @@ _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
-_COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_COUNTING = re.compile(
+    r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?)"
+    r" ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$"
+)
+_BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
@@ -71,12 +76,21 @@ def _same(truth: str, given: str, finished: bool) -> bool:
             words = squeezed(TEXT.sub(r" \1", match["words"]))
             given = TEXT.sub(r" \1", given)
             return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
+    truth, given = _as_vector(truth, given), _as_vector(given, truth)
     if (decided := expressions.same_region(truth, given)) is not None:
         return decided
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
     return expressions.same_expression(truth, given, quantity(unnamed(given)))
+
+
+def _as_vector(text: str, other: str) -> str:
+    r"""A tuple or column as a sum of unit vectors if the other side is one: (1,2) is \hat{i}+2\hat{j}."""
+    whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
+    if whole is None or whole.kind not in ("<>", "()", "[]", f"{len(whole.items)} rows") or len(whole.items) > 3:
+        return text
+    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(whole.items, "ijk", strict=False))
 
 
 def _in_one_form(truth: str, given: str) -> tuple[str, str]:
@@ -90,6 +104,8 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
             match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
+        texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
 
     def assigned(match: re.Match) -> str:
         sides = map(split_outside_brackets, match.groups())
@@ -131,7 +147,10 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     if quantity(match["value"]) is None and not _spread(match["value"]):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    if said and r"\text" not in said["name"] and squeezed(said["name"]) != squeezed(match["name"]):
+    names = [squeezed(each["name"]) for each in (match, said) if each]
+    if any(map(_BOLD.fullmatch, names)):  # v and \vec{v} may be bold instead
+        names = [expressions.MARKED_LETTER.sub(r"\2", name) for name in names]
+    if said and r"\text" not in said["name"] and names[0] != names[1]:
         return False
     if said is None and "=" in given:
         return False
@@ -143,19 +162,16 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
 
 def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool:
     given = unnamed(_ABOUT.sub("", given, count=1).strip())
-    if ":" in truth:
-        given = re.sub(r"^(\d+) to (\d+)$", r"\1:\2", given)
     if (said := quantity(given)) is not None:
         return same_quantity(number, said)
     if len(split_outside_brackets(given, "=")) > 1:
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
         parts = [quantity(part) for part in split_outside_brackets(given, "=")]
         return None not in parts and all(same_quantity(number, part) for part in parts)
-    if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
-        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N is a quantity if the truth has a unit too
-        return said is not None and same_quantity(number, said)
+    if number.units and (said := quantity(given, ascii_letters)) is not None:
+        return same_quantity(number, said)  # 5 N is a quantity if the truth has a unit too
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
-        return expressions.same_angle(number, given)
+        return expressions.same_expression(truth, given, None)
     return not finished and r"\pm" not in given and expressions.same_expression(truth, given, None)
 
 
@@ -199,7 +215,7 @@ def _same_structure(truth: Structure, said: Structure | None, given: str, finish
         return _all_same(truth.items, said.items, finished)
     if truth.is_unordered:
         return said.is_unordered and _same_items(truth, said, finished)
-    others = {"()": ("<>", "list"), "<>": ("()", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
+    others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
     return said.kind in (truth.kind, *others) and _all_same(truth.items, said.items, finished)
 
 
@@ -223,7 +239,7 @@ def structure(text: str) -> Structure | None:
             is_aligned = len(parts) > 1 and parts[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
             cases.append("".join(parts) if is_aligned or len(parts) == 1 else f"({','.join(parts)})")
         return Structure("list", cases)
-    if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
+    if match := re.fullmatch(r"\\langle ?(.*)\\rangle", text):
         return Structure("<>", split_outside_brackets(match[1]))
     if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
         rows = rows_of(match[2])

@@ -13,49 +13,64 @@ def _table(rows: str) -> dict[str, str]:
     """Maps every other word to the word after it; a command gets a space after its name unless braces follow it."""
     words = rows.split()
     pairs = zip(words[::2], words[1::2], strict=True)
-    return {old: f"{new} " if re.fullmatch(r"\\(?!frac|overline)[A-Za-z]+", new) else new for old, new in pairs}
+    return {old: f"{new} " if re.fullmatch(r"\\(?!frac|overline|vec)[A-Za-z]+", new) else new for old, new in pairs}
 
 
 _CHARACTERS = _table(r"""
-− - – - × \times · \cdot ⋅ \cdot ÷ \div ∗ * ≤ \le ≥ \ge ≠ \neq ≈ \approx ± \pm ∓ \mp → \to ∞ \infty ∪ \cup ∩ \cap
+− - – - ‒ - ‐ - × \times ✕ \times ⨯ \times • \cdot ∙ \cdot ‧ \cdot ⁄ / ∕ / ⩽ \le ⩾ \ge ≦ \le ≧ \ge º ^{\circ} ˚ ^{\circ}
+∶ : ‖ \| ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ∂ \partial ∇ \nabla ⇒ \Rightarrow ⇔ \Leftrightarrow ∝ \propto ≅ \cong
+× \times · \cdot ⋅ \cdot ÷ \div ∗ * ≤ \le ≥ \ge ≠ \neq ≈ \approx ± \pm ∓ \mp → \to ∞ \infty ∪ \cup ∩ \cap
 ∅ \emptyset ∈ \in ∉ \notin ° ^{\circ} ∠ \angle … \ldots 。 . 、 , ′ ' ″ '' ’ ' ∖ \setminus ∣ \mid ∥ \parallel ⊥ \perp
 ⟂ \perp ∫ \int ∑ \sum ∏ \prod ≡ \equiv ∨ \vee ∧ \wedge ⊂ \subset ⊆ \subseteq ⟨ \langle ⟩ \rangle ℝ \mathbb{R}
 ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C} △ \triangle α \alpha β \beta γ \gamma δ \delta ε \epsilon ζ \zeta
 η \eta θ \theta ι \iota κ \kappa λ \lambda μ \mu ν \nu ξ \xi π \pi ρ \rho σ \sigma τ \tau υ \upsilon φ \phi χ \chi
 ψ \psi ω \omega Γ \Gamma Δ \Delta Λ \Lambda Ξ \Xi Π \Pi Σ \Sigma Φ \Phi Ψ \Psi
 """)
-_CHARACTERS |= {"\u00b5": "μ", "\u2126": "Ω", "“": "", "”": "", **dict.fromkeys("\u2009\u202f\u00a0\u3000\n\t", " ")}
+_CHARACTERS |= {"\u00b5": "μ", "\u2126": "Ω", "“": "", "”": "", "ℓ": r"\ell ", **dict.fromkeys("\u3000\n\t", " ")}
 _TRANSLATION = str.maketrans(_CHARACTERS)
 _COMMANDS = _table(r"""
 varnothing \emptyset dfrac \frac tfrac \frac cfrac \frac leqslant \le leq \le geqslant \ge geq \ge lt < gt > ne \neq
 degree ^{\circ} degrees ^{\circ} lbrace \{ rbrace \} lbrack [ rbrack ] vert | lvert | rvert | colon : land \wedge
-lor \vee cdots \ldots dots \ldots dotsc \ldots backslash \setminus smallsetminus \setminus imath i jmath j mod \pmod
-bar \overline mp \pm euro € pounds £ cents ¢
+lor \vee cdots \ldots dots \ldots dotsc \ldots backslash \setminus smallsetminus \setminus mod \pmod
+bar \overline mp \pm overrightarrow \vec euro € pounds £ cents ¢
 """)
 _WITHOUT_MEANING = """
 left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt tiny small normalsize large Large LARGE
 huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qquad hfill nobreak
 """
-_COMMANDS |= dict.fromkeys(_WITHOUT_MEANING.split(), " ")
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻⁺]+")
-_COMPATIBLE = re.compile("[¼-¾⅐-⅞\uff01-\uff5e\u3300-\u33ff]")  # fractions, full width, units that are one character
-_BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~)\s*"
-_MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_BETWEEN_DIGITS}\d{{3}})+(?!\d)", re.A)
+_COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jmath": " j"}
+# Unicode's tags of characters that stand for others: x², x₂, ½, full width, 𝑥, and units that are one character.
+_FORMS = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
+_FORMS |= {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac %s"}
+_BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
+_GROUPS = rf"(?:{_BETWEEN_DIGITS}\d{{3}})+|(?:\\?_\d{{3}}){{2,}}"
+_MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GROUPS})(?!\d)", re.A)
 _NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
 
 
+_NESTED = r"((?:[^{}]|\{[^{}]*\})*?)"
 _MARKUP = [
+    (r"\\frac (\d+)/(\d+)", r"\\frac{\1}{\2}"),
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph)\s*(?=\{)", r"\\text"),
-    (r"\\(?:math(?:bf|it|sf|tt|normal|ring)|boldsymbol|bm|underline|f?boxed|ensuremath)\s*(?=\{)", ""),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph|ce)\s*(?=\{)", r"\\text"),
+    # Letters of vectors keep their mark, and unit vectors have one mark; other text may be bold.
+    (r"\\(?:mathbf|boldsymbol|bm|pmb)(?![A-Za-z])\s*", r"\\mathbf"),
+    (r"\\(mathbf|hat|vec)\s*(?:\{\s*([A-Za-z])\s*\}| ?([A-Za-z]))", r"\\\1{\2\3}"),
+    (r"\\mathbf\{\s*([A-Z])([A-Z])\s*\}", r"\\mathbf{\1}\\mathbf{\2}"),
+    (r"\\(hat|vec)\{\s*\\mathbf\{(\w)\}\s*\}|\\mathbf\{\s*\\(hat|vec)\{(\w)\}\s*\}", r"\\\1\3{\2\4}"),
+    (r"\\(?:hat|vec|mathbf)\{([ijk])\}", r"\\hat{\1}"),
+    (r"^\\mathbf\{(\w)\}$|\\mathbf(?!\{\w\})", r"\1"),
+    (r"\\(?:math(?:it|sf|tt|normal|ring)|underline|f?boxed|ensuremath)\s*(?=\{)", ""),
+    (r"^([^{}]*\\(?:over|choose)(?![A-Za-z])[^{}]*)$", r"{\1}"),
+    (rf"\{{\s*{_NESTED}\s*\\over(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\frac{\1}{\2}}"),
+    (rf"\{{\s*{_NESTED}\s*\\choose(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\binom{\1}{\2}}"),
     (r"\\text\{\\?%\}|\\%", "%"),
     *[(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2")] * 3,  # \text{kg m^{2} s^{-2}}
     (r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}"),
     (r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}"),
 ]
 _NOTATION = [
-    (r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}"),
     (r"\\frac\s*([A-Za-z\d])\s*([A-Za-z]|\d(?!\d))", r"\\frac{\1}{\2}"),
     (r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}"),
     (r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z]|\d(?!\d))", r"\\frac\1{\2}"),
@@ -63,16 +78,25 @@ _NOTATION = [
     (r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?", r"\\arc\1 "),
     (rf"{_NOT_IN_A_WORD}log(2|10)\s*(?=\()", r"\\log_{\1}"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
-    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"(?:\{ ?\}|(?<![\w)\]}'|]))[_^](?:\{(\w+)\}|(\w)) ?(?:C|\\text\{C\})_(?:\{(\w+)\}|(\w))", r"\\binom{\1\2}{\3\4}"),
     (r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$", r"\\begin{cases}\2\\end{cases}"),
-    (r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"∛", "√[3]"),
+    (r"∜", "√[4]"),
+    (r"√(\[\d\])?\s*(\d+|\w|\([^()]*\))", r"\\sqrt\1{\2}"),
     (r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}pi(?![A-Za-z])", r"\\pi "),
+    (r"\\text\{\s*(?:positive )?infinity\s*\}", r"\\infty"),
+    (r"\\text\{\s*(?:negative|minus) infinity\s*\}", r"-\\infty"),
     (rf"{_NOT_IN_A_WORD}(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
     (r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln "),
-    (r"(?:(?<=[(\[,])|^)\s*\+\s*\\infty", r"\\infty"),
+    (r"(?:(?<=[(\[\],;])|^)\s*\+\s*\\infty", r"\\infty"),
+    (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"\\\{ ?(\w) ?\\in ?(\\mathbb\{[ZN]\}) ?(?:\\mid|\\vert|\||:) ?(.*)\\\}", r"\\{\1 \\mid \3,\1\\in \2\\}"),
+    (r"\\mathcal\s*\{?O\}?\s*(?=\()", "O"),
+    (r"_\{(\w)\}(?![\d.])", r"_\1"),
     (r"(?<=\d)i\b", " i"),
     ("<=", r"\\le "),
     (">=", r"\\ge "),
@@ -80,25 +104,26 @@ _NOTATION = [
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("p")),
     (r"\\text\{d\}\s*(?=[A-Za-z])|\\text\{d\}(?=\s*[\\}^])", "d"),
     (r"\s+", " "),
-    (r"(?<![^ =])\]([^\[\]()]*,[^\[\]()]*)([\[\]])$", r"(\1\2"),  # in the French notation, ]1,2[ is an open interval
-    (r"(?<![^ =])([(\[][^\[\]()]*,[^\[\]()]*)\[$", r"\1)"),
+    # In the French notation, ]1,2[ is an open interval.
+    (r"(^|[ =]|\\(?:cup|cap|setminus|in))\]([^\[\]()]*[,;][^\[\]()]*)([\[\])])(?=$| ?\\)", r"\1(\2\3"),
+    (r"(^|[ =]|\\(?:cup|cap|setminus|in))([(\[][^\[\]()]*[,;][^\[\]()]*)\[(?=$| ?\\)", r"\1\2)"),
     (r"(?<=[(\[]) | (?=[)\]])", ""),
 ]
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # most answers
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 
 def plain(text: str) -> str:
     """Normalizes an answer's notation; see the module."""
-    text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match.group())}}}", text)
-
-    def compatible(match: re.Match) -> str:
-        over, slash, under = unicodedata.normalize("NFKC", match.group()).partition("⁄")
-        return f"\\frac{{{over}}}{{{under}}}" if slash else over
-
-    text = _COMPATIBLE.sub(compatible, text).translate(_TRANSLATION)
+    if _PLAIN.fullmatch(text):
+        return text
+    if not text.isascii():
+        visible = (character for character in text if unicodedata.category(character) != "Cf")
+        runs = [(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag)]
+        text = "".join(_FORMS[tag] % unicodedata.normalize("NFKC", run) if tag else run for tag, run in runs)
+    text = text.translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
     # A double backslash ends a row of a matrix; it does not start a spacing command.
@@ -117,6 +142,12 @@ def plain(text: str) -> str:
         return rf"\begin{{matrix}}{rows}\end{{matrix}}"
 
     return _LISTED_MATRIX.sub(matrix, text).strip()
+
+
+def _tag(character: str) -> str:
+    """Unicode's tag of a character that only stands for others, such as "<super>"; else nothing."""
+    tag = unicodedata.decomposition(character).partition(" ")[0]
+    return tag if tag in _FORMS and character not in _CHARACTERS else ""
 
 
 def _rewritten(text: str, rewrites: list) -> str:

@@ -5,6 +5,7 @@ numbers, or words. A computation such as 2+3 or \sqrt{25} is not a number.
 """
 
 import re
+from collections.abc import Collection
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ _INTEGER = r"\{?(-?\d+)\}?"
 _FRACTIONS = [  # each with the groups whole number, numerator and denominator
     re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?\d+) ?\}\{ ?(-?\d+) ?\}", re.A),
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
-    re.compile(rf"(){_INTEGER} ?[/:] ?{_INTEGER}", re.A),
+    re.compile(rf"(){_INTEGER} ?(?:/|:(?=[^A-Za-z%°]*$)) ?{_INTEGER}", re.A),  # a ratio has no unit
 ]
 _TIMES, _EXPONENT = r"(?:\\times|\\cdot|\*|x)", r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
 _POWER = re.compile(rf" ?{_TIMES} ?10 ?{_EXPONENT}|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)
@@ -68,22 +69,26 @@ _ARC = re.compile(r"(\d{1,9})° ?(\d{1,2})'(?: ?(\d{1,2}(?:\.\d{1,20})?)(?:''|\"
 _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$")
 
 
-def quantity(text: str) -> Quantity | None:
-    """Reads a whole text, in the notation of `notation.plain`, as a number; None if it is anything else."""
+def quantity(text: str, letters: Collection[str] = BARE_LETTERS) -> Quantity | None:
+    r"""Reads a whole text, in the notation of `notation.plain`, as a number; None if it is anything else.
+
+    Args:
+        letters: the single letters that are units after a space, outside of \text too.
+    """
     if len(text) > 2 * _MOST_DIGITS:
         return None
-    found = _quantity(text.strip())
+    found = _quantity(text.strip(), letters)
     if found is None and (match := _ARC.fullmatch(text)):
         degrees = int(match[1]) + Fraction(int(match[2]), 60) + Fraction(match[3] or 0) / 3600
         found = Quantity(degrees, units=units("°"))
     if found is None and (match := _SECOND.match(_without_text(text))):
-        found = _sum(match["first"], match["second"])
+        found = _sum(match["first"], match["second"], letters)
     return found
 
 
-def _sum(first: str, second: str) -> Quantity | None:
+def _sum(first: str, second: str, letters: Collection[str]) -> Quantity | None:
     """Adds a quantity and a smaller one with a smaller unit: 2 hours and 30 minutes."""
-    large, small = _quantity(first.strip()), _quantity(second.strip())
+    large, small = _quantity(first.strip(), letters), _quantity(second.strip(), letters)
     if large is None or small is None:
         return None
     for unit in large.units:
@@ -94,7 +99,7 @@ def _sum(first: str, second: str) -> Quantity | None:
     return None
 
 
-def _quantity(text: str) -> Quantity | None:
+def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
     text = _without_parentheses(text)
     if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
         text = _without_text(text)  # the sign is inside \text
@@ -112,13 +117,13 @@ def _quantity(text: str) -> Quantity | None:
         for count in range(len(words), max(0, len(words) - 5), -1):
             spelled = re.sub(r"(?<=[a-z\d])-(?=[a-z])|(?<=[a-z]),+", " ", " ".join(words[:count]).casefold())
             if (value := _fraction(spelled.split())) is not None:
-                return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]))
+                return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]), letters)
         return None
     if scale := _SCALE.match(rest):
         number = number.times(Fraction(_SCALES[scale[1].casefold()] * _SCALES.get((scale[2] or "").casefold(), 1)))
         rest = rest[scale.end() :]
     number = number.times(Fraction(sign))
-    return _with_unit(number, f"{money} {rest}" if money and rest.strip() else money or rest)
+    return _with_unit(number, f"{money} {rest}" if money and rest.strip() else money or rest, letters)
 
 
 def _without_parentheses(text: str) -> str:
@@ -167,20 +172,20 @@ def _ten_to(power: str) -> Fraction | None:
     return Fraction(10) ** int(power) if len(power) < 6 and abs(int(power)) <= _LARGEST_POWER else None
 
 
-def _with_unit(number: Quantity, rest: str) -> Quantity | None:
+def _with_unit(number: Quantity, rest: str, letters: Collection[str]) -> Quantity | None:
     """The number with the unit named by the rest of the text; None if the unit is unknown."""
     if not rest.strip():
         return number
     if rest[0] == "%":
         return None if rest[1:].strip() else number._replace(units=PERCENT)
-    named = named_unit(rest)
+    named = named_unit(rest, letters)
     return number._replace(units=() if named == (NOTHING,) else named) if named else None
 
 
-def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
+def named_unit(text: str, letters: Collection[str] = ()) -> tuple[Unit, ...]:
     r"""The readings of a text after a number as a unit; empty if the text is not a known unit.
 
-    A letter outside of \text is a unit only in a rate, or next to a number, after a space, and if in BARE_LETTERS.
+    A letter outside of \text is a unit only in a rate, or after a space and if in `letters`.
     """
     said = re.sub(
         r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
@@ -188,9 +193,9 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
     part = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
     said = re.sub(rf"\\frac{part}{part}", r"\1/\2", said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
     bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
-    for letters in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
-        rate = re.search(rf"/ ?{letters}|{letters} ?/", bare)
-        if not (rate or (beside_a_number and letters in BARE_LETTERS and bare[:1] == " ")) and "°" not in bare:
+    for letter in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
+        rate = re.search(rf"/ ?{letter}|{letter} ?/", bare)
+        if not (rate or (letter in letters and bare[:1] == " ")) and "°" not in bare:
             return ()
     return () if "\\" in bare else units(_without_text(said))
 
@@ -202,7 +207,8 @@ def same_quantity(truth: Quantity, given: Quantity) -> bool:
             return False
         hundredth = Fraction(1, 100)
         one_in_hundredths = (truth.times(hundredth), given) if truth.percent else (truth, given.times(hundredth))
-        return same_number(truth, given) or same_number(*one_in_hundredths)
+        is_fraction = truth.last_place is None and truth.value.denominator != 1 and given.percent  # 1/2 is only 50%
+        return (same_number(truth, given) and not is_fraction) or same_number(*one_in_hundredths)
     if not truth.units or not given.units or truth.percent:
         return same_number(truth, given)
     for unit in truth.units:

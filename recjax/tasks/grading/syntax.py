@@ -103,20 +103,21 @@ _UNSLASHED = set(
     " varsigma phi varphi omega Gamma Delta Theta Lambda Sigma Upsilon Phi Psi Omega"
     " infty hbar aleph imath jmath".split()
 )
-GREEK = _UNSLASHED | set(
-    "eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial nabla star dagger ldots top".split()
-)
+GREEK = _UNSLASHED | set("eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial star dagger ldots top".split())
 ACCENTS = set(
     "overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve"
-    " mathbb mathcal mathscr mathfrak".split()
+    " mathbb mathbf mathcal mathscr mathfrak".split()
 )
 FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
 _TOKEN = re.compile(
     r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+ ?\\frac\{\d+\}\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A
 )
 
+_INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
-_BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
+MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
+_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # these words are no factors
+BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
@@ -153,19 +154,24 @@ def _letters(run: str, following: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_math(text: str) -> Node | None:
-    """Parses a whole text into a tree; None if any part of the text is unknown."""
+def parse_math(text: str, marks: frozenset[tuple[str, str]] = frozenset()) -> Node | None:
+    """Parses a whole text into a tree; None if any part of the text is unknown.
+
+    Args:
+        marks: letters of the text and the names of vectors that they stand for: i and \\hat{i}.
+    """
     try:
-        reader = _Reader(text)
+        reader = _Reader(text, marks)
         node = reader.statement()
         return node if reader.token is None else None
-    except (Unreadable, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 
 class _Reader:
-    def __init__(self, text: str):
+    def __init__(self, text: str, marks: frozenset[tuple[str, str]]):
         self.matrices = []
+        self.marks = dict(marks)
 
         def set_apart(match: re.Match) -> str:
             entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
@@ -176,6 +182,8 @@ class _Reader:
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         text = _MATRIX.sub(set_apart, text)
+        if _CONNECTIVE.search(text):
+            raise Unreadable(text)
         self.tokens = tokens(text)
         self.place = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
@@ -213,6 +221,8 @@ class _Reader:
         while self.token in RELATIONS:
             operators.append(self.next())
             sides.append(self.sets())
+        if any(map(_takes_anything, sides)):
+            raise Unreadable("0 or infinity with more")
         node = Node("relation", (tuple(operators), tuple(sides))) if operators else sides[0]
         return Node("call", (r"\pmod", node, self.argument())) if self.accept(r"\pmod") else node
 
@@ -238,16 +248,22 @@ class _Reader:
     def product(self) -> Node:
         factors = [self.power()]
         while True:
-            if self.token == r"\times" and factors[-1].kind == "call" and factors[-1].args[0] in _BRACKETS:
-                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # a product of sets
-            elif self.accept("*", r"\cdot", r"\times"):
+            if operator := self.accept("*", r"\cdot", r"\times"):
                 factors.append(signed(self.accept("-"), self.power()))
+                kinds = {*map(_order, factors[-2:])}
+                if "" not in kinds and (operator == r"\times" or kinds == {"vector"}):
+                    name = "dot" if operator != r"\times" else operator if "set" in kinds else "cross"
+                    factors[-2:] = [Node("call", (name, *factors[-2:]))]
             elif self.accept("/", r"\div"):
                 factors.append(inverse(signed(self.accept("-"), self.power())))
             elif self.starts_factor():
                 factors.append(self.power())
+            elif len(factors) == 1:
+                return factors[0]
+            elif factors[-1] == Node("name", (r"\ldots",)):
+                raise Unreadable("0.333…")
             else:
-                return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+                return Node("mul", tuple(factors))
 
     def starts_factor(self) -> bool:
         token = self.token
@@ -284,7 +300,10 @@ class _Reader:
         if is_transposed or mark in ("*", r"\star", r"\dagger", "+", "-"):
             return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
         self.place = start
-        return Node("pow", (base, signed(self.accept("-"), self.primary())))
+        power = signed(self.accept("-"), self.primary())
+        if (power == number(0) and names(base)) or (base in (number(0), number(1)) and names(power)):
+            raise Unreadable("0 and 1 as powers hide the other part")
+        return Node("pow", (base, power))
 
     # --- Single operands.
 
@@ -329,6 +348,7 @@ class _Reader:
         raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
+        token = self.marks.get(token, token)
         name = token
         if self.accept("_"):
             name += f"_{self.enclosed()}"
@@ -344,6 +364,10 @@ class _Reader:
             else:
                 self.place = start
         # In v(t) = …, any letter is a function.
+        if name == "C" and self.token == "(":
+            if len(chosen := self.arguments()) == 2:
+                return Node("call", ("binomial", *chosen))
+            self.place = start
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
         if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
@@ -473,6 +497,26 @@ class _Reader:
             raise Unreadable("integral")
         self.tokens += rest
         return Node("integral", (variable, lower, upper, body))
+
+
+def _order(node: Node) -> str:
+    """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
+    name = node.args[0]
+    if node.kind == "name":
+        return "vector" if MARKED.match(name) else "set" if "bb{" in name else "capital" if name[0].isupper() else ""
+    if node.kind == "call":
+        return "vector" if name == "cross" else "set" if name in BRACKETS | SET_OPERATORS else ""
+    is_sum = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
+    return "vector" if is_sum else ""
+
+
+def _takes_anything(node: Node) -> bool:
+    """True for a product with the factor 0, or a product or sum with infinity: they hide their other parts."""
+    if node.kind not in ("mul", "add"):
+        return False
+    parts = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
+    hides = _INFINITE in parts or signed("-", _INFINITE) in parts or (node.kind == "mul" and number(0) in parts)
+    return (hides and len(parts) > 1) or (node.kind == "mul" and any(map(_takes_anything, parts)))
 
 
 def _is_matrix_name(node: Node) -> bool:

@@ -6,30 +6,39 @@ skipped. Expressions that contain i, or are real at no point, are compared as co
 """
 
 import functools
+import itertools
 import math
 import operator
 import random
-import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import mpmath
 
-from recjax.tasks.grading.syntax import Node, contains, names, number, walk
+from recjax.tasks.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
-# Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
+# Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _MOST_TERMS = 3000  # in a sum or product
-_LARGEST = 20_000  # largest integer whose factorial is computed exactly
+_LARGEST = 50_000  # largest integer whose factorial is computed exactly
+_LONGEST_BITS = 5000  # of _MANY_DIGITS
+_PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
+# Vectors are skew-symmetric matrices A, B: their cross product is AB - BA, their dot product -tr(AB) / 2. Of the unit
+# vectors, these are the parts above the diagonal.
+UNIT_VECTORS = {
+    r"\hat{i}": [[0, 0, 0], [0, 0, -1], [0, 0, 0]],
+    r"\hat{j}": [[0, 0, 1], [0, 0, 0], [0, 0, 0]],
+    r"\hat{k}": [[0, -1, 0], [0, 0, 0], [0, 0, 0]],
+}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
 
@@ -43,16 +52,19 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
-    matrices, nodes = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}, list(walk((a, b)))
-    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-        matrices = matrices.union(*map(names, transposed))
-    else:
-        bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
-        inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
-        matrices = matrices if inverts and matrices == unknown and len(matrices) > 1 else set()
+    matrices = ordered(a, b)
+    if not matrices:
+        # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
+        capitals, nodes = {*filter(CAPITAL.match, unknown)}, list(walk((a, b)))
+        if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+            capitals = capitals.union(*map(names, transposed))
+        else:
+            bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
+            inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
+            capitals = capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
+        matrices = dict.fromkeys(capitals, False)
     for point in _points(unknown, matrices):
-        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
+        for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted, said = evaluation.defined(a), evaluation.defined(b)
@@ -70,16 +82,33 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
+def ordered(a: Node, b: Node) -> dict[str, bool]:
+    """The unknowns that stand for matrices because the order of their products matters; True for vectors.
+
+    These are marked letters, and capitals that both expressions multiply by a cross, or one of them in both orders (AB
+    and BA).
+    """
+    marked = {name for name in names(a) | names(b) if MARKED.match(name)}
+    crossed = [[node for node in walk(tree) if node.args[0] in ("cross", "dot")] for tree in (a, b)]
+    matrices = set() if len(marked) == 1 and not any(crossed) and not marked & {*UNIT_VECTORS} else marked
+    capitals = names(tuple(sum(crossed, []))) if all(crossed) else set()
+    for tree in (a, b):
+        pairs = {pair for node in walk(tree) if node.kind == "mul" for pair in itertools.pairwise(node.args)}
+        capitals |= names(tuple(pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs))
+    has_vectors = contains((a, b), "cross", "dot", "abs", "norm", *UNIT_VECTORS) and not contains((a, b), "transpose")
+    return {name: name in marked and has_vectors for name in matrices | {*filter(CAPITAL.match, capitals)}}
+
+
 def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
     unknown, quotients = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
-        for point in _points(unknown):
+        for point in _points(unknown, {}):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over, under = evaluation.defined(a), evaluation.defined(b)
-            if over is None or under is None or under == 0:
-                continue
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            if over is None or under is None or under == 0 or (not is_exact and (_is_long(over) or _is_long(under))):
+                continue
             quotients.append(over / under if is_exact else floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
@@ -97,14 +126,17 @@ def decimal(node: Node) -> Fraction | None:
         return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
 
 
-def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[str, Any]]:
     """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
     for place in range(14 if unknown else 1):
         point = {}
         for name in sorted(unknown):
             draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
             if name in matrices:
-                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
+                rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
+                point[name] = mpmath.matrix(rows)
+                if matrices[name]:
+                    point[name] -= point[name].T
                 continue
             odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
             sign = draw.choice((-1, 1))
@@ -126,9 +158,35 @@ def undefined(*values: Any) -> Any:
     raise Undefined
 
 
+class _Long(NamedTuple):
+    """A rational number with too many digits to keep: rounded, and modulo a prime, by which n and n + 1 differ."""
+
+    rounded: Any
+    residue: int
+
+
+def _residue(value: "Fraction | _Long") -> int:
+    is_long = isinstance(value, _Long)
+    return value.residue if is_long else value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME
+
+
 def floating(value: Any) -> Any:
-    """A fraction as mpmath's number with the current precision; other values unchanged."""
-    return _leading(value.numerator) / _leading(value.denominator) if isinstance(value, Fraction) else value
+    """A fraction as mpmath's number with the current precision; other values unchanged.
+
+    Raises:
+        Undefined: the number has more digits than the most precise comparison; sums to infinity round all numbers.
+    """
+    return undefined() if _is_long(value) and mpmath.mp.dps >= _DIGITS else _rounded(value)
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return _leading(value.numerator) / _leading(value.denominator)
+    return value.rounded if isinstance(value, _Long) else value
 
 
 def _leading(value: int) -> Any:
@@ -144,13 +202,22 @@ def _whole(value: Fraction) -> int:
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
         return Fraction(math.factorial(int(value)))
-    return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
+    return mpmath.factorial(floating(value)) if abs(value) < _LARGEST else undefined()
 
 
 def _binomial(n: Any, k: Any) -> Any:
-    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST for each in (n, k)):
-        return Fraction(math.comb(int(n), int(k)))
+    if all(isinstance(each, Fraction) and each.denominator == 1 and each >= 0 for each in (n, k)):
+        is_short = max(0, min(k, n - k)) * _bits(n) < 8 * _LARGEST
+        return Fraction(math.comb(int(n), int(k))) if is_short else undefined()
     return mpmath.binomial(floating(n), floating(k))
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return sum((a * b)[place, place] for place in range(3)) / -2
+
+
+def _magnitude(value: Any) -> Any:
+    return mpmath.sqrt(_dot(value, value)) if isinstance(value, mpmath.matrix) else abs(value)
 
 
 def _logarithm(value: Any, base: Any = None) -> Any:
@@ -164,7 +231,7 @@ _CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech
 _EXACT: dict[str, Callable] = {
     **{"factorial": _factorial, "binomial": _binomial},
     "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
-    **{"abs": abs, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
+    **{"abs": _magnitude, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
     "ceil": lambda value: Fraction(value.__ceil__()),
     "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
     "lcm": lambda *values: Fraction(math.lcm(*map(_whole, values))),
@@ -174,7 +241,9 @@ FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
     **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "norm": undefined},
+    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "dot": _dot},
+    "cross": lambda a, b: a * b - b * a if isinstance(a, mpmath.matrix) else a * b,
+    "norm": lambda value: _magnitude(value) if isinstance(value, mpmath.matrix) else undefined(),
     "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
     "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
 }
@@ -184,13 +253,15 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 def _exactly(operation: Callable) -> Callable:
-    """An operation on two values: exact on fractions, but rounded if exact results would be too long to be fast."""
+    """An operation on two values: exact on fractions, or modulo a prime if exact results are too long to be fast."""
 
     def apply(a: Any, b: Any) -> Any:
-        if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
-            return operation(floating(a), floating(b))
-        value = operation(a, b)
-        return value if _bits(value) < _LARGEST_BITS else floating(value)
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            value = operation(a, b)
+            return value if _bits(value) < _LARGEST_BITS else _Long(_rounded(value), _residue(value))
+        if isinstance(a, Fraction | _Long) and isinstance(b, Fraction | _Long):
+            return _Long(operation(_rounded(a), _rounded(b)), operation(_residue(a), _residue(b)) % _PRIME)
+        return operation(floating(a), floating(b))
 
     return apply
 
@@ -212,6 +283,8 @@ class _Evaluation:
         """
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
+        if _is_long(a) or _is_long(b):
+            return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _residue(a) == _residue(b)
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
@@ -283,7 +356,7 @@ class _Evaluation:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
             raise Undefined("a matrix and a number")
         total = functools.reduce(_added, terms)
-        if not isinstance(total, Fraction | mpmath.matrix):
+        if not isinstance(total, Fraction | _Long | mpmath.matrix):
             sizes = [abs(floating(term)) for term in terms]
             self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
         return total
@@ -293,14 +366,17 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
-        size = abs(power) * (abs(mpmath.mag(floating(base))) + 1) if base != 0 else 0
+        rounded = _rounded(base)
+        size = abs(power) * (abs(mpmath.mag(rounded)) + 1) if base != 0 else 0
         if size > 10**12:
-            if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
+            if self.approximate and power * mpmath.log(abs(rounded)) < 0:
                 return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
             is_short = isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS
-            return base**power.numerator if is_short else mpmath.power(floating(base), power.numerator)
+            if isinstance(base, Fraction | _Long) and not is_short:
+                return _Long(mpmath.power(rounded, power.numerator), pow(_residue(base), power.numerator, _PRIME))
+            return base**power.numerator if is_short else mpmath.power(base, power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
                 raise Undefined
@@ -309,7 +385,10 @@ class _Evaluation:
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
-        told = [mpmath.nstr(floating(value), 25) for value in values]
+        told = [
+            str(value) if isinstance(value, Fraction) and _bits(value) > 80 else mpmath.nstr(floating(value), 25)
+            for value in values
+        ]
         draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
