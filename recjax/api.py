@@ -35,9 +35,10 @@ from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.generators import require_ray
 from recjax.rollout.plan import power_of_two
 from recjax.tasks.files import file_problems, keep_rows, rows_file
+from recjax.tasks.grading.custom import needs_answers, with_columns
 from recjax.tasks.grading.reward import passed_name
-from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
+from recjax.tasks.loading import load_rewards, load_task
+from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted, train
@@ -263,23 +264,32 @@ class TrainedPolicy:
         """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
 
         Args:
-            problems: rows to evaluate on, as for `run`; None: the held-out problems of the run.
+            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None:
+                `evaluation.problems` of them.
             reward: a function, as for `run`; None: the reward of the run.
             evaluation: keys of `evaluation` with other values than in the run, such as samples or temperature.
         Raises:
             ValueError: problems that cannot be used, a value that `evaluation` refuses, or a missing reward function.
         """
         reward, config = reward or self._reward, self._config
+        if isinstance(problems, int):
+            evaluation, problems = {**evaluation, "problems": problems}, None
         task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
         settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
         config = config.model_copy(update={"task": task, "evaluation": settings})
-        tested = load_task(config, function=reward)
-        if problems is not None:
-            columns = task.file or FileTask(train=PASSED)
-            rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt)
-            tested = tested._replace(evaluation=rows)
+        if problems is None:
+            tested = load_task(config, function=reward)
+        else:
+            if task.mixture:
+                raise ValueError("problems: the run's task is a mixture, whose rewards differ; pass no problems")
+            graded = load_rewards(config, reward)[""]
+            columns = task.file or FileTask()
+            rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt, needs_answers(graded))
+            tested = Task([], rows, with_columns(graded, rows))
         with self._mesh():
-            prompts = prompts_of(config, self._opened.policy, tested)[1]
+            prompts = prompts_of(
+                config, self._opened.policy, tested if problems is None else tested._replace(reward=None)
+            )[1]
             rows = sampled_rows(config, self._opened, prompts, tested)
         return {"model": self._opened.name} | results(rows), rows
 

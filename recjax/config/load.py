@@ -10,7 +10,7 @@ import pydantic
 
 from recjax.config.fields import block_of, error_lines, takes, without_password
 from recjax.config.schema import KEYS, Config
-from recjax.config.tasks import PASSED, TASKS, named_task
+from recjax.config.tasks import PASSED, TASKS, FileTask, named_task
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 
 
@@ -22,6 +22,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
+        if config.task.file != FileTask():
+            raise ValueError(f"{path}: task.file.train has no value; set it in the file or as task.file.train=…")
         choices = ", ".join(f"task.{name}" for name in TASKS)
         raise ValueError(f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems")
     return config

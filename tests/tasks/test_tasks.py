@@ -201,7 +201,7 @@ def test_a_column_of_a_file_can_name_the_difficulty(tmp_path):
     rows = [{"prompt": "1+1=", "answer": 2, "level": 3, "note": "a"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert file_problems(path, FileTask(train="", difficulty_column="level")) == [
-        Problem("1+1=", "2", columns={"note": "a"}, difficulty="3")
+        Problem("1+1=", "2", columns={"level": 3, "note": "a"}, difficulty="3")
     ]
     with pytest.raises(ValueError, match="line 1: no 'hard'.*task.file.difficulty_column"):
         file_problems(path, FileTask(train="", difficulty_column="hard"))
