@@ -87,7 +87,7 @@ def import_rows(
             raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
         named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
-        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
+        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
             given = {field: values[column] for field, column in fields if column in values}
             row, number = _Source(values, given, columns, place), len(records)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))

@@ -10,7 +10,7 @@ from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
 from recjax.files import digest, json_text, write_whole, writing
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import FileRow, read_file, template_of
+from recjax.tasks.reading import FileRow, narrow_columns, own_digits, read_file, template_of
 
 
 def file_problems(
@@ -84,12 +84,17 @@ def keep_rows(rows: Any) -> str:
     """
     if isinstance(rows, str | Path):
         raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
-    lines = []
+    lines, narrow = [], narrow_columns(rows)
+
+    def plain(value: Any) -> Any:  # NumPy's values
+        return own_digits(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
+
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
         try:
-            lines.append(json_text(row, default=lambda value: value.tolist()) + "\n")  # NumPy's values
+            row = {**row, **{name: own_digits(row[name], kind) for name, kind in narrow.items()}}
+            lines.append(json_text(row, default=plain) + "\n")
         except (TypeError, ValueError, AttributeError) as error:
             remedy = "give texts, numbers, lists and dicts"
             raise ValueError(f"problems: row {number} is not JSON ({error}); {remedy}; got {row!r:.200}") from error
