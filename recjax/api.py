@@ -54,7 +54,7 @@ from recjax.training.trained import export_checkpoint, open_policy, run_config, 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
 # Keys of `rollout` and `evaluation` that a single call reads.
-_SAMPLE_KEYS = ("max_completion_tokens", "stop", "slots", *Sampling._fields)
+_SAMPLE_KEYS = ("max_completion_tokens", "stop", *Sampling._fields)
 _EVALUATE_KEYS = ("problems", "samples", *Sampling._fields)
 _INSTEAD = {"group_size": "`samples` is the number of completions of each prompt", "engine": "this process samples"}
 
@@ -235,7 +235,7 @@ class TrainedPolicy:
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
             rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
-                max_completion_tokens, stop and slots.
+                max_completion_tokens and stop.
         Raises:
             ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
@@ -245,8 +245,6 @@ class TrainedPolicy:
         policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in prompts]
         if "stop" in rollout:
             policy = policy._replace(stop_ids=stop_token_ids(policy.tokenizer, settings.stop, self._config.model.path))
-        if "slots" in rollout:
-            policy = policy._replace(slots=settings.slots)
         with self._mesh():
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
             keys, longest = row_keys(jax.random.key(seed), len(problems) * samples), settings.max_completion_tokens
@@ -308,16 +306,14 @@ class TrainedPolicy:
         if problems is None:
             tested = load_task(config, function=reward)
         else:
-            if task.mixture:
-                raise ValueError("problems: the run's task is a mixture, whose rewards differ; pass no problems")
+            remedy = "names the tasks of a mixture, whose rewards differ; evaluate without problems"
+            require(not task.mixture, "problems", task.chosen(), remedy)
             graded = load_rewards(config, reward)[""]
-            columns = task.file or FileTask()
-            rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt, needs_answers(graded))
+            path = rows_file(keep_rows(problems))
+            rows = file_problems(path, task.file or FileTask(), task.system_prompt, needs_answers(graded))
             tested = Task([], rows, with_columns(graded, rows))
         with self._mesh():
-            prompts = prompts_of(
-                config, self._opened.policy, tested if problems is None else tested._replace(reward=None)
-            )[1]
+            prompts = prompts_of(config, self._opened.policy, tested._replace(reward=None))[1]
             rows = sampled_rows(config, self._opened, prompts, tested)
         return {"model": self._opened.name} | results(rows), rows
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pydantic
 
+from recjax.algorithms.options import require
 from recjax.config.fields import block_of, error_lines, takes, without_password
 from recjax.config.schema import KEYS, SHORT_FORMS, Config
 from recjax.config.tasks import PASSED, TASKS
@@ -73,27 +74,19 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
         sources[name] = source
         if isinstance(value, dict) and (value or (name in KEYS and block_of(KEYS[name].annotation))):
             old = into.get(key)
-            if "name" in value and not isinstance(old, dict):
-                old = None  # such as a schedule with its arguments in place of another
-            if old is not None and not isinstance(old, dict):
-                old = _long_form(name, old, earlier)
+            # A mapping with a name, such as another schedule, replaces a short form.
+            if old is not None and not isinstance(old, dict) and "name" not in value:
+                has_short_form = isinstance(old, str) and name in SHORT_FORMS
+                require(has_short_form, f"{earlier}: {name}", old, "takes keys and values")
+                try:
+                    old = SHORT_FORMS[name](old)
+                except ValueError as error:
+                    raise ValueError(f"{earlier}: {name} = {old!r:.300}: {error}") from error
                 sources |= {f"{name}.{inner}": earlier for inner in old}
-            into[key] = old or {}
+            into[key] = old if isinstance(old, dict) else {}
             _merge(into[key], value, source, sources, f"{name}.")
         else:
             into[key] = _with_texts(value, literal)
-
-
-def _long_form(name: str, value: Any, source: str) -> dict:
-    """The keys of a block that a layer gave in its short form, over which a later layer sets keys."""
-    try:
-        keys = SHORT_FORMS.get(name, dict)(value)
-        if not isinstance(keys, dict):
-            raise ValueError("takes keys and values")
-    except (TypeError, ValueError) as error:
-        reason = str(error) if name in SHORT_FORMS else "takes keys and values"
-        raise ValueError(f"{source}: {name} = {value!r:.300}: {reason}") from error
-    return keys
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

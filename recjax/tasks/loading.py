@@ -58,10 +58,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     for name, reward in rewards.items():
         splits = [[problem for problem in split if problem.task == name] for split in (train, evaluation)]
         problems = list(itertools.chain(*splits))
-        on_answers = config.warm_start is not None and not config.demonstrations
-        has_answers = any(problem.answer for problem in problems)
-        remedy = "trains on answers, which the problems lack; remove it, or set warm_start.demonstrations"
-        require(has_answers or not on_answers, "warm_start", config.warm_start, remedy)
+        if config.warm_start and not config.demonstrations and not any(problem.answer for problem in problems):
+            raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
             place = f"task.mixture.{min(clash)}"
             raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")

@@ -78,11 +78,9 @@ _NARROW = {"halffloat": np.float16, "float16": np.float16, "float": np.float32, 
 
 def narrow_columns(table: Any) -> dict[str, Any]:
     """Columns of a pandas DataFrame or a datasets.Dataset with float16 or float32 numbers, and their types."""
-    if hasattr(table, "dtypes"):
-        kinds = {name: str(dtype).lower().partition("[")[0] for name, dtype in table.dtypes.items()}
-    else:
-        features = getattr(table, "features", None)
-        kinds = {field.name: field.type for field in features.arrow_schema} if features else {}
+    kinds = {name: str(dtype).lower().partition("[")[0] for name, dtype in getattr(table, "dtypes", {}).items()}
+    if features := getattr(table, "features", None):
+        kinds = {field.name: field.type for field in features.arrow_schema}
     return {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float(16|32)?\b", str(kind))}
 
 
@@ -159,9 +157,8 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
         except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
             reason = str(error.__cause__ or error).strip() or type(error).__name__
             raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
-        rows, narrow = [], narrow_columns(table)
-        if not narrow_lists:
-            narrow = {name: kind for name, kind in narrow.items() if not hasattr(kind, "value_type")}
+        rows, kinds = [], narrow_columns(table).items()
+        narrow = {name: kind for name, kind in kinds if narrow_lists or not hasattr(kind, "value_type")}
         for index, values in enumerate(table):
             values |= {name: own_digits(values[name], kind) for name, kind in narrow.items()}
             objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}

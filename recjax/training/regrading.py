@@ -41,20 +41,15 @@ def known_problems(run: Run) -> Known:
     groups, reward = run.stored.groups, run.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
-        own = reward.of.get(task) if isinstance(reward, MixedReward) else reward
-        if own is None:
-            continue  # its grading refuses the task
-        place = f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}"
-        if group.answer is None and needs_answers(own):
+        own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
+        if own and group.answer is None and needs_answers(own):
             raise ValueError(
-                f"{place}, but neither the task nor the store has an answer to it; import it with its answer, or remove"
-                " experience.regrade"
+                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
+                " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
-        if own.columns:  # else the task's problems have none either
-            try:
-                check_signature(own._replace(columns=()))
-            except ValueError as error:
-                raise ValueError(f"{place}, which is no problem of the task: {error}") from error
+        if own and own.columns:
+            rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
+            check_signature(own._replace(columns=()), rows)
     return known
 
 

@@ -65,14 +65,12 @@ class _Form(NamedTuple):
     """How recjax calls a function.
 
     by_position: parameters that get LISTS; empty: all lists are by name, as for TRL's rewards.
-    by_name: parameters that get a list by name.
-    required: names in `by_name` without a default.
+    by_name: parameters that get a list by name; True for parameters without a default.
     takes_rest: True if the function also gets all other lists, as `**columns`.
     """
 
     by_position: list[str]
-    by_name: list[str]
-    required: list[str]
+    by_name: dict[str, bool]
     takes_rest: bool
 
 
@@ -81,26 +79,24 @@ def _form(reward: Reward) -> _Form:
     try:
         parameters = inspect.signature(reward.function).parameters.values()
     except (TypeError, ValueError):  # some functions of C
-        return _Form(list(LISTS[:3]), [], [], False)
-    options = [one.name for one in parameters if one.default is not one.empty and one.default is not None]
-    ordered = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return _Form(list(LISTS[:3]), {}, False)
+    ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         ordered += LISTS[len(ordered) :]
+    options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
     names = {*LISTS, *(reward.columns or ()), reward.answer}
-    by_position = []
-    for name, own in zip(ordered, LISTS, strict=False):
-        is_other_list = name in names - {own} and (own, name) != ("answers", reward.answer)
-        if is_other_list or (own == "columns" and name in options):  # such as threshold=0.5
-            break
-        by_position.append(name)
-    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    takes_rest = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    # The names that a place does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    others = [names - {"prompts"}, names - {"completions"}, names - {"answers", reward.answer}, names | options]
+    others[3].discard("columns")
+    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, others, strict=False))
+    by_position = [name for name, _ in pairs]
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
     is_trl = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
     if "completions" in named and (is_trl or len(by_position) < 3):
         by_position = []
-    by_name = [name for name in named if name not in by_position]
-    required = [name for name in by_name if named[name].default is inspect.Parameter.empty]
-    return _Form(by_position, by_name, required, takes_rest)
+    by_name = {name: named[name].default is inspect.Parameter.empty for name in named if name not in by_position}
+    return _Form(by_position, by_name, takes_rest)
 
 
 def needs_answers(reward: Reward) -> bool:
@@ -108,7 +104,7 @@ def needs_answers(reward: Reward) -> bool:
     if reward.per_row or reward.reads_chats:
         return reward.per_row
     form = _form(reward)
-    return bool(form.by_position) or not {"answers", reward.answer}.isdisjoint(form.required)
+    return bool(form.by_position) or any(form.by_name.get(name) for name in ("answers", reward.answer))
 
 
 def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Problem"]) -> Reward:
@@ -131,14 +127,17 @@ def _knowing_columns(reward: Reward, rows: Sequence["recjax.tasks.problems.Probl
     return reward._replace(columns=columns, answer=reward.answer if any(row.answer for row in rows) else None)
 
 
-def check_signature(reward: Reward) -> None:
+def check_signature(reward: Reward, rows: str = "no problem has") -> None:
     """Refuses a function that recjax cannot call with the columns that the reward knows.
 
+    Args:
+        rows: rows without other columns, for error messages.
     Raises:
         ValueError: with the signatures that recjax calls, or the parameter that names no column.
     """
     form = _form(reward)
-    missing = [name for name in form.required if name not in _arguments(reward, [])[1]]
+    named = _arguments(reward, [])[1]
+    missing = [name for name, is_required in form.by_name.items() if is_required and name not in named]
     if len(form.by_position) < 3 and (form.by_position or "completions" not in form.by_name):
         problem = (
             "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for"
@@ -147,7 +146,7 @@ def check_signature(reward: Reward) -> None:
     elif missing:
         known = ["prompts", "completions", *(["answers", reward.answer] if reward.answer else []), *reward.columns]
         problem = (
-            f", but no problem has a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
+            f", but {rows} a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
             " parameter, give it a default, or add the column to the problems"
         )
     else:
