@@ -9,7 +9,7 @@ import pandas as pd
 from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
 from recjax.files import digest, json_text, write_whole, writing
-from recjax.tasks.problems import Problem, is_chat
+from recjax.tasks.problems import Problem, check_last_message, is_chat
 from recjax.tasks.reading import FileRow, narrow_columns, own_digits, read_file, template_of
 
 
@@ -54,6 +54,7 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     elif not is_chat(prompt):
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
+    check_last_message(prompt, f"{row.place}: column {config.prompt_column!r}")
     if system_prompt is not None:
         # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):

@@ -16,7 +16,7 @@ from recjax.config import ArithmeticTask, FileTask, load_config
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
+from recjax.tasks.problems import Problem, chat
 from recjax.tasks.reading import as_text
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
@@ -266,6 +266,7 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"prompt": " ", "answer": "1"}, "not blank"),
         ({"prompt": 3, "answer": "1"}, "'prompt' must hold text"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
+        ({"prompt": chat("", "3+4?", "Let me think: "), "answer": "7"}, "'prompt': the last message is an assistant's"),
         ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
         ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
         ('{"prompt": "x", "answer": NaN}', "'answer' must hold text or a number"),
