@@ -58,7 +58,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     for name, reward in rewards.items():
         splits = [[problem for problem in split if problem.task == name] for split in (train, evaluation)]
         problems = list(itertools.chain(*splits))
-        if config.warm_start and not config.demonstrations and not any(problem.answer for problem in problems):
+        is_shown = pool == "train" and config.warm_start and not config.demonstrations and splits[0]
+        if is_shown and not any(problem.answer for problem in splits[0]):
             raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
             place = f"task.mixture.{min(clash)}"

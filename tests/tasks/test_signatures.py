@@ -197,7 +197,9 @@ def test_problems_have_no_answers_where_the_reward_needs_none(tmp_path):
             with pytest.raises(ValueError, match=r"row 0|line 1: no 'answer'; .*|no problem has a column 'answers?'"):
                 loaded(tmp_path, rows, function_of(signature, {}), file=file)
         with pytest.raises(ValueError, match="warm_start: trains on answers, and no problem has one"):
-            loaded(tmp_path, rows, by_name, file=file, warm_start={})
+            others = [{"prompt": "other"}, {"prompt": "more"}]
+            shown = loaded(tmp_path, rows, by_name, held_out=others, file=file, warm_start={})[1]
+            load_task(shown, function=by_name)
     empty = {"prompts": ["p"], "completions": ["c"], "answers": [""]}
     score = function_of("prompts, completions, answers", empty)
     task, _ = loaded(tmp_path, rows, score, file={"answer_column": None}, task={"reward": passed_name(score)})
