@@ -36,8 +36,8 @@ class FileTask(ConfigBlock):
 
     train: str = key(
         PASSED,
-        ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems; rows: the problems that a"
-        " program passes to recjax.run",
+        ".jsonl, .ndjson, .json (also as .gz) or .parquet file of training problems; rows: the problems that a program"
+        " passes to recjax.run",
     )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
