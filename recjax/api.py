@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pandas as pd
 
+from recjax.algorithms.options import did_you_mean, require
 from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import PASSED, PYTHON, Config, EvaluationConfig, FileTask, RolloutConfig, make_config
@@ -28,6 +29,7 @@ from recjax.experience.group import Completion, Group
 from recjax.experience.sources import with_logprobs
 from recjax.experience.store import Record
 from recjax.experience.tokenize import tokenized
+from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
@@ -35,9 +37,10 @@ from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.generators import require_ray
 from recjax.rollout.plan import power_of_two
 from recjax.tasks.files import file_problems, keep_rows, rows_file
+from recjax.tasks.grading.custom import needs_answers, with_columns
 from recjax.tasks.grading.reward import passed_name
-from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
+from recjax.tasks.loading import load_rewards, load_task
+from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted, train
@@ -49,6 +52,22 @@ from recjax.training.start import STOPPED
 from recjax.training.trained import export_checkpoint, open_policy, run_config, sampled_rows
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
+
+# Keys of `rollout` and `evaluation` that a single call reads.
+_SAMPLE_KEYS = ("max_completion_tokens", "stop", *Sampling._fields)
+_EVALUATE_KEYS = ("problems", "samples", *Sampling._fields)
+_INSTEAD = {"group_size": "`samples` is the number of completions of each prompt", "engine": "this process samples"}
+
+
+def _check_keys(given: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Refuses keys that would have no effect.
+
+    Raises:
+        ValueError: the message lists the keys that have one.
+    """
+    for name, value in given.items():
+        remedy = f"has no effect here ({_INSTEAD.get(name, 'remove it')}); this call takes {', '.join(read)}"
+        require(name in read, name, value, remedy + did_you_mean(name, read))
 
 
 def run(
@@ -216,13 +235,17 @@ class TrainedPolicy:
                 one text.
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
-            rollout: keys of `rollout` with other values than in the run, such as temperature or max_completion_tokens.
+            rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
+                max_completion_tokens and stop.
         Raises:
-            ValueError: a prompt that the model cannot read, or a value that `rollout` refuses.
+            ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
+        _check_keys(rollout, _SAMPLE_KEYS)
         settings = RolloutConfig(**(dict(self._config.rollout) | rollout))
         prompts = [prompts] if isinstance(prompts, str) else prompts
         policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in prompts]
+        if "stop" in rollout:
+            policy = policy._replace(stop_ids=stop_token_ids(policy.tokenizer, settings.stop, self._config.model.path))
         with self._mesh():
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
             keys, longest = row_keys(jax.random.key(seed), len(problems) * samples), settings.max_completion_tokens
@@ -238,8 +261,9 @@ class TrainedPolicy:
             completions: results of `sample`, or texts, which get an end token.
             sampling: temperature, top_k, top_p and min_p of the distribution; default: temperature 1, and all tokens.
         Raises:
-            ValueError: a text outside the vocabulary.
+            ValueError: a text outside the vocabulary, or another key.
         """
+        _check_keys(sampling, Sampling._fields)
         records = []
         for number, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
             if isinstance(one, str):
@@ -264,23 +288,33 @@ class TrainedPolicy:
         """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
 
         Args:
-            problems: rows to evaluate on, as for `run`; None: the held-out problems of the run.
+            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None:
+                `evaluation.problems` of them.
             reward: a function, as for `run`; None: the reward of the run.
-            evaluation: keys of `evaluation` with other values than in the run, such as samples or temperature.
+            evaluation: keys of `evaluation` with other values than in the run: samples, temperature, top_k, top_p and
+                min_p.
         Raises:
-            ValueError: problems that cannot be used, a value that `evaluation` refuses, or a missing reward function.
+            ValueError: problems that cannot be used, another key, a value that `evaluation` refuses, or a missing
+                reward function.
         """
+        _check_keys(evaluation, _EVALUATE_KEYS)
         reward, config = reward or self._reward, self._config
+        if isinstance(problems, int):
+            evaluation, problems = {**evaluation, "problems": problems}, None
         task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
         settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
         config = config.model_copy(update={"task": task, "evaluation": settings})
-        tested = load_task(config, function=reward)
-        if problems is not None:
-            columns = task.file or FileTask(train=PASSED)
-            rows = file_problems(rows_file(keep_rows(problems)), columns, task.system_prompt)
-            tested = tested._replace(evaluation=rows)
+        if problems is None:
+            tested = load_task(config, function=reward)
+        else:
+            remedy = "names the tasks of a mixture, whose rewards differ; evaluate without problems"
+            require(not task.mixture, "problems", task.chosen(), remedy)
+            graded = load_rewards(config, reward)[""]
+            path = rows_file(keep_rows(problems))
+            rows = file_problems(path, task.file or FileTask(), task.system_prompt, needs_answers(graded))
+            tested = Task([], rows, with_columns(graded, rows))
         with self._mesh():
-            prompts = prompts_of(config, self._opened.policy, tested)[1]
+            prompts = prompts_of(config, self._opened.policy, tested._replace(reward=None))[1]
             rows = sampled_rows(config, self._opened, prompts, tested)
         return {"model": self._opened.name} | results(rows, len(prompts.texts) * len(task.trained_seats)), rows
 

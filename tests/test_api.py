@@ -19,6 +19,7 @@ import pytest
 import recjax
 from recjax import Config, api, open_run, run
 from recjax.config import GradingConfig, load_config
+from recjax.hub.policy import policy_alone
 from recjax.planning.dry_run import warn_of_memory
 from recjax.tasks.files import keep_rows
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -27,6 +28,7 @@ from recjax.tasks.loading import load_task
 from recjax.training import loop
 from recjax.training.checkpoint import best_step, steps_of
 from recjax.training.metrics import read_metrics
+from recjax.training.trained import OpenedPolicy
 from tests.tasks.test_grading import CONFIG, submitted
 from tests.training.counting import CountingLearner, Interrupted, killed, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, one_device, without_times
@@ -270,6 +272,93 @@ def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
         load_reward("python:score", function=lambda p, c, a: [lock.locked()])
 
 
+def test_rows_without_answers_train_where_the_reward_needs_none(counted):
+    """TRL's quick start: rows with only a prompt. A name for the column is no hindrance."""
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+
+    def distinct(completions, **columns):
+        return [float(len(set(text))) for text in completions]
+
+    values = {"task": {"file": {"answer_column": None}}}, {"task": {"file": {"train": "rows", "answer_column": None}}}
+    for number, more in enumerate(({}, *values)):
+        result = counted(f"run{number}", VALUES | more, rows, reward=distinct)
+        assert result.summary["steps"] == 7 and result.config.task.file.train == keep_rows(rows)
+    with pytest.raises(ValueError, match="task.file.answer_column = None: the reward .*number_match compares"):
+        counted("compared", VALUES | values[0], rows)
+    with pytest.raises(ValueError, match="problems: row 0: no 'answer'; the row has 'prompt'"):
+        counted("compared", VALUES, rows, reward=digits)
+    config = VALUES | {"task": {"file": {"answer_column": "gold", "prompt_column": "question"}}}
+    renamed = [{"question": row["prompt"], "gold": row["answer"]} for row in ROWS]
+    assert counted("renamed", config, renamed, reward=digits).config.task.file.answer_column == "gold"
+
+
+# --- The policy, without a run.
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """A policy, and the arguments with which it would sample and evaluate."""
+    values = VALUES | {"task": {"arithmetic": {"problems": ["1..9 + 1..9"]}}, "output": "unset"}
+    config = Config(**{**values, "model": {"decoder": values["model"]["decoder"] | {"characters": "+= 0123456789"}}})
+    policy, calls = object.__new__(api.TrainedPolicy), []
+    policy._config, policy._reward, policy.step, policy._run = config, None, 1, Path("unset")
+    policy._opened = OpenedPolicy("name", policy_alone(config, ""), {}, 1)
+    monkeypatch.setattr(
+        api, "sample_groups", lambda policy, *arguments, **names: calls.append((policy, arguments)) or []
+    )
+    monkeypatch.setattr(
+        api, "sampled_rows", lambda config, opened, *task: calls.append((config, *task)) or pd.DataFrame()
+    )
+    monkeypatch.setattr(api, "results", lambda rows: {})
+    return policy, calls
+
+
+def test_a_call_honors_the_keys_that_it_takes_and_refuses_all_others(opened):
+    policy, calls = opened
+    with one_device():
+        policy.sample(["1+2="], 2, stop=["0", "1"], max_completion_tokens=5, temperature=0.5)
+        policy.sample("1+2=")
+        policy.evaluate(problems=4, samples=3)
+    (sampler, arguments), (plain, _), (config, prompts, _) = calls
+    ids = [policy._opened.policy.tokenizer.convert_tokens_to_ids(text) for text in "01"]
+    assert sampler.stop_ids == (*plain.stop_ids, *ids) and arguments[3:5] == (2, 5) and arguments[5].temperature == 0.5
+    assert config.evaluation.samples == 3 and len(prompts.texts) == 4
+    refused = {
+        "group_size": 3,
+        "max_prompt_tokens": 2,
+        "long_prompts": "drop",
+        "slots": 1,
+        "engine": "http://127.0.0.1:1",
+    }
+    for name, value in refused.items():
+        with pytest.raises(
+            ValueError, match=rf"{name} = .*: has no effect here \(.*\); this call takes max_completion_"
+        ):
+            policy.sample(["1+2="], **{name: value})
+    with pytest.raises(ValueError, match="`samples` is the number of completions"):
+        policy.sample(["1+2="], group_size=3)
+    with pytest.raises(ValueError, match="temprature = 1: .*did you mean 'temperature'"):
+        policy.score(["1+2="], ["3"], temprature=1)
+    for name, value in {"every": 3, "initial_kl": True, "max_completion_tokens": 3}.items():
+        with pytest.raises(ValueError, match=f"{name} = .*: has no effect here .*samples, temperature"):
+            policy.evaluate(**{name: value})
+    with pytest.raises(ValueError, match="stop string '12' must be exactly one token"):
+        policy.sample(["1+2="], stop=["12"])
+
+
+def test_rows_to_evaluate_on_may_have_columns_of_their_own_and_need_those_of_the_reward(opened):
+    policy, calls = opened
+    rows = [{"prompt": "1+2=", "level": 1}, {"prompt": "3+4=", "level": 2}]
+    with one_device():
+        policy.evaluate(rows, reward=lambda completions, level: [1.0] * len(level))
+    (_, prompts, task), *_ = calls
+    assert prompts.texts == ["1+2=", "3+4="] and task.reward.columns == ("level",) and task.reward.answer is None
+    with pytest.raises(ValueError, match="no problem has a column 'hint'; it can take prompts, completions, level"):
+        policy.evaluate(rows, reward=lambda completions, hint: [])
+    with pytest.raises(ValueError, match="problems: row 0: no 'answer'"):
+        policy.evaluate(rows)
+
+
 # --- The policy, with real programs.
 
 SCRIPT = """
@@ -294,6 +383,11 @@ result = asyncio.run(cell())  # on_step saw the row before, so the run goes to i
 print(repr(result))
 policy, prompts = result.policy, ["1+2=", "3+4=", "9+9="]
 completions = policy.sample(prompts, 2, seed=3)
+stopped = policy.sample(prompts, 2, seed=3, stop=list(digits))
+for one, whole in zip(stopped, completions):  # the text is that before the stop token
+    first = next((place for place, character in enumerate(whole.text) if character in digits), None)
+    assert one.text == whole.text[:first], (one.text, whole.text)
+assert any(one.text != whole.text for one, whole in zip(stopped, completions))
 assert [one.text for one in completions] == [one.text for one in policy.sample(prompts, 2, seed=3)]
 scored = policy.score([prompt for prompt in prompts for _ in range(2)], completions)
 for one, logprobs in zip(completions, scored):

@@ -34,7 +34,8 @@ from recjax.config import (
     to_yaml,
 )
 from recjax.config import help as config_help
-from recjax.config.fields import block_of, choices_of
+from recjax.config.experience import EngineConfig
+from recjax.config.fields import block_of, choices_of, value_of
 from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
@@ -233,6 +234,68 @@ def test_a_text_as_task_can_name_a_generator_and_stand_in_a_file(tmp_path):
     config = load_config(file, ["task.reasoning_gym.options.max_n=63"])
     assert config.task.reasoning_gym == ReasoningGymTask(name="count_bits", options={"max_n": 63})
     assert config.task.arithmetic is None
+
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "name", "expected"),
+    [
+        (
+            {"rollout": {"engine": URL}},
+            ["rollout.engine.retries=1"],
+            "rollout.engine",
+            EngineConfig(url=URL, retries=1),
+        ),
+        (
+            {"rollout": {"engine": {"url": "http://a", "retries": 1}}},
+            [f"rollout.engine={URL}"],
+            "rollout.engine.retries",
+            6,
+        ),
+        ({}, [f"rollout.engine={URL}", "rollout.engine.retries=1"], "rollout.engine", EngineConfig(url=URL, retries=1)),
+        (
+            {"optimizer": {"schedule": "linear"}},
+            ["optimizer.schedule.end_value=0.1"],
+            "optimizer.schedule.name",
+            "linear_schedule",
+        ),
+        (
+            {"optimizer": {"schedule": "linear"}},
+            ["optimizer.schedule={name: cosine_decay_schedule}"],
+            "optimizer.schedule",
+            {"name": "cosine_decay_schedule"},
+        ),
+        ({"optimizer": {"schedule": "linear"}}, ["optimizer.learning_rate=0.1"], "optimizer.schedule", "linear"),
+        ({"task": "gsm8k"}, ["task.gsm8k.train=own", "task.reward=math"], "task.gsm8k.evaluation", "openai/gsm8k"),
+    ],
+)
+def test_a_short_form_keeps_its_meaning_under_an_override_of_one_key(values, overrides, name, expected):
+    base = {"output": "o", "model": {"path": "m"}, "task": "gsm8k"}
+    assert value_of(make_config(base | values, overrides), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "override", "message"),
+    [
+        ({"task": "gsm8kk"}, "task.gsm8k.train=own", "config: task = 'gsm8kk': names no task; did you mean 'gsm8k'"),
+        ({"optimizer": 3}, "optimizer.learning_rate=0.1", "config: optimizer = 3: takes keys and values"),
+        (
+            {"optimizer": {"schedule": "cosin"}},
+            "optimizer.schedule.alpha=0.1",
+            "schedule.name = 'cosin': is no schedule",
+        ),
+        (
+            {"rollout": {"engine": "http://me:secret@a"}},
+            "rollout.engine.retries=1",
+            r"config: .*engine.url = .*me:\*\*\*@",
+        ),
+    ],
+)
+def test_a_value_that_is_no_block_is_refused_and_not_lost_under_an_override(values, override, message):
+    with pytest.raises(ValueError, match=message):
+        make_config({"output": "o", "model": {"path": "m"}, "task": "gsm8k"} | values, [override])
 
 
 def test_the_tasks_own_reward_stands_where_none_is_named():

@@ -32,7 +32,7 @@ from tests.experience.rows import append, columns_of, read, read_columns, same
 from tests.experience.test_store import ROWS
 from tests.marks import slow
 
-USER = {"role": "user", "content": "2+2?"}
+USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 PLAIN = [
     {"prompt": "1+1=", "completion": "2", "reward": 1.0, "answer": "2", "truncated": False},
     {"prompt": "1+1=", "completion": "", "reward": 0.0, "answer": "2", "truncated": False},
@@ -164,6 +164,8 @@ BAD = {
     "no completion": ({"prompt": "x"}, "completion: None: takes text"),
     "user's last word": ({"messages": [USER, USER]}, "messages: .*the last one from the assistant"),
     "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*at least two messages"),
+    "assistant's prompt": ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages: the last message is an assistant's"),
+    "assistant's message": ({"prompt": [USER, ASSISTANT], "completion": "x"}, "prompt: the last message is an assista"),
     "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: .*role and content"),
     "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
     "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),
@@ -249,6 +251,9 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     append(tmp_path / "s", found.records)
     texts = [tokenizer.decode(one.group.prompt_tokens) for one in tokenized(read(tmp_path / "s"), policy)]
     assert texts == ["hi:", "add hi:", "brief hi:", "add hi:"]
+    ends_with_reply = found.records[0].group._replace(prompt=messages)
+    with pytest.raises(ValueError, match="row .* of source 'a': the last message is an assistant's"):
+        tokenized([found.records[0]._replace(group=ends_with_reply)], policy)
     set_template_kwargs(tokenizer, {"brief": True})
     assert tokenizer.decode(tokenized(found.records, policy)[1].group.prompt_tokens) == "add brief hi:"
 
@@ -272,6 +277,16 @@ def test_json_lines_may_have_other_names(tmp_path, name):
 def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "answer": answer}])
     assert imported([path])[0].answer == text
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+def test_an_answer_has_the_digits_of_its_columns_type_and_log_probs_keep_theirs(tmp_path, kind):
+    table = {"prompt": ["x"], "completion": ["y"], "answer": np.array([0.1], kind), "reward": np.array([0.7], kind)}
+    table |= {"tokens": [[1]], "logprobs": pa.array([[-0.1]], pa.list_(pa.float32()))}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    (record,) = import_rows([tmp_path / "a.parquet"], Columns(), TIME, tokenizer="t", sampling=Sampling()).records
+    assert (record.group.answer, record.completion.grade.reward) == ("0.1", 0.7)
+    assert record.completion.rows[0].behavior_logprobs.tolist() == [np.float32(-0.1)]
 
 
 def test_a_column_that_is_named_must_be_there(tmp_path):

@@ -1,6 +1,5 @@
 """From a YAML file and `key=value` overrides to one checked config; every error names the key, value and remedy."""
 
-import contextlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 import pydantic
 
+from recjax.algorithms.options import require
 from recjax.config.fields import block_of, error_lines, takes, without_password
-from recjax.config.schema import KEYS, Config
-from recjax.config.tasks import PASSED, TASKS, named_task
+from recjax.config.schema import KEYS, SHORT_FORMS, Config
+from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 
 
@@ -22,6 +22,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
+        if "train" not in config.task.file.model_fields_set:
+            raise ValueError(f"{path}: task.file.train has no value; set it in the file or as task.file.train=…")
         choices = ", ".join(f"task.{name}" for name in TASKS)
         raise ValueError(f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems")
     return config
@@ -32,8 +34,8 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
 
     Args:
         values: content of a YAML file.
-        overrides: `dotted.key=value` strings, applied in order; see `read_override`. A text as `task`, here or in the
-            file, replaces the whole block by the task that it names.
+        overrides: `dotted.key=value` strings, applied in order; see `read_override`. The short form of a block, such as
+            a text as `task`, replaces the whole block; a key of the block then changes only this key.
         source: name of the file, for messages.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
@@ -67,12 +69,20 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
         return text.replace("\\${", "${")
 
     for key, value in layer.items():
-        sources[name := f"{prefix}{key}"] = source
-        if name == "task" and isinstance(value, str):
-            with contextlib.suppress(ValueError):  # the schema refuses it
-                into[key], value = {}, named_task(value)
+        name = f"{prefix}{key}"
+        earlier = sources.get(name)
+        sources[name] = source
         if isinstance(value, dict) and (value or (name in KEYS and block_of(KEYS[name].annotation))):
             old = into.get(key)
+            # A mapping with a name, such as another schedule, replaces a short form.
+            if old is not None and not isinstance(old, dict) and "name" not in value:
+                has_short_form = isinstance(old, str) and name in SHORT_FORMS
+                require(has_short_form, f"{earlier}: {name}", old, "takes keys and values")
+                try:
+                    old = SHORT_FORMS[name](old)
+                except ValueError as error:
+                    raise ValueError(f"{earlier}: {name} = {old!r:.300}: {error}") from error
+                sources |= {f"{name}.{inner}": earlier for inner in old}
             into[key] = old if isinstance(old, dict) else {}
             _merge(into[key], value, source, sources, f"{name}.")
         else:

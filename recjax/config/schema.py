@@ -11,7 +11,7 @@ import pydantic
 
 from recjax.algorithms.options import checked_value, described, did_you_mean, require
 from recjax.algorithms.reading import RESCORED, names_read
-from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConfig
+from recjax.config.experience import EngineConfig, ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
@@ -434,3 +434,9 @@ class Config(ConfigBlock):
 
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
+# Blocks that a text stands for, and the function from the text to the block's keys.
+SHORT_FORMS = {
+    "task": named_task,
+    "rollout.engine": EngineConfig.from_url,
+    "optimizer.schedule": lambda name: dict(_SCHEDULES.get(name, {"name": name})),
+}

@@ -35,9 +35,9 @@ class FileTask(ConfigBlock):
     """Problems from your own files: JSON Lines, JSON or Parquet; or from a program."""
 
     train: str = key(
-        ...,
-        ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems; rows: the problems that a"
-        " program passes to recjax.run",
+        PASSED,
+        ".jsonl, .ndjson, .json (also as .gz) or .parquet file of training problems; rows: the problems that a program"
+        " passes to recjax.run",
     )
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
@@ -162,8 +162,11 @@ class OneTask(ConfigBlock):
         problem = "applies only with task.reward = model:PATH; set it, or remove this key"
         yield unread, f"{place}.reward_device", problem
         compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
+        is_passed = self.file and self.file.train == PASSED  # recjax.run adds the problems, and perhaps a reward
+        yield is_passed and place != "task", f"{place}.file.train", "takes a file: recjax.run adds no rows to a mixture"
         problem = f"the reward {name} compares completions with answers; name their column, or a reward of your own"
-        yield self.file and not self.file.answer_column and compares, f"{place}.file.answer_column", problem
+        is_unread = self.file and not self.file.answer_column and compares and not is_passed
+        yield is_unread, f"{place}.file.answer_column", problem
 
 
 class MixedTask(OneTask):

@@ -15,6 +15,7 @@ from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.store import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
+from recjax.tasks.problems import check_last_message
 from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, FileRow, as_text, read_file, template_of
 
 
@@ -87,7 +88,7 @@ def import_rows(
             raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
         named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
-        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
+        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
             given = {field: values[column] for field, column in fields if column in values}
             row, number = _Source(values, given, columns, place), len(records)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
@@ -208,6 +209,8 @@ def _texts(row: _Source) -> tuple[str | None, list | None, str]:
             reason = "without a completion, give at least two messages, the last one from the assistant"
             row.require(messages and last["role"] == "assistant", column, reason)
             completion = last["content"]
+        if row.given.get("prompt_tokens") is None:
+            check_last_message(messages, f"{row.place}: {column}")
     else:
         row.require(prompt and isinstance(prompt, str), "prompt", "takes text that is not empty, or a list of messages")
     if isinstance(completion, list) and len(completion) == 1:

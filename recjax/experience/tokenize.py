@@ -14,6 +14,7 @@ from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
+from recjax.tasks.problems import check_last_message
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -62,6 +63,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
                     f"{place}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
                     " prompts"
                 )
+            check_last_message(group.prompt, place)
             text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
             if (text, _is_chat(record)) not in prompts:
                 try:

@@ -9,11 +9,13 @@ import pandas as pd
 from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
 from recjax.files import digest, json_text, write_whole, writing
-from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import FileRow, read_file, template_of
+from recjax.tasks.problems import Problem, check_last_message, is_chat
+from recjax.tasks.reading import FileRow, narrow_columns, own_digits, read_file, template_of
 
 
-def file_problems(path: str | Path, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
+def file_problems(
+    path: str | Path, config: FileTask, system_prompt: str | None = None, needs_answers: bool = True
+) -> list[Problem]:
     """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
     Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The reward gets all other
@@ -21,6 +23,7 @@ def file_problems(path: str | Path, config: FileTask, system_prompt: str | None 
 
     Args:
         system_prompt: system message to put before every prompt; prompts must be chats without a system message.
+        needs_answers: flag; if False, no row of the file may have an answer, and all answers are then empty.
     Raises:
         ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
@@ -28,6 +31,8 @@ def file_problems(path: str | Path, config: FileTask, system_prompt: str | None 
     rows = read_file(Path(path), "task.file")
     if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
         rows = [row._replace(place=f"problems: row {number}") for number, row in enumerate(rows)]
+    if not needs_answers and all(row.values.get(config.answer_column) is None for row in rows):
+        config = config.model_copy(update={"answer_column": None})
     return [_problem(row, config, system_prompt) for row in rows]
 
 
@@ -49,6 +54,7 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     elif not is_chat(prompt):
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
+    check_last_message(prompt, f"{row.place}: column {config.prompt_column!r}")
     if system_prompt is not None:
         # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):
@@ -62,7 +68,7 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
                 " own; remove one of the two"
             )
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
-    columns = {name: value for name, value in row.values.items() if name not in names.values()}
+    columns = {name: value for name, value in row.values.items() if name not in (config.prompt_column, column)}
     label = config.difficulty_column and row.values[config.difficulty_column]
     difficulty = None if label is None else row.answer(config.difficulty_column, label)
     template = {} if isinstance(prompt, str) else template_of(row)
@@ -79,12 +85,17 @@ def keep_rows(rows: Any) -> str:
     """
     if isinstance(rows, str | Path):
         raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
-    lines = []
+    lines, narrow = [], narrow_columns(rows)
+
+    def plain(value: Any) -> Any:  # NumPy's values
+        return own_digits(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
+
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
         try:
-            lines.append(json_text(row, default=lambda value: value.tolist()) + "\n")  # NumPy's values
+            row = {**row, **{name: own_digits(row[name], kind) for name, kind in narrow.items()}}
+            lines.append(json_text(row, default=plain) + "\n")
         except (TypeError, ValueError, AttributeError) as error:
             remedy = "give texts, numbers, lists and dicts"
             raise ValueError(f"problems: row {number} is not JSON ({error}); {remedy}; got {row!r:.200}") from error

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from recjax.config import Config, GradingConfig, MixedTask, OneTask
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
-from recjax.tasks.grading.custom import Answered, check_signature, check_weights
+from recjax.tasks.grading.custom import Answered, check_weights, needs_answers, with_columns
 from recjax.tasks.grading.reward import ROWS, TURNS, MixedReward, Reward, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
@@ -52,27 +53,35 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    tasks = config.task.tasks()
+    tasks, rewards = config.task.tasks(), load_rewards(config, function)
+    train, evaluation = load_problems(config, rewards, pool)
+    for name, reward in rewards.items():
+        splits = [[problem for problem in split if problem.task == name] for split in (train, evaluation)]
+        problems = list(itertools.chain(*splits))
+        is_shown = pool == "train" and config.warm_start and not config.demonstrations and splits[0]
+        if is_shown and not any(problem.answer for problem in splits[0]):
+            raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
+        if clash := reward.weights.keys() & rewards.keys():
+            place = f"task.mixture.{min(clash)}"
+            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
+        with _naming(name):
+            rewards[name] = with_columns(reward, *splits)
+            if not reward.per_row and _chosen_weights(config, tasks[name]):
+                check_weights(rewards[name], Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
+    return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
+
+
+def load_rewards(config: Config, function: Callable | None = None) -> dict[str, Reward]:
+    """The reward of each task by the task's name, still without the columns of its problems; see `load_task`."""
     rewards = {}
-    for name, task in tasks.items():
+    for name, task in config.task.tasks().items():
         with _naming(name):
             rewards[name] = _reward(config, task, function)
     used = ", ".join(dict.fromkeys(reward.name for reward in rewards.values()))
     in_workers = any(reward.per_row or reward.remote for reward in rewards.values()) or config.task.agent == "tools"
     remedy = f"does not apply to task.reward = {used}, which runs in the training process; remove the block"
     require(in_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
-    train, evaluation = load_problems(config, rewards, pool)
-    for name, reward in rewards.items():
-        problems = [problem for problem in (*train, *evaluation) if problem.task == name]
-        if clash := reward.weights.keys() & rewards.keys():
-            place = f"task.mixture.{min(clash)}"
-            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
-        if not reward.per_row:
-            with _naming(name):
-                check_signature(reward, dict.fromkeys(column for problem in problems for column in problem.columns))
-                if _chosen_weights(config, tasks[name]):
-                    check_weights(reward, Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
-    return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
+    return rewards
 
 
 @contextlib.contextmanager
@@ -124,7 +133,8 @@ def load_problems(
     train, evaluation, held_out, everything = [], [], set(), pool == "all"
     for name, task in config.task.tasks().items():
         with _naming(name):
-            known, asked = _problems(config, task, 0 if everything else config.evaluation.problems)
+            reads_answers = name in rewards and needs_answers(rewards[name])
+            known, asked = _problems(config, task, 0 if everything else config.evaluation.problems, reads_answers)
             if name in rewards:
                 _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
         held_out.update(*map(_origins, asked))
@@ -174,7 +184,7 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
-def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], list[Problem]]:
+def _problems(config: Config, of: OneTask, asked: int, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
     """All train problems and all held-out problems, `asked` or more; both may contain the same prompt."""
     name = of.chosen()
     task, system_prompt = getattr(of, name), of.system_prompt
@@ -187,7 +197,7 @@ def _problems(config: Config, of: OneTask, asked: int) -> tuple[list[Problem], l
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
-            file and file_problems(passed.get(file, file), task, system_prompt)
+            file and file_problems(passed.get(file, file), task, system_prompt, reads_answers)
             for file in (task.train, task.evaluation)
         )
     else:

@@ -1,7 +1,7 @@
 """Data types of tasks: problems, chats, and the task with its train problems, held-out problems and reward."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -62,6 +62,21 @@ def question_of(prompt: str | list[dict[str, str]]) -> str:
     if isinstance(prompt, str):
         return (prompt.strip().splitlines() or [""])[-1]
     return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), prompt[-1]["content"])
+
+
+def check_last_message(prompt: str | Sequence[Mapping[str, Any]], place: str) -> None:
+    """Refuses a chat that ends with an assistant's message, which some libraries continue and others leave as it is.
+
+    Args:
+        place: beginning of the message.
+    Raises:
+        ValueError: with the remedy.
+    """
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{place}: the last message is an assistant's, which recjax does not continue; remove it, or give the text"
+            " to continue as a plain prompt, rendered with the chat template"
+        )
 
 
 def is_chat(prompt: Any) -> bool:

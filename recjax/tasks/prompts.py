@@ -12,7 +12,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
-from recjax.tasks.problems import Problem
+from recjax.tasks.problems import Problem, check_last_message
 
 Encoded = tuple[str, np.ndarray]
 
@@ -51,6 +51,8 @@ def _encoded(
 ) -> list[Encoded]:
     """Text and token ids of each problem's prompt; error messages number the prompts from `first`."""
     of_chats = [problem for problem in problems if not isinstance(problem.prompt, str)]
+    for number, problem in enumerate(problems, first):
+        check_last_message(problem.prompt, f"prompt {number}")
     if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"

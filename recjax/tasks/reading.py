@@ -11,6 +11,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from recjax.config.fields import wrong_with_variables
 
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
@@ -61,14 +63,41 @@ def as_text(value: Any) -> str | None:
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
-        return None
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if not isinstance(value, float | Decimal) or not math.isfinite(value):
+        return None
     digits = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
     return "0" if digits == "-0" else digits
+
+
+_NARROW = {"halffloat": np.float16, "float16": np.float16, "float": np.float32, "float32": np.float32}
+
+
+def narrow_columns(table: Any) -> dict[str, Any]:
+    """Columns of a pandas DataFrame or a datasets.Dataset with float16 or float32 numbers, and their types."""
+    kinds = {name: str(dtype).lower().partition("[")[0] for name, dtype in getattr(table, "dtypes", {}).items()}
+    if features := getattr(table, "features", None):
+        kinds = {field.name: field.type for field in features.arrow_schema}
+    return {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float(16|32)?\b", str(kind))}
+
+
+def own_digits(value: Any, kind: Any) -> Any:
+    """The value with float16 and float32 numbers by the shortest digits of their type: 0.1, not 0.10000000149011612.
+
+    Args:
+        value: number, text, None, or a list or dict of such values, in Python's types.
+        kind: Arrow's type of the value, or the name of a dtype.
+    """
+    if isinstance(value, dict):
+        return {name: own_digits(each, kind.field(name).type) for name, each in value.items()}
+    if isinstance(value, list):
+        inner = getattr(kind, "value_type", kind)
+        return [own_digits(each, inner) for each in value]
+    narrow = _NARROW.get(str(kind))
+    return float(str(narrow(value))) if narrow and isinstance(value, float) else value
 
 
 def template_of(row: FileRow) -> dict[str, Any]:
@@ -102,13 +131,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def read_file(file: Path, key: str) -> list[FileRow]:
+def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
     """The rows of a file, in file order.
 
     .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz.
 
     Args:
         key: config key that names the file, for error messages.
+        narrow_lists: flag to apply `own_digits` to lists, which takes long for log-probs.
     Raises:
         ValueError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
             (JSON Lines, from 1) or row (from 0).
@@ -127,8 +157,10 @@ def read_file(file: Path, key: str) -> list[FileRow]:
         except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
             reason = str(error.__cause__ or error).strip() or type(error).__name__
             raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
-        rows = []
+        rows, kinds = [], narrow_columns(table).items()
+        narrow = {name: kind for name, kind in kinds if narrow_lists or not hasattr(kind, "value_type")}
         for index, values in enumerate(table):
+            values |= {name: own_digits(values[name], kind) for name, kind in narrow.items()}
             objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}
             rows.append(FileRow(values | objects, f"{where}: row {index}"))
     else:

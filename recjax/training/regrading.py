@@ -18,8 +18,8 @@ from recjax.files import read_sealed, write_sealed
 from recjax.rollout.agents import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
-from recjax.tasks.grading.custom import Answered
-from recjax.tasks.grading.reward import agent_weights
+from recjax.tasks.grading.custom import Answered, check_signature, needs_answers
+from recjax.tasks.grading.reward import MixedReward, agent_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.run import Run
@@ -28,23 +28,28 @@ Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the t
 
 
 def known_problems(run: Run) -> Known:
-    """The task's problems; checks that each group of the store has a problem or an answer.
+    """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
 
     Raises:
-        ValueError: a prompt of the store has no known answer.
+        ValueError: a prompt of the store has no known answer or column that its reward needs.
     """
     known, of_problems = {}, run.agents is not None  # agents make prompts of their own
     for prompts in (run.held_out, run.train):
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             group = Group("", tokens[mask], (), problem.prompt, problem.answer)
             known[content_of(group, of_problems)] = (text, problem)
-    groups = run.stored.groups
+    groups, reward = run.stored.groups, run.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
-        if group.answer is None:
+        task = group.completions[0].metadata.get("task")
+        own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
+        if own and group.answer is None and needs_answers(own):
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
+        if own and own.columns:
+            rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
+            check_signature(own._replace(columns=()), rows)
     return known
 
 

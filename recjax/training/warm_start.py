@@ -252,7 +252,11 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
             raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
         end = turn_end(tokenizer)
         ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
+        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        places = [place for place in replies if messages[place].get("weight", 1) and messages[place].get("train", True)]
+        if not places:
+            raise ValueError("messages: no assistant's message has a weight above 0; give one, or remove the chat")
         chats, replied = ([messages[: place + more] for place in places] for more in (0, 1))
         prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
         texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
@@ -297,6 +301,9 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if not (isinstance(content, str) or (role == "assistant" and content is None and message.get("tool_calls"))):
             raise ValueError(f"message {place}: content = {content!r:.80}: takes text")
+        for name in ("weight", "train"):
+            if message.get(name) not in (None, 0, 1):
+                raise ValueError(f"message {place}: {name} = {message[name]!r:.80}: takes 0 (excluded) and 1")
         if before not in _AFTER[role]:
             where = f"follows a message of role {before}" if before else "begins the chat"
             raise ValueError(f"message {place}: role = {role!r}: it {where}; correct the order of the messages")

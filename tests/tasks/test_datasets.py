@@ -325,6 +325,11 @@ def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_hi
             {"prompt": "q", "reward_model": {"ground_truth": "1"}},
             ["'prompt'", "messages"],
         ),
+        (
+            mathematics.guru_math_problems,
+            {"prompt": [*USER, {"role": "assistant", "content": "so"}], "reward_model": {"ground_truth": "1"}},
+            ["'prompt': the last message is an assistant's", "remove it"],
+        ),
         (mathematics.guru_math_problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
         (mathematics.guru_math_problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
         *(

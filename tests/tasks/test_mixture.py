@@ -1,7 +1,6 @@
 """Mixtures of tasks, curricula and kept problems: what a batch has, who grades it, and what is refused."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ from recjax.config import make_config
 from recjax.experience import queue
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.hub.policy import Policy
-from recjax.tasks.grading.custom import Answered, check_signature, custom_parts
+from recjax.tasks.grading.custom import Answered, custom_parts
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import MixedReward, Reward, load_reward
 from recjax.tasks.loading import load_task
@@ -137,19 +136,6 @@ def test_problems_have_their_tasks_names_and_none_is_held_out_and_trained_on():
     assert not everything.train and len(everything.evaluation) == 81 + 45
 
 
-def test_a_whole_pool_needs_one_file_and_no_answers(tmp_path):
-    rows = [{"prompt": f"say {number}", "level": number} for number in range(9)]
-    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"file": {"train": str(tmp_path / "pool.jsonl"), "answer_column": None}, "reward": f"{__name__}:by_columns"}
-    loaded = load_task(config(task), "all")
-    assert sorted(problem.prompt for problem in loaded.evaluation) == [row["prompt"] for row in rows]
-    assert {problem.answer for problem in loaded.evaluation} == {""}
-    with pytest.raises(ValueError, match=r"no 'answer'; .*answer_column; null: problems have no answers"):
-        load_task(config({**task, "file": {"train": task["file"]["train"]}}), "all")
-    with pytest.raises(ValueError, match=r"task.file.answer_column = None: the reward .*number_match compares"):
-        config({"file": task["file"]})
-
-
 @pytest.mark.parametrize(
     ("task", "overrides", "message"),
     [
@@ -198,38 +184,12 @@ def test_each_task_has_its_reward():
     np.testing.assert_array_equal(scores.parts["accuracy"], [np.nan, 1, np.nan])
 
 
-def by_columns(completions, **columns):
-    return [float(text == answer) for text, answer in zip(completions, columns["label"], strict=True)]
-
-
-def by_one_column(completions, level, strict=True):
-    return [float(one) for one in level]
-
-
-def by_third(prompts, completions, level, **columns):
-    return [float(one) for one in level]
-
-
-def by_messages(prompts, completions, **columns):
-    return [
-        float(prompt[-1]["content"] == reply[0]["content"]) for prompt, reply in zip(prompts, completions, strict=True)
-    ]
-
-
-def of_positions(p, completions, a):
-    return [float(text == answer) for text, answer in zip(completions, a, strict=True)]
-
-
 def raises(completions, **columns):
     return [1 / (len(text) - 1) for text in completions]
 
 
 async def raises_in_messages(completions, **columns):
     return [1 / (len(one[0]["content"]) - 1) for one in completions]
-
-
-def of_texts(texts):
-    return [0.0 for _ in texts]
 
 
 def reward_of(function):
@@ -240,33 +200,6 @@ ROWS = [
     Answered("first", "abc", "abc", {"level": 2}, 1, id="000001/00000"),
     Answered("second", "x", "y", {"level": 3}, 1, id="000001/00001", chat=[{"role": "user", "content": "x"}]),
 ]
-
-
-@pytest.mark.parametrize(
-    ("function", "rows", "expected"),
-    [
-        (by_columns, ROWS[:1], [1]),
-        (by_one_column, ROWS, [2, 3]),
-        (by_third, ROWS, [2, 3]),
-        (by_messages, ROWS[1:], [1]),
-        (of_positions, ROWS, [1, 0]),
-    ],
-)
-def test_rewards_of_trls_signature_get_columns_by_name_and_chats_as_messages(function, rows, expected):
-    check_signature(reward_of(function), ["level"])
-    assert custom_parts(reward_of(function), rows)["score"].tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (of_texts, "the function takes (texts); write score(prompts, completions, answers)"),
-        (by_one_column, "no problem has a column 'level'; it can take prompts, completions, answers, label, hint"),
-    ],
-)
-def test_other_signatures_are_refused_with_those_that_work(function, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_signature(reward_of(function), ["hint"])
 
 
 @pytest.mark.parametrize(("function", "rows"), [(raises, ROWS), (raises_in_messages, ROWS[1:])])

@@ -5,7 +5,7 @@ import pytest
 
 from recjax.config import RolloutConfig
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.tasks.problems import Problem, Task
+from recjax.tasks.problems import Problem, Task, chat
 from recjax.tasks.prompts import batch_indices, encode_problems, fitting
 from recjax.training.run import without_long_prompts
 
@@ -28,6 +28,12 @@ def test_a_prompt_beyond_the_limit_is_refused_with_its_length():
     assert encode_problems(PROBLEMS, TOKENIZER, 8).tokens.shape == (3, 8)
     with pytest.raises(ValueError, match=r"'10\+10=' has 6 tokens.*max_prompt_tokens = 5"):
         encode_problems(PROBLEMS, TOKENIZER, 5)
+
+
+def test_a_chat_that_ends_with_the_assistants_message_is_refused():
+    problems = [PROBLEMS[0], Problem(chat("", "1+1=", "it is"), "2")]
+    with pytest.raises(ValueError, match="prompt 1: the last message is an assistant's, which recjax does"):
+        encode_problems(problems, TOKENIZER, None)
 
 
 def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():

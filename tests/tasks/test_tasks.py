@@ -6,15 +6,18 @@ import re
 from decimal import Decimal
 
 import datasets
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from recjax.config import ArithmeticTask, FileTask, load_config
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
-from recjax.tasks.files import file_problems
+from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
+from recjax.tasks.problems import Problem, chat
+from recjax.tasks.reading import as_text
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
 
@@ -117,6 +120,8 @@ def test_jsonl_rows_become_problems(tmp_path):
         ("1.5e300", "15" + "0" * 299),
         ("5e-324", "0." + "0" * 323 + "5"),
         ("12345678901234567890123", "12345678901234567890123"),
+        ("7" * 400, "7" * 400),
+        ("-" + "7" * 400, "-" + "7" * 400),
         ('"1e-7"', "1e-7"),
         ('"72.0"', "72.0"),
     ],
@@ -126,7 +131,7 @@ def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
     (problem,) = file_problems(path, FileTask(train=""))
     assert problem.answer == text
     if answer[0] != '"':
-        assert float(text) == float(answer) and number_match([""], [text], [problem.answer]) == [1]
+        assert Decimal(text) == Decimal(answer) and number_match([""], [text], [problem.answer]) == [1]
 
 
 def test_the_numbers_of_parquet_columns_keep_their_value(tmp_path):
@@ -141,6 +146,34 @@ def test_the_numbers_of_parquet_columns_keep_their_value(tmp_path):
     found = file_problems(str(path), FileTask(train="", difficulty_column="level"))
     assert [(one.answer, one.difficulty) for one in found] == [("72", "3"), ("0.0000001", "2.5")]
     assert [one.answer for one in file_problems(str(path), FileTask(train="", answer_column="exact"))] == ["1.1", "-3"]
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_narrow_numbers_have_the_digits_of_their_own_type(tmp_path, monkeypatch, kind):
+    """In Parquet columns, and in rows of a program as arrays, NumPy values, a DataFrame and a datasets.Dataset."""
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    texts = ["0.1", "2.4", "72", "0.0000001", "-0.7"] + ["16777216", "10000000000"] * (kind != "float16")
+    numbers = np.array(texts, kind)
+    inner = pa.from_numpy_dtype(kind)
+    plain = {"prompt": [str(place) for place in range(len(numbers))], "answer": numbers, "level": numbers}
+    nested = {
+        "list": pa.array([[number] for number in numbers], pa.list_(inner)),
+        "struct": pa.array([{"x": number} for number in numbers], pa.struct([("x", inner)])),
+    }
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(plain | nested), path)
+    by_hand = [
+        {"prompt": str(place), "answer": number, "level": number, "list": numbers[place:], "struct": {"x": number}}
+        for place, number in enumerate(numbers)
+    ]
+    table, frame = datasets.Dataset(pq.read_table(path)), pd.DataFrame(plain)
+    for source in (str(path), *(rows_file(keep_rows(rows)) for rows in (by_hand, table, frame))):
+        found = file_problems(source, FileTask(difficulty_column="level"))
+        assert [one.answer for one in found] == [one.difficulty for one in found] == texts
+        assert [as_text(one.columns["level"]) for one in found] == texts
+        if "list" in found[0].columns:
+            assert [as_text(one.columns["list"][0]) for one in found] == texts
+            assert [as_text(one.columns["struct"]["x"]) for one in found] == texts
 
 
 def test_an_answer_that_the_reward_cannot_read_is_refused_with_the_task(tmp_path):
@@ -201,7 +234,7 @@ def test_a_column_of_a_file_can_name_the_difficulty(tmp_path):
     rows = [{"prompt": "1+1=", "answer": 2, "level": 3, "note": "a"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert file_problems(path, FileTask(train="", difficulty_column="level")) == [
-        Problem("1+1=", "2", columns={"note": "a"}, difficulty="3")
+        Problem("1+1=", "2", columns={"level": 3, "note": "a"}, difficulty="3")
     ]
     with pytest.raises(ValueError, match="line 1: no 'hard'.*task.file.difficulty_column"):
         file_problems(path, FileTask(train="", difficulty_column="hard"))
@@ -233,6 +266,7 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"prompt": " ", "answer": "1"}, "not blank"),
         ({"prompt": 3, "answer": "1"}, "'prompt' must hold text"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
+        ({"prompt": chat("", "3+4?", "Let me think: "), "answer": "7"}, "'prompt': the last message is an assistant's"),
         ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
         ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
         ('{"prompt": "x", "answer": NaN}', "'answer' must hold text or a number"),

@@ -133,6 +133,17 @@ def test_a_template_that_drops_text_begins_another_row(policy, tmp_path):
     assert "so" not in policy.tokenizer.decode(rows[1].prompt_tokens)
 
 
+@pytest.mark.parametrize("exclusion", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_an_excluded_turn_is_only_part_of_later_prompts(policy, tmp_path, exclusion):
+    messages = chat("a", "hi", "b", "hello")
+    (row,) = shown([messages[0], messages[1] | exclusion, messages[2], messages[3] | {"weight": 1}], policy, tmp_path)
+    (prompt,) = render_chats(policy.tokenizer, [messages[:3]])
+    assert policy.tokenizer.decode(row.prompt_tokens) == prompt and row.mask.all()
+    assert policy.tokenizer.decode(row.tokens) == "hello<|im_end|>"
+    (row,) = shown([*messages[:3], messages[3] | exclusion], policy, tmp_path)
+    assert policy.tokenizer.decode(row.tokens) == "hi<|im_end|>"
+
+
 def test_without_an_end_in_the_template_a_turn_ends_with_the_stop_token(policy, tmp_path):
     policy.tokenizer.chat_template = NO_END
     rows = shown(chat("x", "1", "y", "2"), policy, tmp_path)
@@ -161,6 +172,9 @@ def test_tool_calls_and_template_variables_are_the_templates(policy, tmp_path):
         ([{"role": "human", "content": "hi"}], "message 0: role = 'human'"),
         ([{"role": "user", "content": 3}], "message 0: content = 3: takes text"),
         ([{"role": "user", "content": None, "tool_calls": [{}]}], "content = None: takes text"),
+        ([chat("a")[0], chat("a", "b")[1] | {"weight": 0}], "no assistant's message has a weight above 0"),
+        ([chat("a")[0], chat("a", "b")[1] | {"weight": 0.5}], "message 1: weight = 0.5: takes 0 (excluded) and 1"),
+        ([chat("a")[0], chat("a", "b")[1] | {"train": "no"}], "message 1: train = 'no': takes 0 (excluded) and 1"),
         (chat("a", "b")[1:], "message 0: role = 'assistant': it begins the chat"),
         (chat("a", "b", "c"), "message 2: role = 'user': the last message must be the assistant's"),
         ([*chat("a", "b"), chat("a", "b")[1]], "message 2: role = 'assistant': it follows a message of role assistant"),

@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
+from recjax.experience.group import Completion, Group
 from recjax.experience.store import Store, groups_of
 from recjax.experience.stored import Stored, load_stored
 from recjax.experience.tokenize import tokenizer_name
@@ -21,8 +23,9 @@ from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run, show_dry_run
+from recjax.tasks.grading.custom import with_columns
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.grading.reward import Reward, load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training import loop, regrading, sources
@@ -235,6 +238,32 @@ def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_ag
     options = [f"experience.store={tmp_path / 'others'}", "experience.regrade=true", "rollout.prompts_per_step=1"]
     with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*nor the store has an answer"):
         count(tiny("unknown", *options, "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"))
+
+
+def by_name(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def by_level(completions, level):
+    return [1.0] * len(completions)
+
+
+def test_other_prompts_of_a_store_need_the_columns_and_answers_that_the_reward_requires():
+    """A store that has no answers is graded by a reward that reads none, and none takes None for a column."""
+    stored = [Group("g", np.zeros(1, np.int32), (Completion("", "", "", (), None, None, False),), "other")]
+    groups = SimpleNamespace(contents=lambda _: np.zeros(1), chosen=lambda _: stored)
+
+    nothing = Prompts(*[()] * 4)
+
+    def known(function):
+        reward = with_columns(Reward("mine", function, False, {}), [Problem("", "2", columns={"level": 1})])
+        graded, stored_groups = SimpleNamespace(reward=reward), SimpleNamespace(groups=groups)
+        run = Run(None, None, nothing, nothing, graded, None, stored_groups)
+        return regrading.known_problems(run)
+
+    assert known(by_name) == {}
+    with pytest.raises(ValueError, match="regrade, group 'g' of the store, which is no .* a column 'level'"):
+        known(by_level)
 
 
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):

@@ -1,14 +1,13 @@
 """Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,58 +57,100 @@ class Answered(NamedTuple):
         return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
 
 
-def check_signature(reward: Reward, columns: Iterable[str]) -> None:
-    """Refuses a function that recjax cannot call.
+LISTS = ("prompts", "completions", "answers", "columns")  # lists by position, in this order
+
+
+class _Form(NamedTuple):
+    """How recjax calls a function.
+
+    by_position: parameters that get LISTS; empty: all lists are by name, as for TRL's rewards.
+    by_name: parameters that get a list by name; True for parameters without a default.
+    takes_rest: True if the function also gets all other lists, as `**columns`.
+    """
+
+    by_position: list[str]
+    by_name: dict[str, bool]
+    takes_rest: bool
+
+
+def _form(reward: Reward) -> _Form:
+    """The call that the function's parameters ask for; a parameter with the name of a list never gets another list."""
+    try:
+        parameters = inspect.signature(reward.function).parameters.values()
+    except (TypeError, ValueError):  # some functions of C
+        return _Form(list(LISTS[:3]), {}, False)
+    ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        ordered += LISTS[len(ordered) :]
+    options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
+    names = {*LISTS, *(reward.columns or ()), reward.answer}
+    # The names that a place does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    others = [names - {"prompts"}, names - {"completions"}, names - {"answers", reward.answer}, names | options]
+    others[3].discard("columns")
+    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, others, strict=False))
+    by_position = [name for name, _ in pairs]
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    is_trl = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
+    if "completions" in named and (is_trl or len(by_position) < 3):
+        by_position = []
+    by_name = {name: named[name].default is inspect.Parameter.empty for name in named if name not in by_position}
+    return _Form(by_position, by_name, takes_rest)
+
+
+def needs_answers(reward: Reward) -> bool:
+    """True if the reward cannot grade a problem without an answer."""
+    if reward.per_row or reward.reads_chats:
+        return reward.per_row
+    form = _form(reward)
+    return bool(form.by_position) or any(form.by_name.get(name) for name in ("answers", reward.answer))
+
+
+def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Problem"]) -> Reward:
+    """The reward with the columns of all problems.
 
     Args:
-        columns: names of the problems' columns.
+        splits: train and held-out problems; each list that is not empty must have the columns that the function needs.
     Raises:
-        ValueError: with the signatures that recjax calls, or the columns that are there.
+        ValueError: see `check_signature`.
     """
-    lists, known = _lists_by_position(reward.function), ["prompts", "completions", "answers", reward.answer, *columns]
-    if lists:
+    if reward.per_row:
+        return reward
+    for problems in filter(None, splits):
+        check_signature(_knowing_columns(reward, problems))
+    return _knowing_columns(reward, [*itertools.chain(*splits)])
+
+
+def _knowing_columns(reward: Reward, rows: Sequence["recjax.tasks.problems.Problem | Answered"]) -> Reward:
+    columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
+    return reward._replace(columns=columns, answer=reward.answer if any(row.answer for row in rows) else None)
+
+
+def check_signature(reward: Reward, rows: str = "no problem has") -> None:
+    """Refuses a function that recjax cannot call with the columns that the reward knows.
+
+    Args:
+        rows: rows without other columns, for error messages.
+    Raises:
+        ValueError: with the signatures that recjax calls, or the parameter that names no column.
+    """
+    form = _form(reward)
+    named = _arguments(reward, [])[1]
+    missing = [name for name, is_required in form.by_name.items() if is_required and name not in named]
+    if len(form.by_position) < 3 and (form.by_position or "completions" not in form.by_name):
+        problem = (
+            "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for"
+            " TRL, score(completions, **columns)"
+        )
+    elif missing:
+        known = ["prompts", "completions", *(["answers", reward.answer] if reward.answer else []), *reward.columns]
+        problem = (
+            f", but {rows} a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
+            " parameter, give it a default, or add the column to the problems"
+        )
+    else:
         return
-    problem = (
-        "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for TRL,"
-        " score(completions, **columns)"
-    )
-    if lists == 0:
-        missing = [name for name in _required(reward.function) if name not in known]
-        if not missing:
-            return
-        problem = f", but no problem has a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}"
-    taken = inspect.signature(reward.function)
-    raise ValueError(f"task.reward = {reward.name!r}: the function takes {taken}{problem}")
-
-
-def _lists_by_position(function: Callable) -> int | None:
-    """Number of lists that a function takes, of prompts, completions, answers and columns.
-
-    0: it takes columns by name, as TRL's rewards do. None: it takes neither.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions of C
-        return 3
-    fits, names = None, list(signature.parameters)
-    for count in (3, 4):
-        with contextlib.suppress(TypeError):
-            signature.bind(*range(count))
-            fits = count
-    if "completions" not in names or names[:3] == ["prompts", "completions", "answers"]:
-        return fits
-    is_trl = names[0] == "prompts" and _takes_rest(function)
-    return fits if fits and names.index("completions") == 1 and not is_trl else 0
-
-
-def _takes_rest(function: Callable) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
-
-
-def _required(function: Callable) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    plain = (one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
-    return [one.name for one in plain if one.default is one.empty]
+    raise ValueError(f"task.reward = {reward.name!r}: the function takes {inspect.signature(reward.function)}{problem}")
 
 
 def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarray]:
@@ -117,10 +158,11 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
 
     recjax calls function(prompts, completions, answers) with equally long lists of strings; prompts are as the model
     saw them. A function with a fourth parameter also gets a dict that maps the name of every other column to its list
-    of values, None in rows without this column. The function returns a number from −MOST_REWARD to MOST_REWARD for
-    each completion, or a dict that maps names of parts to such lists. None instead of a number: the part does not
-    apply to the completion and adds nothing to its reward. None in all parts leaves the completion without a reward,
-    as in TRL. The function may be `async def`; recjax then awaits it once for the batch.
+    of values, None in rows without this column. A parameter with the name of a column gets this column. The function
+    returns a number from −MOST_REWARD to MOST_REWARD for each completion, or a dict that maps names of parts to such
+    lists. None instead of a number: the part does not apply to the completion and adds nothing to its reward. None in
+    all parts leaves the completion without a reward, as in TRL. The function may be `async def`; recjax then awaits it
+    once for the batch.
 
     A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
     answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and
@@ -132,7 +174,7 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
         ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and the completion.
     """
-    lists, named = _arguments(reward, rows)
+    lists, named = _arguments(reward if reward.columns is not None else _knowing_columns(reward, rows), rows)
     try:
         result = _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
@@ -146,9 +188,10 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
 
 
-def remote_parts(rows: Sequence[Answered]) -> dict[str, list[float]]:
-    """Runs in a worker that holds the reward: `custom_parts` as plain values."""
-    return {name: values.tolist() for name, values in custom_parts(Workers.held, rows).items()}
+def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
+    """Runs in a worker that holds the reward's function: `custom_parts` as plain values."""
+    parts = custom_parts(reward._replace(function=Workers.held), rows)
+    return {name: values.tolist() for name, values in parts.items()}
 
 
 def _place(rows: Sequence[Answered], index: int) -> str:
@@ -194,20 +237,22 @@ def check_weights(reward: Reward, row: Answered) -> None:
 
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
     """The positional and the named arguments of a call."""
-    prompts, completions, answers = ([row[place] for row in rows] for place in range(3))
-    if reward.reads_chats:
+    form = _form(reward)
+    prompts = [row.prompt for row in rows]
+    completions = [row.completion for row in rows]
+    answers = [row.answer for row in rows]
+    columns = {name: [row.columns.get(name) for row in rows] for name in reward.columns}
+    if reward.reads_chats or not form.by_position:
         prompts = [row.chat or row.prompt for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row.columns)
-    columns = {name: [row.columns.get(name) for row in rows] for name in names}
-    if lists := _lists_by_position(reward.function):
-        return [prompts, completions, answers, columns][:lists], {}
-    nothing = dict.fromkeys(_required(reward.function), [None] * len(rows))
-    replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
-    named = nothing | columns | {"prompts": [row.chat or row.prompt for row in rows], "completions": replies}
-    named |= {"answers": answers, reward.answer: answers}
-    if _takes_rest(reward.function):
-        return [], named
-    return [], {name: named[name] for name in inspect.signature(reward.function).parameters if name in named}
+    lists = [prompts, completions, answers, columns][: len(form.by_position)]
+    named = dict(columns)
+    if not lists:
+        replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
+        named |= {"prompts": prompts, "completions": replies}
+    if reward.answer:
+        named |= {"answers": answers, reward.answer: answers}
+    names = named.keys() - form.by_position if form.takes_rest else form.by_name
+    return lists, {name: named[name] for name in named if name in names}
 
 
 def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list]) -> Any:

@@ -135,7 +135,9 @@ class Grading:
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row from a user's function, and the failure of its grading."""
         failures, parts = np.zeros(len(rows), np.int32), {}
-        for places, values in self._remote(rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]:
+        for places, values in (
+            self._remote(reward, rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]
+        ):
             if isinstance(values, str):
                 failures[places] = FAILURES.index(values)
                 continue
@@ -153,13 +155,14 @@ class Grading:
         failures[np.isnan(list(parts.values())).all(0)] = NO_REWARD
         return parts, failures
 
-    def _remote(self, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
+    def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
         """The parts, or the failure, of each list of places in `rows`, from the worker processes."""
         limits, found = self._config.grading, []
+        settings = reward._replace(function=None, remote=None)  # the workers hold the function
 
         def started(places: list[int]) -> tuple[list[int], Future]:
             asked = [rows[place]._replace(columns=dict(rows[place].columns)) for place in places]
-            return places, self._workers.call(remote_parts, asked, seconds=limits.seconds * len(places))
+            return places, self._workers.call(remote_parts, settings, asked, seconds=limits.seconds * len(places))
 
         short = [place for place, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
         found.append((sorted({*range(len(rows))} - {*short}), "too_long"))

@@ -37,8 +37,10 @@ class Reward(NamedTuple):
     recjax.tasks.grading.graders and grades one row in a worker process; any other function takes a batch, see
     recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
     for a batch (None: no limit). A call that fails is retried `retries` times. A function that a program passed to
-    recjax.run and that is not `async` runs in worker processes, which get the reward from the pickled bytes `remote`.
-    `answer` is the name of the data's column of answers, for functions that read columns by name.
+    recjax.run and that is not `async` runs in worker processes, which get only the function from the pickled bytes
+    `remote`; all other fields arrive with each call. `answer` is the data's column of answers, for functions that take
+    columns by name; None: the problems have no answers. `columns` are the names of all other columns; None: they are
+    taken from the graded rows.
     """
 
     name: str
@@ -48,7 +50,8 @@ class Reward(NamedTuple):
     seconds: float | None = None
     retries: int = 0
     remote: bytes | None = None
-    answer: str = "answers"
+    answer: str | None = "answers"
+    columns: tuple[str, ...] | None = None
 
     @property
     def reads_chats(self) -> bool:
@@ -105,7 +108,7 @@ def load_reward(
         import cloudpickle  # only programs that pass functions need it
 
         try:
-            return reward._replace(remote=cloudpickle.dumps(reward))
+            return reward._replace(remote=cloudpickle.dumps(function))
         except Exception as error:  # the values that the function reads raise errors of any kind
             raise ValueError(
                 f"reward function {name} cannot be sent to the grading workers ({type(error).__name__}: {error});"
