@@ -189,7 +189,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "experience.md": 940,  # outputs that a test compares, following a store
     "asynchronous.md": 500,
     "fine_tuning.md": 700,  # demonstrations, PEFT adapters, continued runs
-    "agents.md": 940,  # rewards of turns, seats
+    "agents.md": 970,  # rewards of turns, seats, truncated and failed agents
     "serving.md": 840,  # rewards of turns, vLLM's API
     "evaluation.md": 610,  # numerics, training problems, mixtures
     "sweeps.md": 440,  # two files and four outputs, which a test runs; verdicts
@@ -202,8 +202,8 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "papers.md": 2_500,
     "metrics.md": 550,  # agents, mixtures, following
     "store_format.md": 660,  # imports, sessions, graders
-    "tasks.md": 610,  # mixtures, pass rates, curricula, variables of chat templates
-    "rewards.md": 1_150,  # classifiers, kinds and failures of custom functions
+    "tasks.md": 680,  # mixtures, pass rates, curricula, variables of chat templates, numbers, ends of chats
+    "rewards.md": 1_420,  # classifiers, kinds and failures of custom functions, what they get; accuracy
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
     "faults.md": 440,  # which keys may differ at a resume
     "coming_from.md": 470,

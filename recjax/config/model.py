@@ -192,7 +192,7 @@ Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a nu
 class MeshConfig(ConfigBlock):
     """Layout of the devices; the sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
-    data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters; 1 if another size is -1")
+    data: Size = key(-1, "Devices that split rows and have all parameters; 1 if another is -1")
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
     expert: Size = key(1, "Devices that split rows and experts")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
