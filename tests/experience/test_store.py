@@ -19,7 +19,7 @@ import sqlalchemy as sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import store as stores
+from recjax.experience import database
 from recjax.experience import store_checks
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
@@ -97,7 +97,7 @@ def test_appends_are_read_in_their_order(place):
     assert ids(place) == [row.completion.id for row in ROWS]
     with Store(place) as store:
         assert [record.number for record in store.records(3, 5)] == [4, 5]
-        assert store.last() == (9, 8, 0, 9, 8)
+        assert store.last() == (9, 8, 0, 9, 8, 0)
 
 
 def test_threads_that_append_at_one_time_lose_nothing(place):
@@ -135,7 +135,7 @@ def test_rewards_of_several_graders_stand_side_by_side(place):
         with pytest.raises(ValueError, match="completion 9, which gets a reward, was deleted"):
             store.add_rewards({9: (Grade(1.0), None)})
         store.delete([1])
-        assert store.last() == (3, 5, 0, 2, 3)
+        assert store.last() == (3, 5, 0, 2, 3, 0)
         assert [record.number for record in store.records()] == [2, 3]
 
 
@@ -146,7 +146,7 @@ def test_changes_are_made_together_or_not_at_all(place):
         bad = Change(rewards={1: (Grade(1.0), None)})
         with pytest.raises(ValueError, match="rewards cannot change"):
             store.change([Change([ROWS[2]], ended=["s"]), bad])
-        assert store.last() == (1, 1, 3, 1, 1) and len(store.turns()) == 3
+        assert store.last() == (1, 1, 3, 1, 1, 3) and len(store.turns()) == 3
         store.change([Change([ROWS[2]], {}, [("r", "four")], ["s"])])
         assert store.turns() == [("r", "two"), ("r", "four")] and ids(place) == ["row 0", "row 2"]
 
@@ -358,7 +358,7 @@ def test_what_is_no_store_is_refused(tmp_path, db):
     append(db, ROWS)
     with sqlite3.connect(db) as database:
         database.execute("update store set version = 6")
-    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 7; export it with"):
+    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 8; export it with"):
         Store(db)
 
 
@@ -379,7 +379,7 @@ def test_files_are_their_owners(db):
 
 
 def test_a_writer_that_waits_too_long_says_so(db, monkeypatch):
-    monkeypatch.setattr(stores, "_LOCKED_SECONDS", 0.1)
+    monkeypatch.setattr(database, "LOCKED_SECONDS", 0.1)
     append(db, ROWS[:1])
     other = sqlite3.connect(db, isolation_level=None)
     other.execute("begin immediate")
