@@ -274,13 +274,10 @@ def _limited(generator: Generator) -> Generator:
 
 def is_unavailable(error: Exception) -> bool:
     """True if the same statement may succeed later: the server is gone or stops, or others hold its locks."""
-    if isinstance(error, sql.exc.TimeoutError):  # all connections are in use
-        return True
     original = getattr(error, "orig", None)
     if not isinstance(error, sql.exc.OperationalError) or isinstance(original, sqlite3.Error):
-        return "locked" in str(original)
-    state = getattr(original, "sqlstate", None)  # None if there is no connection
-    return state is None or state[:2] in ("08", "53", "55", "57")
+        return "locked" in str(original) or isinstance(error, sql.exc.TimeoutError)  # all connections are in use
+    return str(original.sqlstate or "08")[:2] in ("08", "53", "55", "57")  # no state: no connection
 
 
 def explained(error: Exception, name: str) -> str:

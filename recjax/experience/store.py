@@ -200,6 +200,7 @@ class Store:
             ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
         self._engine, self.name, self._file, columns = open_database(place, create, follows)
+        self._opened = self._file and os.stat(self._file)
         self._reserved = contextlib.ExitStack()
         self._server: str | None = None  # whose name this store has reserved
         self._connection: sql.Connection | None = None  # holds the reservation in PostgreSQL
@@ -245,6 +246,12 @@ class Store:
         self._reserved.close()
         self._engine.dispose()
 
+    def is_replaced(self) -> bool:
+        """True if another file has taken the place of this store's, as SQLite would write to a file without a name."""
+        return self._file is not None and not (
+            self._file.exists() and os.path.samestat(self._opened, self._file.stat())
+        )
+
     def reserve(self, server: str) -> None:
         """Reserves the name of a server, whose turns only this process may write until it closes the store.
 
@@ -282,17 +289,15 @@ class Store:
                 raise self._damaged_index(problem)
 
     def rebuild_indexes(self) -> None:
-        """Makes all indexes again from the rows.
+        """Makes all indexes of a file again from the rows.
 
         Raises:
-            ValueError: the rows themselves are damaged.
+            ValueError: the rows themselves are damaged, or the store is no file.
         """
+        if not self._file:
+            raise ValueError(f"{self.name}: recjax rebuilds only the indexes of files; use the database's own REINDEX")
         with self._trying("written"), self._writing.begin() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.exec_driver_sql("set local statement_timeout = 0")
-            for table in _TABLES.tables:
-                kind = "table" if connection.dialect.name == "postgresql" else ""
-                connection.exec_driver_sql(f"reindex {kind} {table}")
+            connection.exec_driver_sql("reindex")
         self.check_indexes()
 
     # --- Writing: each method is one transaction, and durable when it returns.
@@ -543,6 +548,8 @@ class Store:
     def _transaction(self) -> Iterator[tuple[sql.Connection, Last]]:
         """Holds the write lock; the rows are durable once the block ends."""
         with self._trying("written"):
+            if self.is_replaced():
+                raise Unavailable(f"{self.name} was replaced or deleted while it was open; start this process again")
             with self._begun() as connection:
                 yield connection, _last(self._row(connection, lock=True))
             if self._file:
@@ -872,7 +879,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     if len(set(counts)) > 1 or len(prompts) != size + sum(own or 0 for own, _ in lengths):
         lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
         raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
-    recorded = recorded_from_bytes(row["recorded"], len(lengths))
+    recorded = recorded_from_bytes(row["recorded"], [length for _, length in lengths])
     prompt, rows, begin, start = prompts[:size], [], size, 0
     for (own, length), of_sampler in zip(lengths, recorded, strict=True):
         here, end = slice(start, start + length), begin + (own or 0)

@@ -62,7 +62,8 @@ def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
     append(live, [row(4, 2)])
     assert taken(reader, room=1) == [[2, 3]]
     state = reader.state()
-    assert state == {"store": reader._store.id, "read": 5, "left": [[5, 5]], "unrewarded": []}
+    row_5 = reader._store.identities(store.Last(5))[0]
+    assert state == {"store": reader._store.id, "read": 5, "row": row_5, "left": [[5, 5]], "unrewarded": []}
     append(live, [row(6, 3)])
     # The same process, and others that go on from there, before and after they have read anything.
     resumed = following(state=state)

@@ -19,8 +19,7 @@ import sqlalchemy as sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import database
-from recjax.experience import store_checks
+from recjax.experience import database, store_checks
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
 from tests.experience.groups import make_group, same_groups
