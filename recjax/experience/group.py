@@ -304,9 +304,11 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
         # A file of a few bytes could fill the memory: packed, packed once more, or by a size that it only claims.
         unpacker = zlib.decompressobj()
         file = io.BytesIO(unpacker.decompress(content, limit))
-        with zipfile.ZipFile(file) as members:
-            size = sum(member.file_size for member in members.infolist())
-        if not unpacker.eof or size > limit:
+        size = limit + 1
+        if unpacker.eof:
+            with zipfile.ZipFile(file) as members:
+                size = sum(member.file_size for member in members.infolist())
+        if size > limit:
             raise ValueError(f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
         for key, values in np.load(file).items():
             place, _, name = key.partition("/")

@@ -202,8 +202,8 @@ class Store:
         self._engine, self.name, self._file, columns = open_database(place, create, follows)
         self._opened = self._file and os.stat(self._file)
         self._reserved = contextlib.ExitStack()
-        self._server: str | None = None  # whose name this store has reserved
-        self._connection: sql.Connection | None = None  # holds the reservation in PostgreSQL
+        self._server: str | None = None  # whose name this store has reserved in PostgreSQL
+        self._connection: sql.Connection | None = None  # holds the name
         self._lock = threading.Lock()  # of the connection
         self._writing, dialect = self._engine.execution_options(writes=True), self._engine.dialect
         self._insertions = {table.name: table.insert().compile(dialect=dialect) for table in (COMPLETIONS, REWARDS)}
@@ -260,8 +260,8 @@ class Store:
         Raises:
             ValueError: another process has the name.
         """
-        self._server = server
         if self._engine.dialect.name == "postgresql":
+            self._server = server
             with self._trying("written"):
                 self._connection_of_server()
         elif self._file:
@@ -560,7 +560,7 @@ class Store:
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[sql.Connection]:
-        if self._connection is None:
+        if self._server is None:
             with self._writing.begin() as connection:
                 yield connection
             return
@@ -571,11 +571,12 @@ class Store:
 
     def _connection_of_server(self) -> sql.Connection:
         """The connection that holds the server's name, or a new one that has got the name if that one is lost."""
-        connection, ping = self._connection, self._engine.dialect.do_ping
+        dialect, connection = self._engine.dialect, self._connection
         if connection is not None:
-            with contextlib.suppress(sql.exc.DBAPIError, self._engine.dialect.loaded_dbapi.Error):
-                if not connection.invalidated and ping(connection.connection.dbapi_connection):
+            with contextlib.suppress(sql.exc.DBAPIError, dialect.loaded_dbapi.Error):
+                if not connection.invalidated and dialect.do_ping(connection.connection.dbapi_connection):
                     return connection
+            self._connection = None
             connection.invalidate()
             connection.close()
         connection = self._writing.connect()

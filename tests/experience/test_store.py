@@ -24,7 +24,6 @@ from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import TIME, Columns, append, columns_of, experts, make_row, read, same, text_row
-from tests.marks import slow
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
 TWO_ROWS = tuple(
@@ -46,20 +45,6 @@ ROWS = [
     text_row(7),
     text_row(8, prompt_tokens=np.array([5, 6], np.int32), tokenizer="t"),
 ]
-
-
-@pytest.fixture
-def db(tmp_path):
-    """The file of a store that does not exist yet."""
-    return tmp_path / "s.db"
-
-
-@pytest.fixture(params=["SQLite", *slow("PostgreSQL")])
-def place(request, tmp_path):
-    """The file or URL of a store that does not exist yet."""
-    if request.param == "SQLite":
-        return tmp_path / "s.db"
-    return request.getfixturevalue("database_url")()
 
 
 def ids(place):
@@ -249,9 +234,9 @@ BAD_ROWS = {
     "parts alone": (dict(reward=None), "reward_parts", "the reward is null"),
     "metadata that is no object": (dict(metadata=[1]), "metadata", "JSON object"),
     "metadata that is no JSON": (dict(metadata={"a": {1}}), "metadata", "JSON object"),
-    "version below 0": (dict(policy_version=-1), "policy_version", "0 or more"),
+    "version below 0": (dict(policy_version=-1), "policy_version", "from 0 to 2147483647"),
     "temperature": (dict(temperature=-0.1), "temperature", "0 or more"),
-    "top_k": (dict(top_k=-1), "top_k", "0 \\(all tokens\\) or more"),
+    "top_k": (dict(top_k=-1), "top_k", "from 0 \\(all tokens\\) to 2147483647"),
     "top_p": (dict(top_p=0.0), "top_p", "above 0"),
     "min_p": (dict(min_p=1.5), "min_p", "from 0 to 1"),
 }
