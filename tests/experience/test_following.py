@@ -194,8 +194,10 @@ def test_a_run_waits_for_a_database_that_is_away_and_reads_everything_once(follo
     away.orig.sqlstate = "57P03"
     append(url, [row(3, 2), row(4, 3, length=11)])
 
-    def fails_at_the_second_query(self, *given, count=itertools.count()):
-        if next(count) % 2:
+    queries = itertools.count()
+
+    def fails_at_the_second_query(self, *given):
+        if next(queries) % 2:
             with self._trying("read"):
                 raise away
         return real(self, *given)
