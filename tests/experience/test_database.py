@@ -17,6 +17,7 @@ from recjax.experience import database, group, store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.group import Grade
 from recjax.experience.store import Change, Store
+from tests import commands
 from tests.experience.rows import append, flipped_bits, make_every_kind_of_page, make_row, read, same
 from tests.experience.test_store import ROWS, ids
 
@@ -85,6 +86,17 @@ def test_a_damaged_index_gives_no_reward_and_is_made_again(db, name):
             rewarded
             == {3} | {"row 0": {1}, "row 8": {9}, "group 0": {1, 2}, "group 1": {4, 5, 6}}[[*entry.values()][0]]
         )
+
+
+@pytest.mark.slow
+def test_the_command_checks_the_indexes_and_makes_them_again(db):
+    append(db, PENDING)
+    take_index_from_elsewhere(db, *INDEXES["an id is lost"][:2])
+    command = ["-m", "recjax.inspect_experience", db]
+    assert "run python -m recjax.inspect_experience" in commands.run(command).stderr
+    for arguments in ([*command, "--rebuild"], command):
+        done = commands.run(arguments)
+        assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
 def test_a_lost_turn_is_noticed_and_a_row_of_another_server_too(db):
