@@ -35,6 +35,10 @@ _CONNECTING = {  # the same limits on this side of the connection
 }
 
 
+# Seconds to wait for a server that restarts; one that refuses connections may as well be the wrong one.
+_RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "refused": 3}
+
+
 class Unavailable(ValueError):
     """The database cannot be reached, or another process holds it; the same call may succeed later."""
 
@@ -247,10 +251,18 @@ def _postgresql(place: str, name: str) -> sql.Engine:
 
     @sql.event.listens_for(engine, "do_connect")
     def connect(_: Any, __: Any, arguments: list, options: dict) -> Connection:
-        connection = Connection.connect(*arguments, **options)
-        with connection.transaction():
-            connection.execute("; ".join(limits) or "select 1")
-        return connection
+        began = time.monotonic()
+        while True:
+            try:
+                connection = Connection.connect(*arguments, **options)
+                with connection.transaction():
+                    connection.execute("; ".join(limits) or "select 1")
+                return connection
+            except psycopg.OperationalError as error:
+                wait = next((seconds for words, seconds in _RESTARTS.items() if words in str(error)), 0)
+                if time.monotonic() - began > wait:
+                    raise
+                time.sleep(0.1)
 
     return engine
 

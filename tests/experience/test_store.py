@@ -487,7 +487,8 @@ def test_a_store_in_a_folder_that_may_not_be_written_is_read(db, monkeypatch):
         ("postgresql://me@127.0.0.1:1/x", "127.0.0.1:1/x cannot be opened: connection .*; .*URL, or try again"),
     ],
 )
-def test_urls_that_cannot_be_used_name_no_password(url, message):
+def test_urls_that_cannot_be_used_name_no_password(url, message, monkeypatch):
+    monkeypatch.setitem(database._RESTARTS, "refused", 0)
     with pytest.raises(ValueError, match=message) as caught:
         Store(url)
     error, said = caught.value, ""

@@ -241,6 +241,8 @@ def test_a_store_is_tokenized_once_as_it_grows(place, tmp_path, monkeypatch, cap
     opened(len(rows))
     append(path, [make_row(100, group=1, tokenizer=NAME)])
     opened(1)
+    for old in tmp_path.glob("store-*"):
+        old.unlink()
     os.replace(tmp_path / "backup", path)
     append(path, [make_row(101, group=1, tokenizer=NAME)])  # has the number of the row that the backup lacks
     opened(len(rows) + 1)
