@@ -103,7 +103,13 @@ class Follower:
                 logger.warning("%s: the run can read it again", self.name)
             self._unavailable_since = None
         except ValueError as error:
-            if not (isinstance(error, Unavailable) and self._may_wait(error)):
+            now, limit = time.monotonic(), self._config.experience.outage_seconds
+            # If the run has never read the store, its URL may be wrong.
+            may_wait = isinstance(error, Unavailable) and (self._store is not None or "store" in self._resumed)
+            if may_wait and self._unavailable_since is None:
+                self._unavailable_since = now
+                logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
+            if not may_wait or now - self._unavailable_since >= limit:
                 raise ValueError(f"experience.store = {self.name!r}: {error}") from error
         candidates = self._candidates()
         candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
@@ -179,16 +185,6 @@ class Follower:
 
     # --- The store.
 
-    def _may_wait(self, error: Unavailable) -> bool:
-        """True if the run can wait for the database, which it could reach before; warns at the beginning."""
-        now, limit = time.monotonic(), self._config.experience.outage_seconds
-        if self._store is None and not self._resumed.get("store"):
-            return False  # the URL may be wrong
-        if self._unavailable_since is None:
-            self._unavailable_since = now
-            logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
-        return now - self._unavailable_since < limit
-
     def _check_growth(self, last: Last) -> None:
         """Raises an error unless the store has the rows that this run has read, and perhaps more."""
         before = self._read or Last(self._resumed.get("read", 0))
@@ -244,7 +240,14 @@ class Follower:
         self._left = {number: one for number, one in self._left.items() if number not in gone}
         self._read, self._rows = last, rows
         for record in records:
-            self._add(record)
+            record, why, words = self._usable(record)
+            if why is None:
+                self._left[record.number] = self._waiting(record)
+                continue
+            self._left_out[why] += 1
+            if why not in self._warned:
+                self._warned.add(why)
+                logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
         for number, (grade, _) in rewards.items():
             if number in self._unrewarded:
                 self._unrewarded.remove(number)
@@ -253,16 +256,6 @@ class Follower:
                 completions = (one.record.completion._replace(grade=grade),)
                 group = one.record.group._replace(completions=completions)
                 self._left[number] = one._replace(record=one.record._replace(group=group))
-
-    def _add(self, record: Record) -> None:
-        record, why, words = self._usable(record)
-        if why is None:
-            self._left[record.number] = self._waiting(record)
-            return
-        self._left_out[why] += 1
-        if why not in self._warned:
-            self._warned.add(why)
-            logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""

@@ -276,8 +276,8 @@ class Store:
     def check_indexes(self) -> None:
         """Compares the indexes of a file with its rows, which takes about a second for each 200,000 rows.
 
-        Lookups compare only rows that an index finds, and miss rows that a damaged index lacks. PostgreSQL has
-        checksums of its own.
+        A lookup compares the rows that an index finds. Only this check notices rows that are missing in an index.
+        PostgreSQL checks its pages itself.
 
         Raises:
             ValueError: an index or a page is damaged.
@@ -521,7 +521,7 @@ class Store:
     def identities(self, last: Last) -> tuple[str | None, str | None]:
         """Checksums of the last completion and the last reward of an extent, None for rows that are not there.
 
-        They tell a store that has grown from a store that was restored from an older copy and has grown since.
+        If they differ from earlier ones, the store was restored from an older copy and has grown since.
         """
         extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
         wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
