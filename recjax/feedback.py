@@ -13,8 +13,9 @@ from pathlib import Path
 from absl import flags
 
 from recjax.console import command, start
+from recjax.experience.database import store_name
 from recjax.experience.feedback import Given, give_rewards
-from recjax.experience.store import Store, store_name
+from recjax.experience.store import Store
 from recjax.tasks.reading import read_file
 
 FLAGS = flags.FLAGS

@@ -28,8 +28,9 @@ from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
+from recjax.experience.database import exists, store_name
 from recjax.experience.group import Group, with_grades
-from recjax.experience.store import Record, Store, exists, records_of, store_name
+from recjax.experience.store import Record, Store, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone

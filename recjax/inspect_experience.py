@@ -1,8 +1,10 @@
 """Shows the content of an experience store: numbers, a figure and a few random samples.
 
     python -m recjax.inspect_experience STORE [--figure FILE.png] [--samples N] [--seed S]
+    python -m recjax.inspect_experience STORE --rebuild
 
-A group has signal if its rewards differ: group-relative algorithms learn only from such groups.
+A group has signal if its rewards differ: group-relative algorithms learn only from such groups. --rebuild makes the
+indexes of a damaged store again from its rows.
 """
 
 from collections.abc import Sequence
@@ -83,6 +85,9 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     with Store(argv[1]) as store:
+        if FLAGS.rebuild:
+            store.rebuild_indexes()
+        store.check_indexes()
         records = list(store.records())
         if not records:
             raise ValueError(f"{store.name} has no completions")
@@ -97,6 +102,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("figure", None, "File for a figure; default: no figure.")
+    flags.DEFINE_bool("rebuild", False, "True to make the store's indexes again from its rows.")
     flags.DEFINE_integer("samples", 5, "Number of random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")
     start(main)

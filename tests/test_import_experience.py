@@ -214,10 +214,12 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
         ),
         ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer: nan: takes text or a number"),
         ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl: line 1: is nested too deeply"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
+    assert not name.endswith(".jsonl") or exchange.read_exported(tmp_path / name) is None
     with pytest.raises(ValueError, match=message):
         import_rows([tmp_path / name], Columns(), TIME)
     with pytest.raises(ValueError, match="no such file"):

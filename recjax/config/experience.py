@@ -262,6 +262,9 @@ class ExperienceConfig(ConfigBlock):
         needs=_FOLLOW,
         gt=0,
     )
+    outage_seconds: Float = key(
+        300.0, "Time that a run waits for a followed store whose database cannot be reached", needs=_FOLLOW, ge=0
+    )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """An empty block, and settings that do not work with a followed store."""

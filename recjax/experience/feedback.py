@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from recjax.experience.group import Grade
 from recjax.experience.store import TURNS, Store
-from recjax.experience.store_checks import MOST_REWARD, is_finite_number
+from recjax.experience.store_checks import MOST_REWARD, are_parts, is_finite_number
 
 _GIVEN = ("reward", "reward_parts", "accurate", "turn_rewards")
 _KEYS = ("id", "group_id", *_GIVEN, "comment")
@@ -31,14 +31,15 @@ def give_rewards(
     Args:
         place: function from an entry's number to its name in error messages.
     Raises:
-        ValueError: an unusable entry, an unknown id, two rewards for one completion, or a completion with a different
-            reward. The store stays unchanged.
+        ValueError: an unusable entry, an unknown id, two rewards for one completion, a completion with a different
+            reward, or a damaged store. The store stays unchanged.
     """
     for number, entry in enumerate(entries):
         if unknown := [key for key in entry if key not in _KEYS]:
             raise ValueError(f"{place(number)}: unknown key {unknown[0]!r}; an entry takes {', '.join(_KEYS)}")
         if (entry.get("id") is None) == (entry.get("group_id") is None):
             raise ValueError(f"{place(number)}: give exactly one of id and group_id; found {entry!r:.80}")
+    store.check_indexes()
     known = {
         key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
         for key in ("id", "group_id")
@@ -113,7 +114,7 @@ def whole_grade(
     reward = sum(turn_rewards) if reward is None and turn_rewards else reward
     if not is_finite_number(reward):
         raise ValueError(f"reward = {reward!r:.80}: takes {takes}")
-    if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
+    if parts is not None and not (parts and are_parts(parts)):
         raise ValueError(f"reward_parts = {parts!r:.80}: takes names and finite numbers")
     if not isinstance(accurate, bool | None):
         raise ValueError(f"accurate = {accurate!r:.80}: takes true and false")

@@ -7,15 +7,17 @@ import hashlib
 import itertools
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from recjax.config import Config
+from recjax.experience.database import Unavailable, exists, store_name
 from recjax.experience.queue import Arrival
 from recjax.experience.sources import problem_with_sampling
-from recjax.experience.store import Last, Record, Store, exists, store_name
+from recjax.experience.store import Last, Record, Store
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -61,6 +63,8 @@ class Follower:
         self._deadline = seconds and timedelta(seconds=seconds)
         self._store: Store | None = None
         self._read: Last | None = None  # how far the store has been read
+        self._rows: tuple[str | None, str | None] = (state.get("row"), None)  # the last completion and reward read
+        self._unavailable_since: float | None = None
         self._left: dict[int, _Waiting] = {}
         self._unrewarded: set[int] = {*state.get("unrewarded", ())}
         self._left_out: Counter[str] = Counter()  # since the last poll
@@ -71,6 +75,7 @@ class Follower:
 
         store: identity of the store.
         read: number of the last completion that was read.
+        row: identity of this completion, see `Store.identities`.
         left: first and last number of each range of completions up to it that were not taken.
         unrewarded: numbers of the completions that reached the deadline without a reward.
         """
@@ -79,7 +84,8 @@ class Follower:
         ranges = itertools.groupby(enumerate(sorted(self._left)), key=lambda pair: pair[1] - pair[0])
         numbers = ([number for _, number in pairs] for _, pairs in ranges)
         left, unrewarded = [[part[0], part[-1]] for part in numbers], sorted(self._unrewarded)
-        return {"store": self._store.id, "read": self._read.completion, "left": left, "unrewarded": unrewarded}
+        read = {"read": self._read.completion, "row": self._rows[0]}
+        return {"store": self._store.id, **read, "left": left, "unrewarded": unrewarded}
 
     def poll(self, step: int, room: int) -> Arrival:
         """Takes groups that have all their rewards, the groups with the oldest weights first.
@@ -88,12 +94,23 @@ class Follower:
             step: number of the next training step.
             room: number of groups, at most.
         Raises:
-            ValueError: the store is damaged, or it is not the store that the run has followed.
+            ValueError: the store is damaged, it is not the store that the run has followed, or its database cannot be
+                reached for `experience.outage_seconds`.
         """
         try:
             self._refresh()
+            if self._unavailable_since is not None:
+                logger.warning("%s: the run can read it again", self.name)
+            self._unavailable_since = None
         except ValueError as error:
-            raise ValueError(f"experience.store = {self.name!r}: {error}") from error
+            now, limit = time.monotonic(), self._config.experience.outage_seconds
+            # If the run has never read the store, its URL may be wrong.
+            may_wait = isinstance(error, Unavailable) and (self._store is not None or "store" in self._resumed)
+            if may_wait and self._unavailable_since is None:
+                self._unavailable_since = now
+                logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
+            if not may_wait or now - self._unavailable_since >= limit:
+                raise ValueError(f"experience.store = {self.name!r}: {error}") from error
         candidates = self._candidates()
         candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
         self.rewarded, arrived = len(candidates), []
@@ -168,42 +185,69 @@ class Follower:
 
     # --- The store.
 
+    def _check_growth(self, last: Last) -> None:
+        """Raises an error unless the store has the rows that this run has read, and perhaps more."""
+        before = self._read or Last(self._resumed.get("read", 0))
+        ours, theirs = self._rows, self._store.identities(before)
+        have_deleted = last.completion > last.completions, last.reward > last.rewards
+        is_lost = [
+            own is not None and (other != own if other else not deleted)
+            for own, other, deleted in zip(ours, theirs, have_deleted, strict=True)
+        ]
+        if last.completion < before.completion or last.reward < before.reward or any(is_lost):
+            raise ValueError(
+                f"has gone back to an earlier state: this run has read completions up to number {before.completion},"
+                f" and the store, which now ends at number {last.completion}, has lost or replaced some of them;"
+                " restore the newest backup, or give another output, to train on the store as it is"
+            )
+
     def _refresh(self) -> None:
         """Reads the rows that were added since the last call, or that were not taken if this is the first call."""
+        if self._store is not None and self._store.is_replaced():
+            self._store.close()
+            self._store = None
         if self._store is None:
             place = self._config.experience.store
             if not exists(place):
                 return
             # A server of databases may not have the tables yet.
-            self._store = Store(place, create="://" in place)
+            self._store = Store(place, create="://" in place, follows=True)
         if self._resumed.get("store", "") not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"
             )
         last, before = self._store.last(), self._read
+        self._check_growth(last)
         if last == before:
             return
         ranges = [(before.completion if before else self._resumed.get("read", 0), last.completion)]
         if before is None:
             ranges = [*((first - 1, end) for first, end in self._resumed.get("left", ())), *ranges]
-        for after, end in ranges:
-            for record in self._store.records(after, end, grader=None):
-                record, why, words = self._usable(record)
-                if why is None:
-                    self._left[record.number] = self._waiting(record)
-                    continue
-                self._left_out[why] += 1
-                if why not in self._warned:
-                    self._warned.add(why)
-                    logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
+        # Everything is read before anything changes, so that a database that fails in between can be read again.
+        records = [record for after, end in ranges for record in self._store.records(after, end, grader=None)]
+        rows = self._store.identities(last)
         if before:
             rewards = self._store.new_rewards(before.reward, last)
         else:
-            matter = self._left.keys() | self._unrewarded
+            matter = {record.number for record in records} | self._unrewarded
             graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
             rewards = self._store.rewards(graded)
             if len(rewards) != len(graded):
                 raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+        gone: set[int] = set()
+        if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
+            gone = self._left.keys() - self._store.numbers("number", list(self._left)).keys()
+        self._left = {number: one for number, one in self._left.items() if number not in gone}
+        self._read, self._rows = last, rows
+        for record in records:
+            record, why, words = self._usable(record)
+            if why is None:
+                self._left[record.number] = self._waiting(record)
+                continue
+            self._left_out[why] += 1
+            if why not in self._warned:
+                self._warned.add(why)
+                logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
         for number, (grade, _) in rewards.items():
             if number in self._unrewarded:
                 self._unrewarded.remove(number)
@@ -212,10 +256,6 @@ class Follower:
                 completions = (one.record.completion._replace(grade=grade),)
                 group = one.record.group._replace(completions=completions)
                 self._left[number] = one._replace(record=one.record._replace(group=group))
-        if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
-            here = self._store.numbers("number", list(self._left))
-            self._left = {number: one for number, one in self._left.items() if number in here}
-        self._read = last
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""

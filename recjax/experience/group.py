@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 
 from recjax.models.sampling import KEPT, Sampling
 
+RECORDED_BYTES = 2**17  # of a token, at most: a bit for each token of a vocabulary of a million, or 32,768 numbers
+
 
 class Grade(NamedTuple):
     """The grade of a completion.
@@ -286,19 +288,40 @@ def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
     return zlib.compress(file.getvalue(), 1) if arrays else None
 
 
-def recorded_from_bytes(content: bytes | None, rows: int) -> list[dict[str, np.ndarray]]:
+def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
     """Converts the bytes of `recorded_to_bytes` back to the recorded arrays of each row.
 
     Args:
-        rows: number of rows.
+        lengths: number of tokens in each row.
     Raises:
-        ValueError: the bytes have another format.
+        ValueError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
     """
-    recorded: list[dict[str, np.ndarray]] = [{} for _ in range(rows)]
+    recorded: list[dict[str, np.ndarray]] = [{} for _ in lengths]
+    if not content:
+        return recorded
+    limit = RECORDED_BYTES * (1 + sum(lengths))
     try:
-        for key, values in np.load(io.BytesIO(zlib.decompress(content))).items() if content else ():
+        # A file of a few bytes could fill the memory: packed, packed once more, or by a size that it only claims.
+        unpacker = zlib.decompressobj()
+        file = io.BytesIO(unpacker.decompress(content, limit))
+        size = limit + 1
+        if unpacker.eof:
+            with zipfile.ZipFile(file) as members:
+                size = sum(member.file_size for member in members.infolist())
+        if size > limit:
+            raise ValueError(f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
+        for key, values in np.load(file).items():
             place, _, name = key.partition("/")
             recorded[int(place)][name] = values
-    except (zlib.error, zipfile.BadZipFile, TypeError, AttributeError, EOFError, IndexError, ValueError) as error:
+    except (
+        zlib.error,
+        zipfile.BadZipFile,
+        TypeError,
+        AttributeError,
+        EOFError,
+        IndexError,
+        ValueError,
+        MemoryError,
+    ) as error:
         raise ValueError(f"recorded arrays cannot be read ({error}); restore the file from a backup") from error
     return recorded

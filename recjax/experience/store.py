@@ -9,8 +9,7 @@ import base64
 import contextlib
 import json
 import os
-import sqlite3
-import urllib.parse
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,20 +21,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import sqlalchemy as sql
 import xxhash
+from filelock import Timeout
 
-from recjax.config.fields import has_password, without_password
+from recjax.experience.database import (
+    MAKE,
+    RESTORE,
+    TEXT,
+    Unavailable,
+    escaped,
+    explained,
+    is_unavailable,
+    lasts_of,
+    open_database,
+)
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
 from recjax.experience.store_checks import check_records
+from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
 
-VERSION = 7
+VERSION = 8
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
 TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
 CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
-_LOCKED_SECONDS = 60  # time that a writer waits for another writer
 _TOGETHER = 256  # completions to read at a time
+_LONGEST_ID = 2600  # bytes of an id in an index of PostgreSQL
 _SCAN = 500  # rows of `Store.scan` at a time
 
 
@@ -62,8 +73,8 @@ _STORE = sql.Table(
     "store",
     _TABLES,
     *_columns(sql.Integer, "version"),
-    *_columns(sql.Text, "id"),
-    *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards"),
+    *_columns(TEXT, "id"),
+    *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards", "turns"),
     *_columns(sql.LargeBinary, "checksum"),
 )
 # SQLite reads the first columns of a long row without the others, so the columns that `scan` reads are first.
@@ -71,9 +82,9 @@ COMPLETIONS = sql.Table(
     "completions",
     _TABLES,
     _number(),
-    sql.Column("id", sql.Text, nullable=False, unique=True),
-    sql.Column("group_id", sql.Text, nullable=False, index=True),
-    *_columns(sql.Text, "source", "tokenizer"),
+    sql.Column("id", TEXT, nullable=False, unique=True),
+    sql.Column("group_id", TEXT, nullable=False),
+    *_columns(TEXT, "source", "tokenizer"),
     *_columns(sql.BigInteger, "prompt_key", "problem_key"),
     *_columns(sql.Integer, "prompt_length", "completion_length", "row_length", "largest_token"),
     *_columns(sql.Boolean, "is_plain", "has_logprobs"),
@@ -84,10 +95,11 @@ COMPLETIONS = sql.Table(
     *_columns(sql.Boolean, "truncated"),
     *_columns(sql.Integer, "policy_version"),
     *_columns(sql.Double, "time"),
-    *_columns(sql.Text, "prompt", "messages", "completion", "answer", "metadata"),
-    *_columns(sql.Text, "token_versions", "turns", "row_lengths"),
+    *_columns(TEXT, "prompt", "messages", "completion", "answer", "metadata"),
+    *_columns(TEXT, "token_versions", "turns", "row_lengths"),
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
     *_columns(sql.LargeBinary, "recorded", "checksum"),
+    sql.Index("ix_completions_group_id", "group_id", postgresql_using="hash"),  # of any length
 )
 _COLUMNS = COMPLETIONS.c.keys()
 # The turns of a server's open sessions, which become completions when the sessions end.
@@ -95,9 +107,9 @@ _SESSION_TURNS = sql.Table(
     "session_turns",
     _TABLES,
     _number(),
-    sql.Column("server", sql.Text, nullable=False),
-    sql.Column("session", sql.Text, nullable=False),
-    *_columns(sql.Text, "content"),
+    sql.Column("server", TEXT, nullable=False),
+    sql.Column("session", TEXT, nullable=False),
+    *_columns(TEXT, "content"),
     *_columns(sql.LargeBinary, "checksum"),
     sql.Index("open_sessions", "server", "session"),
 )
@@ -106,12 +118,12 @@ REWARDS = sql.Table(
     _TABLES,
     _number(),
     sql.Column("completion", sql.BigInteger, nullable=False),
-    sql.Column("grader", sql.Text, nullable=False),
+    sql.Column("grader", TEXT, nullable=False),
     *_columns(sql.Double, "reward"),
     *_columns(sql.BigInteger, "scan_checksum"),
-    *_columns(sql.Text, "parts"),
+    *_columns(TEXT, "parts"),
     *_columns(sql.Boolean, "accurate"),
-    *_columns(sql.Text, "failure", "comment", "turns"),
+    *_columns(TEXT, "failure", "comment", "turns"),
     *_columns(sql.Double, "time"),
     *_columns(sql.LargeBinary, "checksum"),
     sql.UniqueConstraint("completion", "grader"),
@@ -148,6 +160,7 @@ class Last(NamedTuple):
     turn: int = 0
     completions: int = 0
     rewards: int = 0
+    turns: int = 0
 
 
 class Change(NamedTuple):
@@ -176,16 +189,22 @@ class Store:
         contents: the store to read completions from; another one if that is a copy with tokens.
     """
 
-    def __init__(self, place: str | Path | None, create: bool = False):
+    def __init__(self, place: str | Path | None, create: bool = False, follows: bool = False):
         """Opens a store.
 
         Args:
             place: file, or URL of a database; None: a new store in memory.
             create: True to make a new store if none exists.
+            follows: True to see the rows that others add later, which not every file allows.
         Raises:
             ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
-        self._engine, self.name, self._file = _engine(place, create)
+        self._engine, self.name, self._file, columns = open_database(place, create, follows)
+        self._opened = self._file and os.stat(self._file)
+        self._reserved = contextlib.ExitStack()
+        self._server: str | None = None  # whose name this store has reserved in PostgreSQL
+        self._connection: sql.Connection | None = None  # holds the name
+        self._lock = threading.Lock()  # of the connection
         self._writing, dialect = self._engine.execution_options(writes=True), self._engine.dialect
         self._insertions = {table.name: table.insert().compile(dialect=dialect) for table in (COMPLETIONS, REWARDS)}
         with self._trying("opened"):
@@ -200,8 +219,14 @@ class Store:
                             _STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
                         )
             if not sql.inspect(self._engine).has_table(_STORE.name):
-                raise ValueError(f"{self.name} is not an experience store; {_MAKE}")
+                raise ValueError(f"{self.name} is not an experience store; {MAKE}")
             with self._engine.connect() as connection:
+                # Other versions may lack the other columns.
+                self._check_version(connection.execute(sql.select(_STORE.c.version)).all())
+                for table in _TABLES.tables.values() if columns else ():
+                    if lacks := [name for name in table.c.keys() if name not in columns.get(table.name, ())]:
+                        problem = f"its table `{table.name}` has no column `{lacks[0]}`"
+                        raise ValueError(f"{self.name} is damaged: {problem}; {RESTORE}")
                 self.id = self._row(connection).id
         self._check_lasts()
         self.contents = self
@@ -215,8 +240,65 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, and frees a reserved name."""
+        if self._connection is not None:
+            self._connection.close()
+        self._reserved.close()
         self._engine.dispose()
+
+    def is_replaced(self) -> bool:
+        """True if another file has taken the place of this store's, as SQLite would write to a file without a name."""
+        return self._file is not None and not (
+            self._file.exists() and os.path.samestat(self._opened, self._file.stat())
+        )
+
+    def reserve(self, server: str) -> None:
+        """Reserves the name of a server, whose turns only this process may write until it closes the store.
+
+        In PostgreSQL, the writing connection holds the name: who loses the connection cannot write without the name.
+
+        Raises:
+            ValueError: another process has the name.
+        """
+        if self._engine.dialect.name == "postgresql":
+            self._server = server
+            with self._trying("written"):
+                self._connection_of_server()
+        elif self._file:
+            try:
+                lock = self._file.with_name(f"{self._file.name}-server.lock")
+                self._reserved.enter_context(locked_file(lock, seconds=0))
+            except Timeout:
+                raise ValueError(
+                    f"{self.name}: another server records there; give another file with --record"
+                ) from None
+
+    def check_indexes(self) -> None:
+        """Compares the indexes of a file with its rows, which takes about a second for each 200,000 rows.
+
+        A lookup compares the rows that an index finds. Only this check notices rows that are missing in an index.
+        PostgreSQL checks its pages itself.
+
+        Raises:
+            ValueError: an index or a page is damaged.
+        """
+        if self._file:
+            with self._trying("read"), self._engine.connect() as connection:
+                problem = connection.exec_driver_sql("pragma integrity_check(1)").scalar()
+            if problem != "ok":
+                raise self._damaged_index(problem)
+
+    def rebuild_indexes(self) -> None:
+        """Makes all indexes of a file again from the rows.
+
+        Raises:
+            ValueError: the rows themselves are damaged, or the store is no file.
+        """
+        if not self._file:
+            raise ValueError(f"{self.name}: recjax rebuilds only the indexes of files; use the database's own REINDEX")
+        with self._trying("written"), self._writing.begin() as connection:
+            connection.exec_driver_sql("reindex")
+        self.check_indexes()
 
     # --- Writing: each method is one transaction, and durable when it returns.
 
@@ -253,13 +335,14 @@ class Store:
                     raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
                 last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
-                    last = last._replace(turn=last.turn + 1)
+                    last = last._replace(turn=last.turn + 1, turns=last.turns + 1)
                     values = (last.turn, server, session, content)
                     columns = dict(zip(_SESSION_TURNS.c.keys(), (*values, _checksum(values)), strict=True))
                     connection.execute(_SESSION_TURNS.insert(), columns)
                 for session in ended:
                     of_session = _SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session
-                    connection.execute(_SESSION_TURNS.delete().where(*of_session))
+                    gone = connection.execute(_SESSION_TURNS.delete().where(*of_session)).rowcount
+                    last = last._replace(turns=last.turns - gone)
             self._save(connection, last)
         return last.completions - before
 
@@ -282,13 +365,14 @@ class Store:
         """The turns of a server's open sessions in order, each with its session's name.
 
         Raises:
-            ValueError: a turn is damaged.
+            ValueError: a turn is damaged or lost.
         """
-        wanted = sql.select(_SESSION_TURNS).where(_SESSION_TURNS.c.server == server).order_by(_SESSION_TURNS.c.number)
-        rows = self._select(wanted)
+        began = self.last()
+        rows = self._select(sql.select(_SESSION_TURNS).order_by(_SESSION_TURNS.c.number))  # without an index
         for row in rows:
             self._verify(row, "turn {0.number} of session {0.session!r}")
-        return [(row.session, row.content) for row in rows]
+        self._check_count(began, len(rows), began.turns, "turns")
+        return [(row.session, row.content) for row in rows if row.server == server]
 
     def last(self) -> Last:
         """The extent of the store."""
@@ -304,7 +388,7 @@ class Store:
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
         if gone := [number for number in numbers if number not in rows]:
-            raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {_RESTORE}")
+            raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {RESTORE}")
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
@@ -377,7 +461,7 @@ class Store:
             rewards.append(np.array(columns["reward"], np.float64)[is_chosen])
         order = np.argsort(found := np.concatenate(numbers), kind="stable")
         if len(found) != len(np.unique(found)):
-            raise ValueError(f"{self.name} is damaged: a completion has two rewards of {grader!r}; {_RESTORE}")
+            raise ValueError(f"{self.name} is damaged: a completion has two rewards of {grader!r}; {RESTORE}")
         return found[order], np.concatenate(rewards)[order]
 
     def _scan(self, table: sql.Table, names: Sequence[str], began: Last, count: int) -> Iterator[dict[str, Sequence]]:
@@ -390,18 +474,25 @@ class Store:
                 try:
                     bad = np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))
                 except ValueError as error:  # a text that should be a number
-                    raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
+                    raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
                 if len(bad):
                     where = f"row {columns['number'][bad[0]]} of its table `{table.name}`"
-                    raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {_RESTORE}")
+                    raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {RESTORE}")
                 seen += len(rows)
                 yield columns
         self._check_count(began, seen, count, table.name)
 
     def older_than(self, time: datetime) -> list[int]:
-        """The numbers of the completions with an earlier time."""
+        """The numbers of the completions with an earlier time.
+
+        Raises:
+            ValueError: one of the completions is damaged.
+        """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
-        return [number for (number,) in self._select(wanted)]
+        numbers = [number for (number,) in self._select(wanted)]
+        for part in _parts(numbers):
+            self.read(part, None)
+        return numbers
 
     def numbers(
         self, column: str, values: Sequence | None = None, connection: sql.Connection | None = None
@@ -409,14 +500,33 @@ class Store:
         """The numbers of the completions with each value of `id`, `group_id` or `number`, in order.
 
         Args:
-            values: values to look for; None: all values.
+            values: values to look for, see `check_indexes`; None: all values.
             connection: connection of a transaction; None: a new one.
+        Raises:
+            ValueError: an index is damaged.
         """
-        column, found = COMPLETIONS.c[column], {}
-        wanted = sql.select(column, COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
-        for value, number in self._select(wanted, column, values, connection):
-            found.setdefault(value, []).append(number)
-        return found
+        if values is None:
+            self.check_indexes()
+        row, numbers = COMPLETIONS.alias(), {}
+        # The index answers for the first two columns, and the row itself for the third.
+        wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
+        wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
+        wanted = wanted.order_by(COMPLETIONS.c.number)
+        for value, number, own in self._select(wanted, COMPLETIONS.c[column], values, connection):
+            if own != value:
+                raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
+            numbers.setdefault(value, []).append(number)
+        return numbers
+
+    def identities(self, last: Last) -> tuple[str | None, str | None]:
+        """Checksums of the last completion and the last reward of an extent, None for rows that are not there.
+
+        If they differ from earlier ones, the store was restored from an older copy and has grown since.
+        """
+        extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
+        wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
+        rows = [self._select(one) for one in wanted]
+        return tuple(found[0].checksum.hex() if found else None for found in rows)
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """The given rewards after a number, each with its comment, by number of the completion.
@@ -438,23 +548,62 @@ class Store:
     def _transaction(self) -> Iterator[tuple[sql.Connection, Last]]:
         """Holds the write lock; the rows are durable once the block ends."""
         with self._trying("written"):
-            with self._writing.begin() as connection:
+            if self.is_replaced():
+                raise Unavailable(f"{self.name} was replaced or deleted while it was open; start this process again")
+            with self._begun() as connection:
                 yield connection, _last(self._row(connection, lock=True))
             if self._file:
                 with contextlib.suppress(OSError):
-                    file = os.open(_lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                    file = os.open(lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                     os.write(file, f"{self.id} {' '.join(map(str, self._saved[:3]))}\n".encode())
                     os.close(file)
 
-    def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
-        rows = connection.execute(sql.select(_STORE).with_for_update() if lock else sql.select(_STORE)).all()
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[sql.Connection]:
+        if self._server is None:
+            with self._writing.begin() as connection:
+                yield connection
+            return
+        with self._lock:
+            connection = self._connection_of_server()
+            with connection.begin():
+                yield connection
+
+    def _connection_of_server(self) -> sql.Connection:
+        """The connection that holds the server's name, or a new one that has got the name if that one is lost."""
+        dialect, connection = self._engine.dialect, self._connection
+        if connection is not None:
+            with contextlib.suppress(sql.exc.DBAPIError, dialect.loaded_dbapi.Error):
+                if not connection.invalidated and dialect.do_ping(connection.connection.dbapi_connection):
+                    return connection
+            self._connection = None
+            connection.invalidate()
+            connection.close()
+        connection = self._writing.connect()
+        connection.detach()  # a pool would keep the name
+        key = signed_hash(f"recjax server {self._server}".encode())
+        if not connection.scalar(sql.select(sql.func.pg_try_advisory_lock(key))):
+            connection.close()
+            raise Unavailable(
+                f"{self.name}: another server of the name {self._server!r} records there; give this one a name of its"
+                " own with --server_name, or end the other one. If its machine has failed, wait two minutes"
+            )
+        connection.commit()
+        self._connection = connection
+        return connection
+
+    def _check_version(self, rows: Sequence[Any]) -> None:
         if len(rows) != 1:
-            raise ValueError(f"{self.name} is damaged: its table `store` has {len(rows)} rows, not one; {_RESTORE}")
+            raise ValueError(f"{self.name} is damaged: its table `store` has {len(rows)} rows, not one; {RESTORE}")
         if rows[0].version != VERSION:
             raise ValueError(
                 f"{self.name}: has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION};"
                 " export it with the recjax that wrote it, and import it with python -m recjax.import_experience"
             )
+
+    def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
+        rows = connection.execute(sql.select(_STORE).with_for_update() if lock else sql.select(_STORE)).all()
+        self._check_version(rows)
         self._verify(rows[0], "the row of its table `store`")
         return rows[0]
 
@@ -473,6 +622,10 @@ class Store:
         for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
             row["scan_checksum"] = scan_checksum
         rows = [(*row.values(), _checksum(row.values())) for row in rows]
+        if connection.dialect.name == "postgresql":
+            if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
+                problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up; give shorter ids"
+                raise ValueError(f"{self.name}: column id: {long[0].completion.id!r:.80}: {problem}")
         try:
             self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
@@ -524,7 +677,7 @@ class Store:
         # The driver gets the values unchanged; SQLAlchemy would take longer to bind them than SQLite to write them.
         statement = self._insertions[table.name]
         if not statement.positional:
-            rows = [dict(zip(table.c.keys(), row, strict=True)) for row in rows]
+            rows = [dict(zip(table.c.keys(), map(escaped, row), strict=True)) for row in rows]
         connection.exec_driver_sql(str(statement), rows)
 
     def _select(
@@ -557,24 +710,29 @@ class Store:
 
     def _verify(self, row: Any, name: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
-            raise ValueError(f"{self.name} is damaged: {name.format(row)} does not match its checksum; {_RESTORE}")
+            raise ValueError(f"{self.name} is damaged: {name.format(row)} does not match its checksum; {RESTORE}")
+
+    def _damaged_index(self, problem: str) -> ValueError:
+        remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
+        return ValueError(f"{self.name} is damaged: {problem}; {remedy}, or {RESTORE}")
 
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""
         if seen != expected and self.last() == began:
-            raise ValueError(f"{self.name} is damaged: it has {seen} of {expected} {what}; {_RESTORE}")
+            raise ValueError(f"{self.name} is damaged: it has {seen} of {expected} {what}; {RESTORE}")
 
     @contextlib.contextmanager
     def _trying(self, verb: str) -> Iterator[None]:
         """Explains the errors of the database without the values of its statements."""
         try:
             yield
-        except (sql.exc.DBAPIError, UnicodeDecodeError, TypeError, OverflowError) as error:
-            if not isinstance(error, sql.exc.DBAPIError):
+        except (sql.exc.DBAPIError, sql.exc.TimeoutError, UnicodeDecodeError, TypeError, OverflowError) as error:
+            if not isinstance(error, sql.exc.SQLAlchemyError):
                 if verb == "written":
                     raise
-                raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
-            raise ValueError(f"{self.name} cannot be {verb}: {_explained(error)}") from error
+                raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
+            kind = Unavailable if is_unavailable(error) else ValueError
+            raise kind(f"{self.name} cannot be {verb}: {explained(error, self.name)}") from error
 
     def _check_lasts(self) -> None:
         """Compares a small file next to SQLite's, with the numbers of the last rows, with the rows that are there.
@@ -584,7 +742,7 @@ class Store:
         """
         if not self._file:
             return
-        path = _lasts_of(self._file)
+        path = lasts_of(self._file)
         try:
             identity, *numbers = path.read_text(encoding="ascii").split()
             last = self.last()  # after the file, to which a writer adds what it has written
@@ -597,109 +755,6 @@ class Store:
                 f"{self.name}: the last {gone} are gone, perhaps with the file {self._file}-wal; restore the files from"
                 f" a backup, or delete {path} to accept the loss"
             )
-
-
-_MAKE = "create one with python -m recjax.generate_experience or python -m recjax.import_experience"
-_RESTORE = "restore the store from a backup"
-
-
-def exists(place: str | Path) -> bool:
-    """True if there is a file or a folder, but not for a database without tables, in which a process creates a store.
-
-    For a URL, always True.
-    """
-    if "://" in str(place):
-        return True
-    try:
-        uri = f"file:{urllib.parse.quote(str(Path(place).absolute()))}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, _LOCKED_SECONDS, uri=True)) as database:
-            return database.execute("select count(*) from sqlite_master").fetchone() != (0,)
-    except sqlite3.Error:  # `Store` gives the remedy
-        return Path(place).exists()
-
-
-def store_name(place: str | Path) -> str:
-    """The name of a store for messages: its file, or its URL without the password."""
-    if "://" not in str(place):
-        return str(place)
-    return without_password(str(place))
-
-
-def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Path | None]:
-    if place is None:
-        return _sqlite(":memory:", sql.StaticPool), "a store in memory", None
-    name = store_name(place)
-    if "://" in str(place):
-        if problem := has_password(str(place)):
-            raise ValueError(f"{name}: {problem}")
-        if not str(place).startswith("postgresql://"):
-            raise ValueError(f"{name}: recjax knows no such database; give a file, or postgresql://user@host/name")
-        try:
-            url = sql.make_url(str(place)).set(drivername="postgresql+psycopg")
-            return sql.create_engine(url, pool_pre_ping=True, hide_parameters=True), name, None
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{name}: needs the package {error.name}; pip install 'psycopg[binary]'") from error
-        except (ValueError, sql.exc.ArgumentError):
-            raise ValueError(f"{name} is no URL of a database; give postgresql://user@host/name") from None
-    path = Path(place)
-    if path.is_dir():
-        if any(path.glob("part-*.parquet")):
-            new = f"{str(path).rstrip('/')}.db"
-            remedy = f"import it once: python -m recjax.import_experience --input {path} --output {new}, and use {new}"
-            raise ValueError(f"{name} is a store of an earlier recjax, a folder of Parquet files; {remedy}")
-        raise ValueError(f"{name} is a folder, and a store is a file; give a file, such as {path / 'experience.db'}")
-    if not path.exists():
-        if not create:
-            raise ValueError(f"{name} is not an experience store (no such file); {_MAKE}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        except OSError as error:
-            raise ValueError(f"{name} cannot be written ({error.strerror}); give another path") from error
-        _lasts_of(path).unlink(missing_ok=True)
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
-    # A file in a folder without write permission never changes, and SQLite needs to know this.
-    access = "mode=rw" if os.access(path.parent, os.W_OK) else "mode=ro&immutable=1"
-    return _sqlite(f"file:{urllib.parse.quote(str(path.absolute()))}?{access}", sql.QueuePool), name, path
-
-
-def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
-    def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(uri, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
-        with contextlib.suppress(Exception):  # a file that is no database or read-only gives its error later
-            connection.execute("pragma journal_mode=wal")
-        connection.execute("pragma synchronous=full")
-        return connection
-
-    engine = sql.create_engine("sqlite://", creator=connect, poolclass=pool, hide_parameters=True)
-
-    @sql.event.listens_for(engine, "begin")
-    def begin(connection: sql.Connection) -> None:
-        writes = connection.get_execution_options().get("writes")
-        connection.exec_driver_sql("begin immediate" if writes else "begin")
-
-    return engine
-
-
-def _explained(error: Exception) -> str:
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-    remedies = {
-        "locked": f"another process writes for more than {_LOCKED_SECONDS} seconds; end it, or try again later",
-        "not a database": f"it is not an experience store; {_MAKE}",
-        "malformed": f"the file is damaged; {_RESTORE}",
-        "full": "free disk space, and run the same command again to continue",
-        "disk I/O": "free disk space, check the disk, and run the same command again to continue",
-        "readonly": "grant write permission, and run the same command again to continue",
-        "unable to open": "grant permission to read and write the file and its folder",
-        "password": "set the environment variable PGPASSWORD, or write the password to ~/.pgpass",
-    }
-    remedy = next((remedy for words, remedy in remedies.items() if words in said), "correct the URL, or try again")
-    return f"{said}; {remedy}"
-
-
-def _lasts_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}-last")
 
 
 def _parts(values: Sequence) -> Iterator[list]:
@@ -825,7 +880,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     if len(set(counts)) > 1 or len(prompts) != size + sum(own or 0 for own, _ in lengths):
         lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
         raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
-    recorded = recorded_from_bytes(row["recorded"], len(lengths))
+    recorded = recorded_from_bytes(row["recorded"], [length for _, length in lengths])
     prompt, rows, begin, start = prompts[:size], [], size, 0
     for (own, length), of_sampler in zip(lengths, recorded, strict=True):
         here, end = slice(start, start + length), begin + (own or 0)

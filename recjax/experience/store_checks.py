@@ -36,6 +36,12 @@ def is_finite_number(value: Any) -> bool:
     return _is_number(value) and abs(value) <= MOST_REWARD
 
 
+def are_parts(value: Any) -> bool:
+    """True if a value of any type is valid for the parts of a reward: finite numbers by name."""
+    is_named = isinstance(value, dict) and all(name and _is_text(name) for name in value)
+    return is_named and all(map(is_finite_number, value.values()))
+
+
 Rules = Iterator[tuple[str, Any, Any, str]]  # column, value, true if the value is valid, and the rule in words
 
 
@@ -110,13 +116,14 @@ def _rules_of_rows(group: Group, rows: Sequence[Row], turns: Sequence[Turn], tok
 
 def _rules_of_numbers(one: Completion) -> Rules:
     version = one.policy_version
-    is_version = version is None or _is_whole(version) and version >= 0
-    yield "policy_version", version, is_version, "takes the number of updates, 0 or more, or null"
+    is_version = version is None or _is_whole(version) and 0 <= version < 2**31
+    yield "policy_version", version, is_version, "takes the number of updates, from 0 to 2147483647, or null"
     if one.sampling is not None:
         temperature, top_k, top_p, min_p = one.sampling
         is_temperature = _is_number(temperature) and 0 <= temperature < float("inf")
         yield "temperature", temperature, is_temperature, "takes a finite number, 0 or more, or null"
-        yield "top_k", top_k, _is_whole(top_k) and top_k >= 0, "takes 0 (all tokens) or more, or null"
+        is_count = _is_whole(top_k) and 0 <= top_k < 2**31
+        yield "top_k", top_k, is_count, "takes a number from 0 (all tokens) to 2147483647, or null"
         yield "top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "takes a number above 0 and at most 1, or null"
         yield "min_p", min_p, _is_number(min_p) and 0 <= min_p <= 1, "takes a number from 0 to 1, or null"
     try:
@@ -128,9 +135,7 @@ def _rules_of_numbers(one: Completion) -> Rules:
         reward, parts = one.grade.reward, one.grade.reward_parts
         yield "reward", reward, reward is None or is_finite_number(reward), f"{_FINITE}, or null while it is pending"
         yield "reward_parts", parts, reward is not None or not parts, "has reward parts, but the reward is null"
-        are_parts = parts is None or isinstance(parts, dict) and all(name and _is_text(name) for name in parts)
-        are_parts = are_parts and all(map(is_finite_number, (parts or {}).values()))
-        yield "reward_parts", parts, are_parts, f"takes names; each {_FINITE}"
+        yield "reward_parts", parts, parts is None or are_parts(parts), f"takes names; each {_FINITE}"
         rewards, count = one.grade.turns, len(one.turns) or 1
         are_rewards = not rewards or len(rewards) == count and all(map(is_finite_number, rewards))
         yield "turn_rewards", rewards, are_rewards, f"takes {count} finite numbers, one for each turn, or none"

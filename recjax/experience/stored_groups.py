@@ -314,6 +314,8 @@ def _with_tokens(store: Store, policy: Policy) -> Store:
 def _tokenize_into(copy: Store, store: Store, policy: Policy) -> Store:
     """Adds the completions that a copy lacks to it, with tokens; returns the copy."""
     done, last = copy.last().completion, store.last().completion
+    if done and (done > last or copy.read([done], None)[0].completion.id != store.read([done], None)[0].completion.id):
+        raise ValueError(f"{copy.name} is damaged: the store has gone back to an earlier state since the copy was made")
     left, shown = store.records(done, last, grader=None), hosts.is_first() and last - done > SMALL
     with progress_bar("tokenizing", last - done, unit="row", shown=shown) as bar:
         while part := list(itertools.islice(left, _TOKENIZE_TOGETHER)):

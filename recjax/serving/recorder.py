@@ -10,18 +10,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import sqlalchemy
-from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
+from recjax.experience.database import Unavailable
 from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
 from recjax.experience.store import Change, Record, Store, record_from_plain, record_to_plain
 from recjax.experience.tokenize import tokenizer_name
-from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 from recjax.serving.bodies import RewardBody
 from recjax.serving.refusals import Refused
@@ -76,18 +74,10 @@ class Recorder:
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
         self._ticking: asyncio.Task | None = None
-        self._held = contextlib.ExitStack()
-        if "://" not in options.store:
-            store = Path(options.store)
-            try:
-                self._held.enter_context(locked_file(store.with_name(f"{store.name}-server.lock"), seconds=0))
-            except Timeout:
-                raise ValueError(
-                    f"{options.store}: another server records there; give another file with --record"
-                ) from None
         with contextlib.ExitStack() as opened:
-            opened.enter_context(self._held)
             self._store = opened.enter_context(Store(options.store, create=True))
+            self._store.reserve(options.server)
+            self._store.check_indexes()
             for name, content in self._store.turns(options.server):
                 plain = json.loads(content)
                 if "reward" in plain:
@@ -325,7 +315,8 @@ class Recorder:
             await asyncio.to_thread(self._store.change, [change for change, _ in changes], self.options.server)
         except ValueError as error:
             is_trouble = isinstance(error.__cause__, sqlalchemy.exc.DBAPIError)
-            if is_trouble and not isinstance(error.__cause__, sqlalchemy.exc.IntegrityError):
+            is_trouble = is_trouble and not isinstance(error.__cause__, sqlalchemy.exc.IntegrityError)
+            if is_trouble or isinstance(error, Unavailable):
                 return self._failed(error)
             return Refused(409, str(error), code="reward_given")
         self.error = None

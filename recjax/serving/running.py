@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from recjax.experience.store import store_name
+from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine

@@ -17,6 +17,7 @@ from recjax.config.fields import wrong_with_variables
 
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
 MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as well)"
+_LONGEST_LINE = 2**28  # bytes of a line in a gzip file
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
@@ -164,12 +165,7 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
             objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}
             rows.append(FileRow(values | objects, f"{where}: row {index}"))
     else:
-        content = file.read_bytes()
-        if file.suffix.lower() == ".gz":
-            try:
-                content = gzip.decompress(content)
-            except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
+        content = _unpacked(file, where) if file.suffix.lower() == ".gz" else file.read_bytes()
         content = content.removeprefix(codecs.BOM_UTF8)
         rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
@@ -217,6 +213,20 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
             f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl {MORE_ENDINGS}"
         )
     return [row for file in found for row in read_file(file, key)]
+
+
+def _unpacked(file: Path, where: str) -> bytes:
+    """The content of a gzip file, whose lines are limited, as a small file may unpack to more than the memory."""
+    lines = []
+    try:
+        with gzip.open(file) as packed:
+            while line := packed.readline(_LONGEST_LINE):
+                lines.append(line)
+                if len(line) == _LONGEST_LINE:
+                    raise ValueError(f"{where}: line {len(lines)} has {_LONGEST_LINE} bytes or more; remove it")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
+    return b"".join(lines)
 
 
 def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileRow]:

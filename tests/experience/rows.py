@@ -1,12 +1,15 @@
 """Completions of a store for tests."""
 
+import contextlib
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import Record, Store
+from recjax.experience.store import Change, Record, Store
 from recjax.models.sampling import Sampling
 
 TIME = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
@@ -194,3 +197,54 @@ def read(place) -> list[Record]:
     """All completions of a store."""
     with Store(place) as store:
         return list(store.records())
+
+
+def make_every_kind_of_page(path: Path) -> None:
+    """A store of SQLite with rows, turns and rewards of two servers and graders, indexes of two levels, free pages."""
+    with Store(path, create=True) as store:
+        store.append([make_row(number, group=number // 4, length=9) for number in range(400)])
+        store.add_rewards({number: (Grade(number / 7), None) for number in range(1, 400, 2)}, "another")
+        for server in ("", "b"):
+            turns = [(f"s{number % 3}", f"turn {number} " * 9) for number in range(9)]
+            store.change([Change(turns=turns)], server)
+        store.change([Change(ended=["s1"])], "b")
+        store.delete([*range(341, 401)])
+
+
+def everything_in(path: Path) -> list:
+    """All answers of a store; lookups ask for the ids and groups of `make_every_kind_of_page`, and for others."""
+    with Store(path) as store:
+        store.check_indexes()
+        return [
+            store.last(),
+            list(map(repr, store.records(others=True))),
+            list(store.scan()),
+            [values.tolist() for grader in ("given", "another") for values in store.scan_rewards(grader)],
+            store.numbers("id", [f"row {number}" for number in range(400)]),
+            store.numbers("id"),
+            store.numbers("group_id", [f"group {number}" for number in range(99)]),
+            store.rewards(range(1, 341), "another"),
+            store.new_rewards(0, store.last()),
+            [store.turns(server) for server in ("", "b")],
+            store.older_than(TIME),
+        ]
+
+
+def flipped_bits(path: Path, pages: list[list[int]], seed: int, read: Any = everything_in) -> Iterator[tuple[int, str]]:
+    """Flips a bit in one page of each list; yields the page from 1, and "reported", "harmless" or "SILENT"."""
+    generator, content, expected = np.random.default_rng(seed), path.read_bytes(), read(path)
+    path.with_name(f"{path.name}-last").unlink(missing_ok=True)
+    for chosen in pages:
+        page, bit = int(generator.choice(chosen)), int(generator.integers(8))
+        begin = 4096 * (page - 1)
+        # Half of the flips are in bytes that are not 0, as much of a page may be unused.
+        used = [place for place in range(begin, begin + 4096) if content[place] or generator.integers(9) == 0]
+        place = int(generator.choice(used))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        for file in path.parent.glob(f"{path.name}-*"):
+            file.unlink()
+        outcome = "reported"
+        with contextlib.suppress(ValueError):
+            outcome = "harmless" if read(path) == expected else "SILENT"
+        yield page, outcome
+    path.write_bytes(content)

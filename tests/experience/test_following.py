@@ -1,7 +1,11 @@
 """A store that grows: which of its completions are groups to train on, when, and that none is taken twice."""
 
+import itertools
 import json
+import os
+import shutil
 import sqlite3
+import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
@@ -62,7 +66,8 @@ def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
     append(live, [row(4, 2)])
     assert taken(reader, room=1) == [[2, 3]]
     state = reader.state()
-    assert state == {"store": reader._store.id, "read": 5, "left": [[5, 5]], "unrewarded": []}
+    row_5 = reader._store.identities(store.Last(5))[0]
+    assert state == {"store": reader._store.id, "read": 5, "row": row_5, "left": [[5, 5]], "unrewarded": []}
     append(live, [row(6, 3)])
     # The same process, and others that go on from there, before and after they have read anything.
     resumed = following(state=state)
@@ -137,6 +142,82 @@ def test_at_its_deadline_a_group_goes_without_some_and_what_comes_later_is_count
         arrival = again.poll(1, 9)
         assert arrival.groups == [] and arrival.left_out == Counter(rewards_too_late=1)
         assert again.state()["unrewarded"] == [2] and again.poll(1, 9).left_out == Counter()
+
+
+BEHIND = {
+    "the last rows are missing": (6, 0, 0),
+    "other rows have their numbers": (6, 3, 0),
+    "other rewards have their numbers": (8, 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_store_that_has_gone_back_is_refused(tmp_path, following, name, resumes):
+    kept, added, rewarded = BEHIND[name]
+    if rewarded and resumes:
+        pytest.skip("a run that resumes reads all rewards")
+    live, backup = tmp_path / "live", tmp_path / "backup"
+    rows = [row(number, number, reward=None) for number in range(8)]
+    append(live, rows[:kept])
+    shutil.copy(live, backup)
+    append(live, rows[kept:]) if rows[kept:] else None
+    give_rewards(live, [{"id": "row 0", "reward": 1.0}])
+    reader = following()
+    assert taken(reader) == [[0]]
+    state = reader.state()
+    shutil.copy(backup, tmp_path / "new")  # as one restores a file: a whole one takes its place
+    for file in tmp_path.glob("live-*"):
+        file.unlink()
+    os.replace(tmp_path / "new", live)
+    if added:
+        append(live, [row(20 + number, number) for number in range(added)])
+    give_rewards(
+        live, [{"id": f"row {number}", "reward": 0.5} for number in range(1, 1 + rewarded)]
+    ) if rewarded else None
+    again = following(state=state) if resumes else reader
+    with pytest.raises(ValueError, match="experience.store = .*has gone back to an earlier state: this run has read"):
+        taken(again)
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_a_database_that_is_away_and_reads_everything_once(following, database_url, caplog):
+    url = database_url()
+    append(url, [row(0), row(1, reward=None), row(2, 1)])
+    options = (f"experience.store={url}", "experience.group_by=group", "experience.outage_seconds=0.3")
+    reader = following(*options)
+    assert taken(reader) == [[2]]
+    away, real = (
+        store.sql.exc.OperationalError("", {}, Exception("the database system is starting up")),
+        store.Store._select,
+    )
+    away.orig.sqlstate = "57P03"
+    append(url, [row(3, 2), row(4, 3, length=11)])
+
+    queries = itertools.count()
+
+    def fails_at_the_second_query(self, *given):
+        if next(queries) % 2:
+            with self._trying("read"):
+                raise away
+        return real(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.Store, "_select", fails_at_the_second_query)
+        assert taken(reader) == [] and taken(reader) == []
+    assert caplog.text.count("starting up; ") == 1 and "the run waits for it, up to 0.3 seconds" in caplog.text
+    arrival = reader.poll(1, 9)
+    assert [ids(group) for group in arrival.groups] == [["row 3"]] and arrival.left_out == Counter(too_long=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.Store, "_select", fails_at_the_second_query)
+        assert taken(reader) == []
+        time.sleep(0.4)
+        with pytest.raises(ValueError, match="experience.store = .*: .* cannot be read: the database system is start"):
+            taken(reader)
+    gone = url.rpartition("/")[0] + "/none"
+    with pytest.raises(ValueError, match="cannot be opened"):
+        taken(following(f"experience.store={gone}"))
+    assert taken(following(f"experience.store={gone}", state=reader.state())) == []
 
 
 def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):

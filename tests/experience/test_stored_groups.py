@@ -1,6 +1,7 @@
 """A store that is read by group is what it is when all of it is read, and no more than an index of it is held."""
 
 import gc
+import os
 import re
 import sqlite3
 
@@ -235,7 +236,16 @@ def test_a_store_is_tokenized_once_as_it_grows(place, tmp_path, monkeypatch, cap
     opened(0)
     with Store(path) as store:
         store.delete([3])
+    with sqlite3.connect(path) as database, sqlite3.connect(tmp_path / "backup") as copy:
+        database.backup(copy)
     opened(len(rows))
+    append(path, [make_row(100, group=1, tokenizer=NAME)])
+    opened(1)
+    for old in tmp_path.glob("store-*"):
+        old.unlink()
+    os.replace(tmp_path / "backup", path)
+    append(path, [make_row(101, group=1, tokenizer=NAME)])  # has the number of the row that the backup lacks
+    opened(len(rows) + 1)
 
 
 def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):

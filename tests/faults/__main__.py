@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults import damage, others
+from tests.faults.database import Database
 from tests.faults.kills import ASYNC, MODES, kills
 from tests.faults.live import kills_of_both
 from tests.faults.outcomes import Outcome, table
 from tests.faults.runs import Place, place_in
 
-PARTS = ("kills", "live", "flips", "resumed", "disks", "processes", "clocks", "places")
+PARTS = ("kills", "live", "database", "flips", "resumed", "disks", "processes", "clocks", "places")
 
 
 def campaign(place: Place, only: list[str], flips: int, kill_count: int, seed: int, ray: bool) -> Iterator[Outcome]:
@@ -26,6 +27,9 @@ def campaign(place: Place, only: list[str], flips: int, kill_count: int, seed: i
         yield from kills(place, kill_count, seed, MODES | (ASYNC if ray else {}))
     if "live" in only:
         yield from kills_of_both(place, kill_count, seed)
+    if "database" in only:
+        with Database() as database:
+            yield from kills_of_both(place, kill_count, seed, database)
     if {"flips", "resumed"} & {*only}:
         made = damage.subject(place)
     if "flips" in only:

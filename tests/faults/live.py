@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 from absl import flags
 
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
 from recjax.experience.following import Follower
+from recjax.experience.group import Row
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
@@ -26,7 +28,8 @@ from recjax.training import loop
 from recjax.training.checkpoint import newest_whole, progress
 from recjax.training.metrics import read_metrics
 from recjax.training.run import characters
-from tests.experience.rows import read_columns
+from tests.experience.rows import Columns, read_columns
+from tests.faults.database import Database
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import SECONDS, Place, keep_programs
 
@@ -42,11 +45,15 @@ SERVES = ["--port=0", "--reward_seconds=1", "--max_completion_tokens=3", "--slot
 ASKERS = 3
 
 
-def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
-    """`count` kills, of the server, the trainer, or both at once; then both end, and what is on disk is compared."""
-    folder = place.folder / "live"
+def kills_of_both(place: Place, count: int, seed: int, database: Database | None = None) -> Iterator[Outcome]:
+    """`count` kills, of the server, the trainer, or both at once; then both end, and what is on disk is compared.
+
+    Args:
+        database: server of databases to record into, which is restarted after every second kill; None: a file.
+    """
+    folder = place.folder / ("live in a database" if database else "live")
     folder.mkdir(parents=True)
-    both, load = _Both(place, folder), _Load()
+    both, load = _Both(place, folder, database), _Load()
     chance, killed = random.Random(seed), []
     try:
         both.start("server"), both.start("trainer")
@@ -62,6 +69,9 @@ def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
             for name in which:
                 both.start(name)
             killed.append(" and ".join(which))
+            if database and len(killed) % 2 == 0:
+                time.sleep(chance.uniform(0.0, 3.0))
+                database.restart()
         # Both have to go on from there.
         both.wait_for(6)
         load.end()
@@ -74,16 +84,24 @@ def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
         both.kill("server"), both.kill("trainer")
     for which in killed or ["nobody"]:
         yield Outcome(f"SIGKILL, live, {which}", "NOT" if wrong else "as without", wrong)
-    steps, answers = both.steps(), len(load.answered)
-    print(f"live: {len(killed)} kills, {steps} steps, {answers} replies, {len(load.rewarded)} rewards", file=sys.stderr)
+    for _ in range(database.restarts if database else 0):
+        yield Outcome("restart, live, database", "NOT" if wrong else "as without", wrong)
+    counts = {"kills": len(killed), "restarts": database.restarts if database else 0, "steps": both.steps()}
+    counts |= {
+        "replies": len(load.answered),
+        "rewards": len(load.rewarded),
+        "turns": sum(map(len, load.turns.values())),
+    }
+    counts |= {"requests refused while the database was away": load.refused}
+    print(f"live: {', '.join(f'{count} {name}' for name, count in counts.items())}", file=sys.stderr)
 
 
 class _Both:
     """The two processes, each of which can be killed and started again."""
 
-    def __init__(self, place: Place, folder: Path):
+    def __init__(self, place: Place, folder: Path, database: Database | None):
         self._place, self._folder, self._processes = place, folder, {}
-        self.output, self.store = folder / "run", folder / "store"
+        self.output, self.store = folder / "run", database.url if database else folder / "store"
         self.options = [*FOLLOWS, f"experience.store={self.store}", f"output={self.output}", "training.steps=100000"]
 
     def start(self, name: str) -> None:
@@ -148,6 +166,8 @@ class _Load:
     def __init__(self):
         self.answered: dict[str, dict] = {}
         self.rewarded: dict[str, float] = {}
+        self.turns: dict[str, list[list[int]]] = {}  # tokens of each turn of a session, by the id of its completion
+        self.refused = 0
         self.wrong: list[str] = []
         self._ended, self._threads = threading.Event(), []
 
@@ -180,7 +200,7 @@ class _Load:
             asked = {"prompt": prompt, "n": 4, "max_tokens": 3, "return_token_ids": True}
             answer = client.post("/v1/completions", json=asked)
             if answer.status_code != 200:
-                self.wrong.append(answer.text)
+                self._note(answer)
                 return
             reply = answer.json()
             self.answered[reply["id"]] = reply
@@ -189,9 +209,36 @@ class _Load:
                 row, reward = waiting[chance.randrange(len(waiting))]
                 given = client.post("/v1/feedback", json={"id": row, "reward": reward})
                 if given.status_code != 200:
-                    self.wrong.append(given.text)
+                    self._note(given)
+                    return
                 self.rewarded[row] = reward
                 waiting.remove((row, reward))
+            self._converse(client, chance, waiting)
+
+    def _converse(self, client: httpx.Client, chance: random.Random, waiting: list[tuple[str, float]]) -> None:
+        """Takes turns in a session of its own, which get their reward as the other completions do.
+
+        They are too long for the run, which trains on groups of the others.
+        """
+        name = f"{chance.randrange(10**12)}"
+        for _ in range(3):
+            asked = {"prompt": "1+" * 20, "max_tokens": 3, "return_token_ids": True}
+            answer = client.post(f"/sessions/{name}/v1/completions", json=asked)
+            if answer.status_code == 409 and "session_over" in answer.text:  # the next turn was late
+                break
+            if answer.status_code != 200:
+                self._note(answer)
+                break
+            self.turns.setdefault(f"session/{name}", []).append(answer.json()["choices"][0]["token_ids"])
+        if f"session/{name}" in self.turns:
+            waiting.append((f"session/{name}", chance.choice([0.0, 0.5, 1.0])))
+
+    def _note(self, answer: httpx.Response) -> None:
+        """A refusal is wrong, unless the database is away."""
+        if answer.status_code == 503 and "the server must record all replies" in answer.text:
+            self.refused += 1
+        else:
+            self.wrong.append(answer.text)
 
 
 def _wrong(both: _Both, load: _Load) -> str:
@@ -206,6 +253,11 @@ def _wrong(both: _Both, load: _Load) -> str:
                 return f"{name}/{place}: a reply was sent, and the store has {'another' if row else 'none'}"
             if row.policy_version != min(choice["token_policy_versions"]):
                 return f"{name}/{place}: version {row.policy_version}, and its tokens have others"
+    for name, turns in load.turns.items():
+        row = rows.get(name)
+        said = iter(()) if row is None else iter(_sampled(row))
+        if not all(turn in said for turn in turns):  # in their order; a turn that nobody heard of may be between them
+            return f"{name}: {len(turns)} turns were sent, and the store has {'others' if row else 'none'}"
     if lost := [name for name, reward in load.rewarded.items() if rows[name].reward != reward]:
         return f"{len(lost)} rewards were acknowledged and are not there, such as that of {lost[0]}"
     steps, trained = both.steps(), Counter()
@@ -218,6 +270,7 @@ def _wrong(both: _Both, load: _Load) -> str:
             return f"step {step} has trained on {unknown[0]} with a reward that it does not have"
     if twice := [name for name, times in trained.items() if times > 1]:
         return f"{len(twice)} completions were trained on twice, such as {twice[0]}"
+    rows = {name: row for name, row in rows.items() if name not in load.turns and not name.startswith("session/")}
     whole = Counter(row.group_id for row in rows.values() if row.reward is not None)
     whole = {row.id for row in rows.values() if whole[row.group_id] == 4}
     left, taken, held = _left(both)
@@ -226,6 +279,16 @@ def _wrong(both: _Both, load: _Load) -> str:
     if not trained.keys() <= taken or len(taken) - len(trained) != 4 * held:
         return f"{len(taken)} completions were taken, {len(trained)} trained on, and {held} groups are in the queue"
     return ""
+
+
+def _sampled(row: Columns) -> list[list[int]]:
+    """The sampled tokens of each turn of a session."""
+    rows = row.rows or [Row((), row.completion_tokens, row.completion_mask, None)]
+    turns = []
+    for one in rows:
+        ends = np.flatnonzero(np.diff(one.mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
+        turns += [one.tokens[begin:end].tolist() for begin, end in ends]
+    return turns
 
 
 def _kept(output: Path, step: int) -> dict[str, float]:
@@ -250,6 +313,7 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
         names = {number: name for name, (number,) in store.numbers("id").items()}
     not_taken = {number for first, end in state["left"] for number in range(first, end + 1)}
     taken = {name for number, name in names.items() if number <= state["read"] and number not in not_taken}
+    taken = {name for name in taken if not name.startswith("session/")}  # which are too long
     left = {one.id for group in follower.poll(step + 1, len(names)).groups for one in group.completions}
     return left, taken, len(said["queue"]["waiting"]) + len(said["queue"]["ready"])
 

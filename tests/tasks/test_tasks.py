@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recjax.config import ArithmeticTask, FileTask, load_config
+from recjax.tasks import reading
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.loading import load_task
@@ -215,9 +216,15 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
         ("a.jsonl", '{"prompt": "x", "answer": 1, "answer": 2}\n', "line 1: the key 'answer' is given twice"),
         ("a.json", '[{"prompt": "x", "answer": 1, "prompt": "y"}]', "a.json: the key 'prompt' is given twice"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "more": {"k": 1, "k": 1}}\n', "line 1: the key 'k' is given twice"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}\n" + bytes(10**6)),
+            "a.jsonl.gz: line 2 has 1000000 bytes or more; remove it",
+        ),
     ],
 )
-def test_damaged_files_are_named(tmp_path, name, content, message):
+def test_damaged_files_are_named(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.setattr(reading, "_LONGEST_LINE", 10**6)
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=re.escape(message)):
         file_problems(str(tmp_path / name), FileTask(train=""))
