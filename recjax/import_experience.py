@@ -2,9 +2,9 @@
 
     python -m recjax.import_experience --input FILE [--input FILE ...] --output STORE [--source NAME] [column flags]
 
-Files are JSON Lines, CSV or Parquet; exports of recjax.export_experience; or the folder of Parquet files in which an
-earlier recjax kept a store. STORE is a file, or the URL of a database. A row has a prompt (text or a list of messages)
-and a completion, or OpenAI-style messages in which the last one, from the assistant, is the completion. The reward may
+Files are JSON Lines, CSV or Parquet, or exports of recjax.export_experience. STORE is a file, or the URL of a database.
+A row has a prompt (text or a list of messages) and a completion, or OpenAI-style messages in which the last one, from
+the assistant, is the completion. The reward may
 be missing (pending). Optional columns are answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and
 logprobs. Rows with equal prompts are a group unless --group_column names another column. Before it writes anything, the
 command refuses malformed rows, with their place, and files that the store already has.

@@ -19,7 +19,6 @@ from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.group import Grade
 from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized, tokenizer_name
-from recjax.files import size_and_digest, write_sealed
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -332,72 +331,6 @@ def exported(tmp_path, ending):
         store.add_rewards({3: (Grade(1.0), "late")})
         assert export_store(store, tmp_path / f"file.{ending}") == len(ROWS)
     return tmp_path / f"file.{ending}"
-
-
-def old_parts():
-    """Two tables in the format of an earlier recjax's store: a plain completion, and one of two rows."""
-    day = datetime(2026, 5, 1, tzinfo=UTC)
-    common = {"group_id": "g", "source": "run", "prompt": "2+2=", "completion": "4", "tokenizer": "t", "time": day}
-    common |= {"truncated": False, "reward": 1.0, "reward_parts": [{"name": "a", "value": 1.0}], "policy_version": 3}
-    plain = common | {"id": "plain", "prompt_tokens": [1, 2], "completion_tokens": [3], "completion_mask": [True]}
-    plain |= {"behavior_logprobs": [-0.5], "metadata": '{"turns": 2}', "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    first = common | {"id": "agent", "trajectory": "agent", "prompt_tokens": [1, 2], "completion_tokens": [3, 4, 5]}
-    first |= {"completion_mask": [True, False, True], "behavior_logprobs": [-1.0, 0.0, -2.0]}
-    first |= {"metadata": '{"turns": [[0, 1, 0.25], [1, 2, 0.75]], "token_versions": [[3, 3], [4, 1]], "run": "x"}'}
-    second = first | {"id": "agent+1", "prompt_tokens": [1, 9], "completion_tokens": [6, 7]}
-    second |= {"completion_mask": [True, True], "behavior_logprobs": [-3.0, -4.0]}
-    names = [name for name in exchange.SCHEMA.names if name not in ("token_versions", "turns", "turn_rewards")]
-    fields = [exchange.SCHEMA.field(name) for name in names if name not in ("row_lengths", "other_rewards", "recorded")]
-    schema = pa.schema([*fields, ("trajectory", pa.string())], metadata={"recjax.experience.version": "4"})
-    return pa.Table.from_pylist([plain], schema), pa.Table.from_pylist([first, second], schema)
-
-
-def old_folder(folder, *tables):
-    folder.mkdir()
-    for number, table in enumerate(tables):
-        pq.write_table(table, folder / f"part-{number:08d}.parquet")
-    return folder
-
-
-def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
-    folder = old_folder(tmp_path / "old", *old_parts())
-    import_exports([read_exported(folder)], tmp_path / "again.db")
-    one, agent = (record.completion for record in read(tmp_path / "again.db"))
-    assert [row.prompt_tokens.tolist() for row in agent.rows] == [[1, 2], [1, 9]]
-    assert [row.tokens.tolist() for row in agent.rows] == [[3, 4, 5], [6, 7]]
-    assert [row.behavior_logprobs.tolist() for row in agent.rows] == [[-1.0, 0.0, -2.0], [-3.0, -4.0]]
-    assert agent.rows[0].mask.tolist() == [True, False, True] and agent.version_runs == ((3, 3), (4, 1))
-    assert agent.turns == ((0, 1), (1, 2)) and agent.grade.turns == (0.25, 0.75) and agent.metadata == {"run": "x"}
-    assert one.rows[0].tokens.tolist() == [3] and one.metadata == {"turns": 2} and one.grade.reward_parts == {"a": 1.0}
-    assert one.sampling == Sampling(1.0, 0, 1.0, 0.0)  # `min_p` was not known to all versions
-    parts = sorted(folder.iterdir())
-    write_sealed(folder / ".manifest.json", {part.name: [size_and_digest(part)] for part in parts})
-    list(read_exported(folder))
-    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="part-00000001.parquet is damaged or missing; restore it from a backup, or"):
-        read_exported(folder)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty has no part-.*parquet; give files, or the folder of a store"):
-        read_exported(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.slice(1), r"row 0: row 'agent\+1': the first row of its trajectory 'agent' is not before it"),
-        (lambda t: t.drop_columns(["trajectory"]), "column trajectory is missing; export the store again"),
-        (lambda t: t.replace_schema_metadata({}), "has store version 'none', and this recjax imports 4"),
-        (lambda t: t.replace_schema_metadata({"recjax.experience.version": "3"}), "has store version '3', and this"),
-        (lambda t: with_first(t, "metadata", "{"), "row 0: Expecting property name"),
-        (lambda t: with_first(t, "metadata", "[]"), "row 0: .*list"),
-        (lambda t: with_first(t, "completion_tokens", [3]), "row 0: columns completion_tokens, .* different lengths"),
-    ],
-)
-def test_an_old_folder_that_was_edited_is_refused(tmp_path, change, message):
-    plain, agent = old_parts()
-    folder = old_folder(tmp_path / "old", plain, change(agent))
-    with pytest.raises(ValueError, match=rf"part-00000001.parquet: {message}"):
-        list(read_exported(folder))
 
 
 def with_first(table, column, value):

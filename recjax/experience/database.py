@@ -114,10 +114,6 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
         return Database(_postgresql(str(place), name), name)
     path = _path_of(place)
     if path.is_dir():
-        if any(path.glob("part-*.parquet")):
-            new = f"{str(path).rstrip('/')}.db"
-            remedy = f"import it once: python -m recjax.import_experience --input {path} --output {new}, and use {new}"
-            raise ValueError(f"{name} is a store of an earlier recjax, a folder of Parquet files; {remedy}")
         raise ValueError(f"{name} is a folder, and a store is a file; give a file, such as {path / 'experience.db'}")
     if not path.exists():
         if not create:

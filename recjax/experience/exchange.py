@@ -7,7 +7,7 @@ describes them.
 import base64
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from recjax.experience.group import Grade
 from recjax.experience.store import Record, Store, record_of, row_of
-from recjax.files import read_sealed, size_and_digest, whole_file
+from recjax.files import whole_file
 
 _VERSION, _CURRENT = b"recjax.experience.version", b"8"  # metadata key of Parquet files, and its value
 TOGETHER = 1024  # completions to convert or import at a time
@@ -58,11 +58,6 @@ SCHEMA = pa.schema(
     ],
     metadata={_VERSION: _CURRENT},
 )
-# Version 4, a folder of files. Each row of a completion with several has the id of the completion in `trajectory`.
-_OLD = pa.schema(
-    [*(SCHEMA.field(number) for number in range(SCHEMA.get_field_index("metadata") + 1)), ("trajectory", pa.string())],
-    metadata={_VERSION: b"4"},
-)
 # Columns with lists of numbers, as bytes in the store, and columns with JSON.
 _LISTS = {"prompt_tokens": "<i4", "completion_tokens": "<i4", "completion_mask": "bool", "behavior_logprobs": "<f4"}
 _JSON = ("metadata", "token_versions", "turns", "row_lengths", "other_rewards")
@@ -94,13 +89,11 @@ def export_store(store: Store, path: Path) -> int:
 
 
 def read_exported(path: Path) -> Iterator[Record] | None:
-    """The completions of an exported file or of an earlier recjax's store, read on demand; None for other files.
+    """The completions of an exported file, read on demand; None for other files.
 
     Raises:
         ValueError: a file that is damaged or cannot be read; the message names file, row and column.
     """
-    if path.is_dir():
-        return itertools.starmap(_imported, _old_rows(_parts(path)))
     is_ours = False
     if path.suffix == ".parquet" and path.is_file():
         try:
@@ -117,7 +110,7 @@ def read_exported(path: Path) -> Iterator[Record] | None:
     return itertools.starmap(_imported, _rows(path)) if is_ours else None
 
 
-def _rows(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -134,13 +127,12 @@ def _rows(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[tuple[str, dict[st
         return
     try:
         file = pq.ParquetFile(path)
-        if (found := (file.schema_arrow.metadata or {}).get(_VERSION, b"none")) != (
-            wanted := schema.metadata[_VERSION]
-        ):
-            words = f"has store version {found.decode()!r}, and this recjax imports {wanted.decode()}"
+        version = file.schema_arrow.metadata[_VERSION]
+        if version != _CURRENT:
+            words = f"has store version {version.decode()!r}, and this recjax imports {_CURRENT.decode()}"
             raise ValueError(f"{path}: {words}; import it with the recjax that wrote it")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-        for field in schema:
+        for field in SCHEMA:
             if field.name not in types:
                 raise ValueError(f"{path}: column {field.name} is missing; export the store again")
             if (kind := types[field.name]) != field.type:
@@ -150,66 +142,6 @@ def _rows(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[tuple[str, dict[st
             yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); restore the file from a backup, or move it away") from error
-
-
-def _parts(folder: Path) -> list[Path]:
-    """The Parquet files of an earlier recjax's store, after a comparison with their checksums."""
-    parts, manifest = sorted(folder.glob("part-*.parquet")), folder / ".manifest.json"
-    for name, known in (read_sealed(manifest) if manifest.exists() else {}).items():
-        part = folder / name
-        if (size_and_digest(part) if part.exists() else None) not in known:
-            remedy = f"restore it from a backup, or delete {manifest} to import the files as they are"
-            raise ValueError(f"{part} is damaged or missing; {remedy}")
-    if not parts:
-        raise ValueError(f"{folder} has no part-*.parquet; give files, or the folder of a store of an earlier recjax")
-    return parts
-
-
-def _old_rows(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The completions of an earlier recjax's store, each as one row."""
-    prompts: dict[str, list[int]] = {}  # of groups
-    rows = (row for part in parts for row in _rows(part, _OLD))
-    for name, members in itertools.groupby(rows, lambda one: one[1]["trajectory"] or one[1]["id"]):
-        (place, first), *others = members
-        if first["id"] != name:
-            raise ValueError(
-                f"{place}: row {first['id']!r}: the first row of its trajectory {name!r} is not before it; restore the"
-                " first row, or remove all rows of the trajectory"
-            )
-        try:
-            yield place, _joined([first, *(row for _, row in others)], prompts)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{place}: {error}") from error
-
-
-def _joined(rows: Sequence[Mapping[str, Any]], prompts: dict[str, list[int]]) -> dict[str, Any]:
-    """The row of a completion whose rows these are."""
-    first, chain = rows[0], itertools.chain.from_iterable
-    prompt = first["prompt_tokens"] or []
-    if first["trajectory"]:  # the group's prompt is that of its first row
-        prompt = prompts.setdefault(first["group_id"], prompt)
-    own = [None if row["prompt_tokens"] == prompt else row["prompt_tokens"] for row in rows]
-    sizes = [None if tokens is None else len(tokens) for tokens in own]
-    lengths = [[size, len(row["completion_tokens"] or ())] for size, row in zip(sizes, rows, strict=True)]
-    metadata, ours = json.loads(first["metadata"] or "{}"), {}
-    for name in ("turns", "token_versions"):  # lists of two or three numbers; a user's metadata may have the same names
-        each = metadata.get(name)
-        are_lists = isinstance(each, list) and all(isinstance(one, list) and len(one) in (2, 3) for one in each)
-        if are_lists and all(type(number) in (int, float) for one in each for number in one):
-            ours[name] = metadata.pop(name)
-    turns, versions = ours.get("turns"), ours.get("token_versions")
-    return {
-        **dict.fromkeys(SCHEMA.names),
-        **first,
-        **{name: list(chain(row[name] or () for row in rows)) for name in _LISTS},
-        "prompt_tokens": [*prompt, *chain(tokens or () for tokens in own)],
-        "min_p": first["min_p"] or 0.0,  # a missing min_p counts as 0
-        "metadata": json.dumps(metadata) if metadata else None,
-        "token_versions": versions and json.dumps(versions),
-        "turns": json.dumps([turn[:2] for turn in turns]) if turns else None,
-        "turn_rewards": [float(reward) for turn in turns or () for reward in turn[2:]],
-        "row_lengths": json.dumps([len(prompt), *lengths]) if first["completion_tokens"] is not None else None,
-    }
 
 
 def _exported(record: Record) -> dict[str, Any]:
