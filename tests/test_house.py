@@ -197,15 +197,15 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "devices.md": 880,  # plans for absent devices, the paper's models
     "memory.md": 460,  # tables of remedies, parts and attention kernels; dry runs for several devices
     # Reference
-    "configuration.md": 4_440,  # keys of the features above; how overrides are read
+    "configuration.md": 4_470,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
     "papers.md": 2_500,
     "metrics.md": 550,  # agents, mixtures, following
-    "store_format.md": 660,  # imports, sessions, graders
+    "store_format.md": 715,  # imports, sessions, graders, PostgreSQL, read-only copies
     "tasks.md": 680,  # mixtures, pass rates, curricula, variables of chat templates, numbers, ends of chats
     "rewards.md": 1_420,  # classifiers, kinds and failures of custom functions, what they get; accuracy
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
-    "faults.md": 440,  # which keys may differ at a resume
+    "faults.md": 640,  # which keys may differ at a resume; indexes, databases that are away or restored
     "coming_from.md": 470,
     "glossary.md": 330,
     "api.md": 80,
