@@ -309,7 +309,7 @@ def opened(monkeypatch):
     monkeypatch.setattr(
         api, "sampled_rows", lambda config, opened, *task: calls.append((config, *task)) or pd.DataFrame()
     )
-    monkeypatch.setattr(api, "results", lambda rows: {})
+    monkeypatch.setattr(api, "results", lambda rows, pairs: {})
     return policy, calls
 
 

@@ -314,6 +314,8 @@ def test_none_in_all_parts_is_no_reward_and_none_in_one_part_adds_nothing(worker
     assert [FAILURES[place] for place in found.failures] == ["none"] * 3 + ["no_reward"]
     found = scores(unjudged, ["a", "b"])
     assert (found.rewards.tolist(), found.accurate.tolist()) == ([6, 5], [True, False]), "not known to be right"
+    found = scores(unjudged, ["a", "b"], style=0.0)
+    np.testing.assert_array_equal(found.rewards, [1, np.nan], "a measurement makes no reward")
 
 
 def has_5(prompts, completions, answers):

@@ -291,6 +291,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     for name in ("before", "after"):
         samples = [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
         columns = {
+            "step",
             "problem",
             "prompt",
             "question",

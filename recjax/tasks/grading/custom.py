@@ -161,8 +161,8 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     of values, None in rows without this column. A parameter with the name of a column gets this column. The function
     returns a number from −MOST_REWARD to MOST_REWARD for each completion, or a dict that maps names of parts to such
     lists. None instead of a number: the part does not apply to the completion and adds nothing to its reward. None in
-    all parts leaves the completion without a reward, as in TRL. The function may be `async def`; recjax then awaits it
-    once for the batch.
+    all parts, apart from parts of weight 0, leaves the completion without a reward, as in TRL. The function may be
+    `async def`; recjax then awaits it once for the batch.
 
     A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
     answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and

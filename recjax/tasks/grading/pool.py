@@ -23,7 +23,7 @@ from recjax.tasks.grading.reward import (
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
 
-# Reasons why a completion has no grade; no_reward: the user's function returned None in all parts.
+# Reasons why a completion has no grade; no_reward: the user's function returned None in all parts with a weight.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
 NO_REWARD = FAILURES.index("no_reward")
 
@@ -152,7 +152,9 @@ class Grading:
         if not parts:  # all calls failed
             names = self._names.get(reward.name) or {*reward.weights} - {LENGTH, OVERLONG} or [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
-        failures[np.isnan(list(parts.values())).all(0)] = NO_REWARD
+        # A part without weight is a measurement, and makes no reward.
+        weighted = [values for name, values in parts.items() if reward.weights.get(name, 1.0)]
+        failures[np.isnan(weighted or [*parts.values()]).all(0)] = NO_REWARD
         return parts, failures
 
     def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
