@@ -61,7 +61,7 @@ LISTS = ("prompts", "completions", "answers", "columns")  # lists by position, i
 
 
 class _Form(NamedTuple):
-    """How recjax calls a function.
+    """The form of a call of a user's function.
 
     by_position: parameters that get LISTS; empty: all lists are by name, as for TRL's rewards.
     by_name: parameters that get a list by name; True for parameters without a default.
