@@ -385,8 +385,9 @@ def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
     base = tmp_path / "base"
     random_model(family, base)
     character_tokenizer("0123456789+=").save_pretrained(base)
-    tokens, net = random.integers(0, 13, (2, 9)), "delta_inputs, delta_output" if family == "qwen3_5" else "value"
-    lora = f"model.lora={{rank: 3, alpha: 5, targets: [query, up, {net}]}}"
+    tokens = random.integers(0, 13, (2, 9))
+    targets = "query, up, delta_inputs, delta_output" if family == "qwen3_5" else "query, value, up"
+    lora = f"model.lora={{rank: 3, alpha: 5, targets: [{targets}]}}"
 
     def run(name, *overrides):
         config = configured(tmp_path, f"output={tmp_path / name}", "training.checkpoint_every=1", *overrides)
