@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # From the lowest to the highest; those that stand together do not import each other. The commands are above them all,
 # and right below them is api.py, which programs import: the package itself imports it by name, on first use.
 FLOORS = [
-    ("algorithms",),
+    ("algorithms", "grading"),
     ("models",),
     ("hub",),
     ("tasks.grading",),
@@ -97,6 +97,13 @@ def test_rooms_import_what_is_below_them():
             there = room_of(other)
             if None not in (here, there) and here != there and floor_of(there) >= floor_of(here):
                 wrong.append(f"{name} imports {other}: {there} is not below {here}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_grader_is_a_library_of_its_own():
+    own = {name for name in PATHS if room_of(name) == "grading"}
+    assert "recjax.grading.math_answers" in own
+    wrong = [f"{name} imports {other}" for name in sorted(own) for other in sorted(imports()[name] - own)]
     assert not wrong, "\n".join(wrong)
 
 

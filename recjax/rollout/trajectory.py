@@ -9,9 +9,9 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import Completion, Row, join_recorded, runs_of
+from recjax.grading.thinking import opening_tag, unclosed_tag
 from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled
-from recjax.tasks.grading.thinking import opening_tag, unclosed_tag
 
 
 class Trajectory:

@@ -172,7 +172,7 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
     """Refuses answers that no completion can match, before the run samples anything."""
     if reward.name in ("math", "guru_math", "math_dapo"):
-        check = pkgutil.resolve_name("recjax.tasks.grading.math_answers:check_answer")
+        check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")
         for problem in problems:
             check(problem.answer)
     if reward.function.__module__ == rewards.__name__ and not by_agent:

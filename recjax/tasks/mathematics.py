@@ -33,7 +33,7 @@ Reward: `guru_math`, 1 if the answers are symbolically equal, 0 otherwise.
 import re
 from collections.abc import Sequence
 
-from recjax.tasks.grading.notation import braced
+from recjax.grading.notation import braced
 from recjax.tasks.problems import Problem, chat, check_last_message, is_chat
 from recjax.tasks.reading import FileRow, as_text
 

@@ -1,13 +1,13 @@
 """Simple rewards: 1 for a right answer, 0 for a wrong one. Name one in `task.reward` as module:function.
 
-The rewards read the text after a completion's thoughts; see `recjax.tasks.grading.thinking`.
+The rewards read the text after a completion's thoughts; see `recjax.grading.thinking`.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
+from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 
 # Thousands separators belong to the number: the last number of "1,234" is not 234. Longer exponents do not match.
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?", re.ASCII)

@@ -96,7 +96,7 @@ def test_workers_see_columns_and_no_jax(faulty):
 
 def test_graders_and_workers_import_no_jax():
     modules = "recjax.workers, recjax.tasks.grading.graders"
-    modules += ", recjax.tasks.grading.math_answers, recjax.tasks.grading.tool_calls"
+    modules += ", recjax.grading.math_answers, recjax.grading.tool_calls"
     check = f"import sys, {modules}; assert not {{'jax', 'jaxlib', 'numpy'}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from recjax.tasks.grading.thinking import after_thoughts
+from recjax.grading.thinking import after_thoughts
 
 
 def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:

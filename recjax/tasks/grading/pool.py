@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
+from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.grading.custom import Answered, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
 from recjax.tasks.grading.reward import (
@@ -20,7 +21,6 @@ from recjax.tasks.grading.reward import (
     check_parts,
     is_accurate,
 )
-from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
 
 # Reasons why a completion has no grade; no_reward: the user's function returned None in all parts with a weight.

@@ -10,10 +10,10 @@ import re
 from string import ascii_letters
 from typing import NamedTuple
 
-from recjax.tasks.grading import expressions, literal
-from recjax.tasks.grading.literal import TEXT
-from recjax.tasks.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
-from recjax.tasks.grading.quantities import Quantity, quantity, same_quantity
+from recjax.grading import expressions, literal
+from recjax.grading.literal import TEXT
+from recjax.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
+from recjax.grading.quantities import Quantity, quantity, same_quantity
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"

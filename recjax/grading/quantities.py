@@ -9,8 +9,8 @@ from collections.abc import Collection
 from fractions import Fraction
 from typing import NamedTuple
 
-from recjax.tasks.grading.notation import depths
-from recjax.tasks.grading.units import BARE_LETTERS, NOTHING, Unit, units
+from recjax.grading.notation import depths
+from recjax.grading.units import BARE_LETTERS, NOTHING, Unit, units
 
 _NAMES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _SMALL = {word: value for value, word in enumerate(f"{_NAMES} seventeen eighteen nineteen".split())}

@@ -5,10 +5,10 @@ from pkgutil import resolve_name
 
 import pytest
 
+from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
-from tests.tasks.reward_cases import CASES, THOUGHTS, TWO
+from tests.grading.reward_cases import CASES, THOUGHTS, TWO
 
 
 def answer_parser(reward):

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recjax.tasks.grading.math_equality import is_right, unnamed, without_thousands
-from recjax.tasks.grading.notation import braced, depths, plain
-from recjax.tasks.grading.quantities import quantity
-from recjax.tasks.grading.thinking import after_thoughts, one_thought
+from recjax.grading.math_equality import is_right, unnamed, without_thousands
+from recjax.grading.notation import braced, depths, plain
+from recjax.grading.quantities import quantity
+from recjax.grading.thinking import after_thoughts, one_thought
 
 LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the depth of its brackets
 

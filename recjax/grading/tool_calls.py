@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from recjax.tasks.grading.thinking import one_thought
+from recjax.grading.thinking import one_thought
 
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*\n")
 

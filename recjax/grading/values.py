@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mpmath
 
-from recjax.tasks.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
+from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
 # Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500

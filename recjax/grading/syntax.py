@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from recjax.tasks.grading.notation import rows_of
-from recjax.tasks.grading.quantities import Quantity, quantity
+from recjax.grading.notation import rows_of
+from recjax.grading.quantities import Quantity, quantity
 
 CONSTANTS = {r"\pi", "e", "i", r"\infty"}
 

@@ -3,7 +3,7 @@
 `math_cases.tsv` is graded by `math`. `math_kinds.tsv` names each row's grader and kind. `math_truths.txt` has one truth
 a line, of which no digit may be changed.
 
-`python -m tests.tasks.test_math_cases` prints both graders' errors.
+`python -m tests.grading.test_math_cases` prints both graders' errors.
 """
 
 import re
@@ -13,9 +13,9 @@ from pathlib import Path
 import math_verify
 import pytest
 
-from recjax.tasks.grading.math_answers import guru_math, math
+from recjax.grading.math_answers import guru_math, math
+from tests.grading.reward_cases import BOX
 from tests.marks import slow
-from tests.tasks.reward_cases import BOX
 
 TABLE, KINDS, TRUTHS = (
     Path(__file__).with_name(name) for name in ("math_cases.tsv", "math_kinds.tsv", "math_truths.txt")

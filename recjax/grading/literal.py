@@ -5,8 +5,8 @@ Each function returns True or False, or None if the truth is not of its kind.
 
 import re
 
-from recjax.tasks.grading.notation import split_outside_brackets, squeezed, words_of
-from recjax.tasks.grading.quantities import quantity, same_quantity
+from recjax.grading.notation import split_outside_brackets, squeezed, words_of
+from recjax.grading.quantities import quantity, same_quantity
 
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer):? ?)?(?P<text>\\text ?\{ ?)?"

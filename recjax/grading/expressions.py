@@ -10,10 +10,10 @@ from typing import Any
 
 import sympy
 
-from recjax.tasks.grading import values
-from recjax.tasks.grading.notation import plain, split_outside_brackets
-from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
-from recjax.tasks.grading.syntax import (
+from recjax.grading import values
+from recjax.grading.notation import plain, split_outside_brackets
+from recjax.grading.quantities import Quantity, is_rounding, named_unit, quantity
+from recjax.grading.syntax import (
     BRACKETS,
     FUNCTIONS,
     Node,
@@ -24,7 +24,7 @@ from recjax.tasks.grading.syntax import (
     number,
     parse_math,
 )
-from recjax.tasks.grading.units import NOTHING, Unit
+from recjax.grading.units import NOTHING, Unit
 
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
