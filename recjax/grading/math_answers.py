@@ -6,13 +6,13 @@ Only text after the thoughts that is marked as the answer counts as one, so that
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recjax.grading.math_equality import is_right, unnamed, without_thousands
+from recjax.grading.math_equality import Explanation, explanation, is_equal, unnamed, without_thousands
 from recjax.grading.notation import braced, depths, plain
 from recjax.grading.quantities import quantity
-from recjax.grading.thinking import after_thoughts, one_thought
+from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, whole_reply
 
 LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the depth of its brackets
 
@@ -32,12 +32,56 @@ _BRACKETS = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|`(.*)`", re.S)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 
+def math_reward(
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
+    answers: Sequence[Any],
+    prompts: Sequence[Any] | None = None,
+    **columns: Any,
+) -> list[float]:
+    r"""1 for each completion whose last \boxed equals the true answer, else 0, as `math`; TRL's signature.
+
+    Args:
+        completions: texts, or chats, of which the last message is read.
+        answers: true answers, each a text.
+        prompts: texts, of which only a thinking tag at the end is read, or chats, which are ignored.
+        columns: ignored.
+    Raises:
+        ValueError: a true answer is not a text.
+    """
+    if (other := next((answer for answer in answers if not isinstance(answer, str)), "")) != "":
+        raise ValueError(f"answers holds {other!r}; every true answer must be a text: convert it, or remove its row")
+    texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
+    openings = [opening_tag(each) if isinstance(each, str) else "" for each in prompts or [""] * len(texts)]
+    replies = map(whole_reply, openings, texts)
+    return [math(reply, answer, {})["accuracy"] for reply, answer in zip(replies, answers, strict=True)]
+
+
+def is_right(answer: str, truth: str) -> bool:
+    r"""True if an answer equals the true answer, as `math` decides; each is a bare answer or a text with a \boxed.
+
+    >>> is_right("72 inches", r"6\text{ feet}"), is_right("2+3", "5")
+    (True, False)
+    """
+    return is_equal(_short(_truth(answer)), _short(_truth(truth)) or "", finished=True)
+
+
+def explain(answer: str, truth: str) -> Explanation:
+    r"""The verdict of `is_right`, what was read on each side, and the rule that decided.
+
+    >>> print(explain(r"So it is \boxed{\frac{2}{4}}.", "0.5"))
+    right: compared as numbers with their units
+      answer: \frac{2}{4} (the number 1/2)
+      truth:  0.5 (the number 1/2)
+    """
+    return explanation(_short(_truth(answer)) or "", _short(_truth(truth)) or "")
+
+
 def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
     """accuracy: 1 if the marked answer is the true number, else 0.
 
     format: 1 if the completion is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
     """
-    accuracy = is_right(tagged(completion), _truth(answer), finished=True)
+    accuracy = is_equal(tagged(completion), _truth(answer), finished=True)
     thoughts, rest = one_thought(completion) or ("", "")
     is_formatted = _TAGGED.fullmatch(rest) and not _ANSWER_TAG.search(thoughts)
     return {"accuracy": float(accuracy), "format": 1.0 if is_formatted else -1.0}
@@ -49,12 +93,12 @@ def math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, 
     If the true answer is a number, the box must hold a number in any notation. A computation such as 2+3 or 5^2 does
     not count, because a policy could then repeat the question instead of answering it.
     """
-    return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=True))}
+    return {"accuracy": float(is_equal(boxed(completion), _truth(answer), finished=True))}
 
 
 def guru_math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
     r"""accuracy: 1 if the last \boxed is symbolically equal to the true answer, fully computed or not; else 0."""
-    return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=False))}
+    return {"accuracy": float(is_equal(boxed(completion), _truth(answer), finished=False))}
 
 
 def check_answer(answer: str) -> None:
@@ -74,7 +118,7 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
 
     Reference: arXiv 2503.14476 (DAPO); verl's math_dapo, which gives a wrong answer the reward −1.
     """
-    return {"accuracy": float(is_right(answer_line(completion), _truth(answer), finished=True))}
+    return {"accuracy": float(is_equal(answer_line(completion), _truth(answer), finished=True))}
 
 
 def boxed(completion: str) -> str | None:

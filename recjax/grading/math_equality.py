@@ -14,6 +14,7 @@ from recjax.grading import expressions, literal
 from recjax.grading.literal import TEXT
 from recjax.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
 from recjax.grading.quantities import Quantity, quantity, same_quantity
+from recjax.grading.syntax import names, parse_math
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
@@ -43,13 +44,44 @@ _WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
 _ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
-def is_right(given: str | None, answer: str, finished: bool) -> bool:
+class Explanation(NamedTuple):
+    """A verdict, what was read in the answer and in the true answer, and the rule by which the two were compared."""
+
+    right: bool
+    answer: str
+    truth: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{'right' if self.right else 'wrong'}: {self.rule}\n  answer: {self.answer}\n  truth:  {self.truth}"
+
+
+def is_equal(given: str | None, truth: str, finished: bool) -> bool:
     """True if an answer equals the true answer.
 
     Args:
         finished: if the true answer is a number, accept only numbers and no computations.
     """
-    return given is not None and _same(_read(answer), _read(given), finished)
+    return given is not None and _same(_read(truth), _read(given), finished)
+
+
+def explanation(given: str, truth: str) -> Explanation:
+    """The verdict of `is_equal` on a finished answer, with its reasons."""
+    right, rule = _compared(_read(truth), _read(given), finished=True)
+    wanted, got = (f"{text} ({_kind(text)})" if text else "none" for text in _in_one_form(_read(truth), _read(given)))
+    return Explanation(right, got, wanted, rule)
+
+
+def _kind(text: str) -> str:
+    """Says in a few words as what a text, in the notation of `notation.plain`, is read."""
+    if (number := quantity(unnamed(text))) is not None:
+        return f"the number {number.value}{' with a unit' if number.units else ''}"
+    if (whole := _spread(unnamed(text))) is not None:
+        return f"the items {'; '.join(whole.items)} in {whole.kind}"
+    if literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
+        return "text"
+    unknowns = ", ".join(sorted(names(tree)))
+    return f"{'a relation' if tree.kind == 'relation' else 'an expression'} of {unknowns or 'constants'}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,31 +90,38 @@ def _read(text: str) -> str:
 
 
 def _same(truth: str, given: str, finished: bool) -> bool:
+    return _compared(truth, given, finished)[0]
+
+
+def _compared(truth: str, given: str, finished: bool) -> tuple[bool, str]:
+    """The verdict, and the rule that decided it."""
     if not given:
-        return False
+        return False, "there is no answer, or it is too long or too deeply nested"
     if squeezed(truth) == squeezed(given):
-        return True
+        return True, "the same text"
     truth, given = _in_one_form(truth.strip(), given.strip())
     if (decided := literal.decided(truth, given)) is not None:
-        return decided
+        return decided, "compared as written: choices, words, times, dates, chemical formulas, residues, bases"
     if (decided := _as_named(truth, given, finished)) is not None:
-        return decided
+        return decided, "compared as the value of a name, such as x = 5"
     number = quantity(truth)
     if number is not None:
-        return _is_number(truth, number, given, finished)
+        return _is_number(truth, number, given, finished), "compared as numbers with their units"
     if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
         # An answer may omit, but not change, an unknown unit or other words after the truth's number.
         if expressions.is_constant(match["core"]):
             words = squeezed(TEXT.sub(r" \1", match["words"]))
             given = TEXT.sub(r" \1", given)
-            return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
+            return _compared(
+                match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished
+            )
     truth, given = _as_vector(truth, given), _as_vector(given, truth)
     if (decided := expressions.same_region(truth, given)) is not None:
-        return decided
+        return decided, "compared as regions of the number line"
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
-        return decided
-    return expressions.same_expression(truth, given, quantity(unnamed(given)))
+        return decided, "compared item by item"
+    return expressions.same_expression(truth, given, quantity(unnamed(given))), "compared as expressions"
 
 
 def _as_vector(text: str, other: str) -> str:

@@ -2,7 +2,14 @@ r"""What completions are worth: (name, reward, completion, answer, verdict, reas
 
 Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more. THOUGHTS has the
 end of the prompt as well, after the reward.
+
+`math_cases.tsv` is graded by `math`. `math_kinds.tsv` and `math_review.tsv` name each row's reward and kind.
+`math_truths.txt` has one truth a line, of which no digit may be changed.
 """
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 BOX = r"So the answer is \boxed{%s}."
 
@@ -512,3 +519,33 @@ CASES = [
     *((name, "math_dapo", *rest) for name, *rest in DAPO),
     *((name, "tool_calls", *rest) for name, *rest in CALLS),
 ]
+
+
+def lines_of(table: str) -> list[str]:
+    """The lines of a table of this folder, without the head."""
+    lines = Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()
+    return lines[table.endswith(".tsv") :]
+
+
+def changed_digits(truth: str) -> Iterator[str]:
+    """The truth with its first digit changed, and with its last digit changed."""
+    digits = list(re.finditer(r"\d", truth))
+    for place, match in enumerate(digits[:1] + digits[1:][-1:]):
+        digit = (int(match.group()) + 1 + (place + len(truth)) % 8) % 10
+        yield f"{truth[: match.start()]}{digit}{truth[match.end() :]}"
+
+
+def math_tables() -> dict[str, list[tuple[str, str, str, int]]]:
+    """(reward, completion, truth, verdict) of all mathematical answers in a box, by table."""
+    rows = [line.split("\t") for line in lines_of("math_cases.tsv") if not line.startswith("# ")]
+    tables = {"math_cases.tsv": [("math", BOX % answer, truth, int(verdict)) for truth, answer, verdict, _ in rows]}
+    for table in ("math_kinds.tsv", "math_review.tsv"):
+        rows = [line.split("\t") for line in lines_of(table)]
+        tables[table] = [(reward, BOX % answer, truth, int(verdict)) for truth, answer, verdict, reward, _ in rows]
+    tables["math_truths.txt"] = [
+        ("guru_math", BOX % f" {answer} ", truth, int(answer == truth))
+        for truth in lines_of("math_truths.txt")
+        for answer in (truth, *changed_digits(truth))
+    ]
+    tables["reward_cases.py"] = [row[1:5] for row in CASES if row[1] in ("math", "guru_math")]
+    return tables
