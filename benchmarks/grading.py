@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +56,33 @@ def errors(rows: list[tuple[str, str, str, int]], verdicts: list[bool]) -> dict[
 
 def compared(python: str) -> dict[str, Any]:
     """The wrong verdicts of both graders on every table, and the versions."""
-    result = {"versions": {"recjax": __version__}, "tables": {}}
     rewards = {name: load_reward(name).function for name in ("math", "guru_math")}
-    for name, rows in math_tables().items():
-        ours = [rewards[reward](completion, truth, {})["accuracy"] == 1 for reward, completion, truth, _ in rows]
-        command = [python, "-m", f"benchmarks.workers.{MATH_VERIFY.worker}"]
-        asked = json.dumps([row[1:3] for row in rows])
-        done = subprocess.run(command, input=asked, cwd=ROOT, capture_output=True, text=True, check=True)
-        answer = json.loads(done.stdout)
-        result["versions"] |= answer["versions"]
-        result["tables"][name] = {
-            "answers": len(rows),
-            "right": sum(right for *_, right in rows),
-            "recjax": errors(rows, ours),
-            "math-verify": errors(rows, answer["verdicts"]),
-        }
+    command = [python, "-m", f"benchmarks.workers.{MATH_VERIFY.worker}"]
+
+    def of_math_verify(rows):
+        pairs = json.dumps([row[1:3] for row in rows])
+        return json.loads(
+            subprocess.run(command, input=pairs, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+        )
+
+    result, tables = {"versions": {"recjax": __version__}, "tables": {}}, math_tables()
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for (name, rows), theirs in zip(tables.items(), pool.map(of_math_verify, tables.values()), strict=True):
+            ours = [rewards[reward](completion, truth, {})["accuracy"] == 1 for reward, completion, truth, _ in rows]
+            result["versions"] |= theirs["versions"]
+            result["tables"][name] = {
+                "answers": len(rows),
+                "right": sum(right for *_, right in rows),
+                "recjax": errors(rows, ours),
+                "math-verify": errors(rows, theirs["verdicts"]),
+            }
     return result
 
 
 def comparison(result: dict[str, Any]) -> str:
     """The page's table: a row for each table of cases, and the versions."""
-    head = ["table", "wrong answers", "paid by recjax", "by math-verify"]
-    rows = [[*head, "right answers", "refused by recjax", "by math-verify"]]
+    head = ["table", "wrong answers", "paid by recjax", "paid by math-verify"]
+    rows = [[*head, "right answers", "refused by recjax", "refused by math-verify"]]
     for name, counts in result["tables"].items():
         graders = [counts["recjax"], counts["math-verify"]]
         wrong = [counts["answers"] - counts["right"], *(errors["wrong_paid"] for errors in graders)]

@@ -68,20 +68,23 @@ def is_equal(given: str | None, truth: str, finished: bool) -> bool:
 def explanation(given: str, truth: str) -> Explanation:
     """The verdict of `is_equal` on a finished answer, with its reasons."""
     right, rule = _compared(_read(truth), _read(given), finished=True)
-    wanted, got = (f"{text} ({_kind(text)})" if text else "none" for text in _in_one_form(_read(truth), _read(given)))
+    wanted, got = (_described(text) if text else "none" for text in _in_one_form(_read(truth), _read(given)))
     return Explanation(right, got, wanted, rule)
 
 
-def _kind(text: str) -> str:
-    """Says in a few words as what a text, in the notation of `notation.plain`, is read."""
+def _described(text: str) -> str:
+    """A text, in the notation of `notation.plain`, with a few words that say as what it is read."""
     if (number := quantity(unnamed(text))) is not None:
-        return f"the number {number.value}{' with a unit' if number.units else ''}"
-    if (whole := _spread(unnamed(text))) is not None:
-        return f"the items {'; '.join(whole.items)} in {whole.kind}"
-    if literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
-        return "text"
-    unknowns = ", ".join(sorted(names(tree)))
-    return f"{'a relation' if tree.kind == 'relation' else 'an expression'} of {unknowns or 'constants'}"
+        kind = f"the number {number.value}{' with a unit' if number.units else ''}"
+    elif (whole := _spread(unnamed(text))) is not None:
+        kind = f"the items {'; '.join(whole.items)} in {whole.kind}"
+    elif literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
+        kind = "text"
+    else:
+        kind = {"relation": "a relation of "}.get(tree.kind, "an expression of ") + (
+            ", ".join(sorted(names(tree))) or "constants"
+        )
+    return f"{text} ({kind})"
 
 
 @functools.lru_cache(maxsize=1024)

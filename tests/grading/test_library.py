@@ -1,12 +1,13 @@
 """The grader as a library: its three functions, in the reward slots of TRL and verl, as docs/grading.md shows them."""
 
 import contextlib
+import doctest
 import io
 from types import SimpleNamespace
 
 import pytest
 
-from recjax.grading import explain, is_right, math_reward
+from recjax.grading import explain, is_right, math_answers, math_reward
 from tests.grading.reward_cases import lines_of
 from tests.test_tutorials import ROOT, blocks
 
@@ -30,6 +31,12 @@ def test_the_page_prints_what_it_says():
     assert len(commented) == 2
     for call, value in commented:
         assert repr(eval(call, names)) == value
+
+
+def test_the_examples_of_the_docstrings_run():
+    found = doctest.DocTestFinder().find(math_answers)
+    assert {test.name.rpartition(".")[2] for test in found if test.examples} == {"is_right", "explain"}
+    assert sum(doctest.DocTestRunner().run(test).failed for test in found) == 0
 
 
 def chat(text):
