@@ -49,7 +49,7 @@ def math_reward(
         ValueError: a true answer is not a text.
     """
     if (other := next((answer for answer in answers if not isinstance(answer, str)), "")) != "":
-        raise ValueError(f"answers holds {other!r:.80}; every true answer must be a text: convert it, or remove its row")
+        raise ValueError(f"answers holds {other!r:.80}; every true answer must be a text: convert or remove it")
     texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
     openings = [opening_tag(each) if isinstance(each, str) else "" for each in prompts or [""] * len(texts)]
     replies = map(whole_reply, openings, texts)
