@@ -53,7 +53,7 @@ from recjax.models.trainable import in_compute_dtype
 from recjax.numerics import logprob_difference
 from recjax.planning.programs import beside, compiled, plan, programs_of
 from recjax.planning.targets import load_target
-from recjax.training.update import Recipe, TrainState, hyperparameters_of, recipe_of, update
+from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, recipe_of, update
 
 
 def device() -> None:
@@ -147,10 +147,10 @@ def updates(
 ) -> TrainState:
     """Compiles and makes a few updates; the state after them."""
     layout = Layout(1, pack(batch, rows)) if rows else choose_layout(config, recipe.algorithm, recipe.decoder, batch)
-    arguments = jax.device_put(batch), jax.random.key(0), layout
-    rates = {"hyperparameters": hyperparameters_of(config, config.optimizer.learning_rate)}
+    context = Context({}, jax.random.key(0), hyperparameters=hyperparameters_of(config, config.optimizer.learning_rate))
+    arguments = jax.device_put(batch), layout, context
     started = time.perf_counter()
-    lowered = update.lower(state, {}, None, *arguments, **rates, recipe=recipe)
+    lowered = update.lower(state, *arguments, recipe=recipe)
     compiled = lowered.compile()
     results = {
         "compile_seconds": time.perf_counter() - started,
@@ -162,7 +162,7 @@ def updates(
 
     def once(_: int = 0):
         nonlocal state
-        state, metrics, learned = compiled(state, {}, None, *arguments, **rates)
+        state, metrics, learned = compiled(state, *arguments)
         return jax.block_until_ready((metrics, learned))
 
     metrics, learned = once()

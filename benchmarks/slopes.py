@@ -33,7 +33,7 @@ from recjax.models.unrolling import unrolled_for_training
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
-from recjax.training.update import Recipe, TrainState, update
+from recjax.training.update import Context, Recipe, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
 PHASES = ("generation", "update")
@@ -106,11 +106,9 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
         held["state"], *_ = jax.block_until_ready(
             update(
                 held["state"],
-                {},
-                None,
                 batch,
-                jax.random.key(number),
                 Layout(),
+                Context({}, jax.random.key(number)),
                 recipe=Recipe(unrolled_for_training(decoder), ALGORITHM, OPTIMIZER, Sampling(), 1024),
             )
         )

@@ -25,7 +25,7 @@ from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
 from recjax.training.mesh import make_mesh
 from recjax.training.start import begin
-from recjax.training.update import hyperparameters_of, recipe_of, update
+from recjax.training.update import Context, hyperparameters_of, recipe_of, update
 
 CONFIG = """
 output: {scratch}/run
@@ -72,12 +72,9 @@ def prepare(inputs: Inputs) -> System:
         layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch)
         trained, metrics, _ = update(
             trained,
-            run.frozen,
-            None,
             put_rows(batch._replace(reward_parts={})),
-            jax.random.key(number),
             layout,
-            hyperparameters=numbers,
+            Context(run.frozen, jax.random.key(number), hyperparameters=numbers),
             recipe=recipe,
         )
         return trained, {name: float(value) for name, value in on_host(metrics).items()}

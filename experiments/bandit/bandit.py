@@ -109,7 +109,9 @@ def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
     """The loss as a function of logits, behavior log-probabilities and how often the batch has each of GROUPS."""
     group_ids, mask = jnp.repeat(jnp.arange(len(GROUPS)), GROUP_SIZE), jnp.ones((GROUP_SIZE, 1), bool)
     rewards = jnp.asarray(REWARDS[GROUPS.ravel()], jnp.float32)
-    terms = losses.row_terms(algorithm, rewards, group_ids, jnp.ones(GROUPS.size, bool), jax.random.key(0))
+    terms = losses.row_terms(
+        algorithm, losses.BatchValues(rewards, group_ids, jnp.ones(GROUPS.size, bool), jax.random.key(0))
+    )
     terms = jax.tree.map(lambda x: x.reshape(GROUPS.shape), terms)
 
     def of(logits, behavior_logprobs, group_weights):

@@ -12,6 +12,7 @@ _PUBLIC = {
     "PRESETS": "presets",
     "AXES": "axes",
     "Algorithm": "algorithm",
+    "BatchValues": "losses",
     "Scored": "losses",
     "RowTerms": "losses",
     "row_terms": "losses",
@@ -27,7 +28,8 @@ __all__ = list(_PUBLIC)
 # Expects tokens, mask and behavior_logprobs [batch, time], rewards and group_ids [batch], logits [batch, time, vocab].
 EXAMPLE = """
 algorithm = algorithms.build("gspo", {"clip": {"epsilon_high": 1e-3}})
-rows = algorithms.row_terms(algorithm, rewards, group_ids, mask.any(-1), jax.random.key(0), completion_mask=mask)
+batch = algorithms.BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0), completion_mask=mask)
+rows = algorithms.row_terms(algorithm, batch)
 
 
 def summed_loss(logits):

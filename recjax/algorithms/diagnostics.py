@@ -8,22 +8,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from recjax.algorithms.groups import one_per_trajectory
 from recjax.algorithms.losses import Algorithm, RowTerms, impossible_tokens, token_terms
 from recjax.algorithms.ratios import bounded_exp, effective_share, log_difference, per_token, sequence_sum
+from recjax.algorithms.reduce import token_average
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
-
-
-def token_average(
-    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
-) -> Float[Array, ""]:
-    """Mean over valid tokens; 0 without valid tokens. For entropies, this is the mean entropy in nats per token.
-
-    Examples:
-        >>> mask = jnp.array([[True, True, False]])
-        >>> print(token_average(jnp.array([[1.0, 2.0, 9.0]]), mask))
-        1.5
-    """
-    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / jnp.maximum(jnp.sum(completion_mask), 1)
 
 
 def ratio_quantiles(
@@ -132,7 +120,8 @@ def diagnose(
         >>> algorithm = algorithms.build("grpo", {})
         >>> mask = jnp.array([[True, True], [True, False]])
         >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = algorithms.row_terms(algorithm, rewards, group_ids, mask.any(-1), jax.random.key(0))
+        >>> batch = algorithms.BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0))
+        >>> rows = algorithms.row_terms(algorithm, batch)
         >>> logprobs, entropy = jnp.array([[-1.0, -2.0], [-3.0, 0.0]]), jnp.ones((2, 2))
         >>> found = diagnose(algorithm, rows, logprobs, logprobs, entropy, mask)
         >>> print(found["entropy"], found["ratio/q99"], found["effective_sample_size"])

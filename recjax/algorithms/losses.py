@@ -7,7 +7,7 @@ An agent's observations o_t can add λ mean_t(−log π(o_t)).
 Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
-from recjax.algorithms.groups import first_rows, one_per_trajectory, trajectory_sums
+from recjax.algorithms.groups import FirstRows, first_rows, one_per_trajectory, trajectory_sums
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import (
     behavior_anchor,
@@ -27,6 +27,7 @@ from recjax.algorithms.ratios import (
 )
 from recjax.algorithms.reading import RESCORED, call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
+from recjax.algorithms.terms import terms_of
 
 
 class Scored(NamedTuple):
@@ -98,6 +99,7 @@ class TokenValues(NamedTuple):
     teacher_logprobs: Float[Array, "batch time"] | None = None
     reference_logprobs: Float[Array, "batch time"] | None = None
     entropy: Float[Array, "batch time"] | None = None
+    divergence: Float[Array, "batch time"] | None = None
     advantages: Float[Array, "batch #time"] | None = None
     anchor_logprobs: Float[Array, "batch time"] | None = None
     log_ratio: Float[Array, "batch time"] | None = None
@@ -107,23 +109,49 @@ class TokenValues(NamedTuple):
 
 
 class BatchValues(NamedTuple):
-    """Values of a whole batch that the functions of the axes read by name; `reading` describes each.
+    """Values of a whole batch: the inputs of `row_terms`, and what the functions of the axes read by name.
 
-    A value is None if it is unknown or not computed yet.
+    `reading` describes the values that functions read. A value is None if it is unknown or not computed yet; you can
+    omit inputs that the algorithm does not read.
+
+    rewards: reward of each row, in any unit; ignored where not kept.
+    group_ids: id of each row's group; any integers in any order, groups of any size.
+    kept: mask of rows without padding rows, `completion_mask.any(-1)`; `row_terms` narrows it to the selected rows.
+    key: random key for selections.
+    completion_mask: mask of the tokens that the behavior policy chose.
+    foreign: mask of completions by other models.
+    reward_parts: unweighted values of each reward part, by name; NaN in rows without the part.
+    part_weights: weight of each reward part, by name.
+    trajectories: id of each row's completion, whose rows have equal rewards; None if each row is a completion.
+    turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
+    token_turns: index of the turn that sampled each token; ignored where masked.
+    minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
+        Selection, advantages and weights are those of the whole batch. Functions that read scores read only the rows
+        of the minibatch.
+    observation_mask: mask of the tokens that an agent's tools and environment wrote.
+    scored: results of the scoring pass; ignored where masked.
+    proximal_logprobs: log π before the batch's first update; ignored where masked. None: the log-probs of `scored`.
+    teacher_logprobs: log-probs of a teacher at each token; ignored where masked.
     """
 
     rewards: Float[Array, " batch"]
     group_ids: Int[Array, " batch"]
-    key: PRNGKeyArray
     kept: Bool[Array, " batch"]
-    completion_mask: Bool[Array, "batch time"] | None
-    lengths: Int[Array, " batch"] | None
-    foreign: Bool[Array, " batch"] | None
-    reward_parts: Mapping[str, Float[Array, " batch"]] | None
-    part_weights: Mapping[str, Float[Array, " batch"]] | None
-    trajectories: Int[Array, " batch"] | None
-    turn_rewards: Float[Array, "batch turns"] | None
-    token_turns: Int[Array, "batch time"] | None
+    key: PRNGKeyArray
+    completion_mask: Bool[Array, "batch time"] | None = None
+    foreign: Bool[Array, " batch"] | None = None
+    reward_parts: Mapping[str, Float[Array, " batch"]] | None = None
+    part_weights: Mapping[str, Float[Array, " batch"]] | None = None
+    trajectories: Int[Array, " batch"] | None = None
+    turn_rewards: Float[Array, "batch turns"] | None = None
+    token_turns: Int[Array, "batch time"] | None = None
+    minibatch: Bool[Array, " batch"] | None = None
+    observation_mask: Bool[Array, "batch time"] | None = None
+    scored: Scored | None = None
+    proximal_logprobs: Float[Array, "batch time"] | None = None
+    teacher_logprobs: Float[Array, "batch time"] | None = None
+    # `row_terms` computes the following values, in this order.
+    lengths: Int[Array, " batch"] | None = None
     scored_logprobs: Float[Array, "batch time"] | None = None
     scored_entropy: Float[Array, "batch time"] | None = None
     scored_log_ratio: Float[Array, "batch time"] | None = None
@@ -149,7 +177,8 @@ def impossible_tokens(
         >>> from recjax import algorithms
         >>> algorithm = algorithms.build("reinforce", {})
         >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
         >>> logprobs = jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]])
         >>> print(impossible_tokens(algorithm, logprobs, None, rows, mask)["policy"])
         [[False  True]
@@ -169,8 +198,12 @@ def _tokens(
     completion_mask,
     reference_logprobs=None,
     entropy=None,
+    divergence=None,
 ) -> TokenValues:
-    """The tokens that count: in kept rows, not impossible. All values are constants but `logprobs` and `entropy`."""
+    """The tokens that count: in kept rows, not impossible.
+
+    Of the values, `logprobs`, `entropy` and `divergence` are differentiated, and the last two are not masked.
+    """
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
             "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose an"
@@ -195,52 +228,13 @@ def _tokens(
         constant(rows.teacher_logprobs),
         constant(reference_logprobs),
         entropy,
+        divergence,
     )
 
 
-def row_terms(
-    algorithm: Algorithm,
-    rewards: Float[Array, " batch"],
-    group_ids: Int[Array, " batch"],
-    row_mask: Bool[Array, " batch"],
-    key: PRNGKeyArray,
-    *,
-    completion_mask: Bool[Array, "batch time"] | None = None,
-    foreign: Bool[Array, " batch"] | None = None,
-    reward_parts: Mapping[str, Float[Array, " batch"]] | None = None,
-    part_weights: Mapping[str, Float[Array, " batch"]] | None = None,
-    scored: Scored | None = None,
-    proximal_logprobs: Float[Array, "batch time"] | None = None,
-    teacher_logprobs: Float[Array, "batch time"] | None = None,
-    trajectories: Int[Array, " batch"] | None = None,
-    turn_rewards: Float[Array, "batch turns"] | None = None,
-    token_turns: Int[Array, "batch time"] | None = None,
-    minibatch: Bool[Array, " batch"] | None = None,
-    observation_mask: Bool[Array, "batch time"] | None = None,
-) -> RowTerms:
+def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
 
-    You can omit inputs that the algorithm does not read.
-
-    Args:
-        rewards: reward of each row, in any unit; ignored where row_mask is False.
-        group_ids: id of each row's group; any integers in any order, groups of any size.
-        row_mask: mask of rows without padding rows, `completion_mask.any(-1)`.
-        key: random key for selections.
-        completion_mask: mask of the tokens that the behavior policy chose.
-        foreign: mask of completions by other models.
-        reward_parts: unweighted values of each reward part, by name; NaN in rows without the part.
-        part_weights: weight of each reward part, by name.
-        scored: results of the scoring pass; ignored where masked.
-        proximal_logprobs: log π before the batch's first update; ignored where masked. None: the log-probs of `scored`.
-        teacher_logprobs: log-probs of a teacher at each token; ignored where masked.
-        trajectories: id of each row's completion, whose rows have equal rewards; None if each row is a completion.
-        turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
-        token_turns: index of the turn that sampled each token; ignored where masked.
-        minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
-            Selection, advantages and weights are those of the whole batch. Functions that read `scored` read only the
-            rows of the minibatch.
-        observation_mask: mask of the tokens that an agent's tools and environment wrote.
     Raises:
         ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
             not read `trajectories` returns an advantage for each token.
@@ -248,95 +242,145 @@ def row_terms(
     Examples:
         >>> from recjax import algorithms
         >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> rewards, group_ids, is_row = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, True])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, is_row, jax.random.key(0)))
         >>> print(rows.advantages, rows.weights, rows.kept)
         [ 0.5 -0.5] [1. 1.] [ True  True]
     """
-    # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows.
-    first, lengths = None if trajectories is None else first_rows(trajectories, row_mask), None
-    if completion_mask is not None:
-        lengths = jnp.sum(completion_mask, axis=-1)
-        lengths = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
-    batch = BatchValues(
-        rewards,
-        group_ids,
-        key,
-        kept=first.is_first if first else row_mask,
-        completion_mask=completion_mask,
-        lengths=lengths,
-        foreign=foreign,
-        reward_parts=reward_parts,
-        part_weights=part_weights,
-        trajectories=trajectories,
-        turn_rewards=turn_rewards,
-        token_turns=token_turns,
-    )
-    if algorithm.selection is not None:
-        batch = batch._replace(kept=call(algorithm.selection, batch))
-    kept = row_mask & first.shared(batch.kept) if first else batch.kept
-    if completion_mask is not None:
-        batch = batch._replace(completion_mask=completion_mask & kept[:, None])
-    if scored is not None:
-        mask = completion_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
-        if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
-            mask &= ~jnp.isneginf(scored.behavior_logprobs)
-        of_policy, entropy = jnp.where(mask, scored.logprobs, 0.0), jnp.where(mask, scored.entropy, 0.0)
-        batch = batch._replace(completion_mask=mask, scored_logprobs=of_policy, scored_entropy=entropy)
-        if scored.behavior_logprobs is not None:
-            log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
-            of_update = mask if minibatch is None else mask & minibatch[:, None]
-            # Rounding may put the share just above 1, which would turn the sign of 1 − share.
-            share = jnp.minimum(effective_share(log_ratio, of_update), 1.0)
-            share = jnp.broadcast_to(share, rewards.shape)
-            batch = batch._replace(scored_log_ratio=log_ratio, effective_share=share)
-
-    def call_on(function):
-        if minibatch is None or RESCORED.isdisjoint(names_read(function)):
-            return call(function, batch)
-        mask = batch.completion_mask & minibatch[:, None]
-        return call(function, batch._replace(kept=batch.kept & minibatch, completion_mask=mask))
-
+    sampled_mask = batch.completion_mask
+    # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows,
+    # so that a completion counts once in its group, however many rows it has.
+    first = None if batch.trajectories is None else first_rows(batch.trajectories, batch.kept)
+    batch, kept = _selected(algorithm, batch, first)
+    batch = _with_scores(algorithm, batch, kept, sampled_mask)
     advantages = call(algorithm.advantage, batch)
     batch = batch._replace(advantages=advantages)
     if first and advantages.ndim == 2:
         remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
         batch = batch._replace(kept=kept)
-    weights = call_on(algorithm.row_weight) if algorithm.row_weight else batch.kept.astype(advantages.dtype)
+    if algorithm.row_weight:
+        weights = _call_on_minibatch(algorithm.row_weight, batch)
+    else:
+        weights = batch.kept.astype(advantages.dtype)
     if first:
-        advantages, weights = (
-            x if x.ndim == 2 else jnp.where(kept, first.shared(x), 0.0) for x in (advantages, weights)
-        )
+        advantages = _of_all_rows(advantages, first, kept)
+        weights = _of_all_rows(weights, first, kept)
         batch = batch._replace(advantages=advantages, kept=kept)
-    masks = [call_on(function) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
-    if scored is not None and proximal_logprobs is None:
-        proximal_logprobs = scored.logprobs
-    if proximal_logprobs is not None:
-        proximal_logprobs = jnp.where(completion_mask & kept[:, None], proximal_logprobs, 0.0)
-    if minibatch is not None:
-        kept &= minibatch
-    observation_weights = None
-    if algorithm.observations is not None and observation_mask is not None:
-        mask, observed = completion_mask & kept[:, None], observation_mask & kept[:, None]
-        nothing = jnp.zeros(mask.shape)
-        count = call(algorithm.reduction, TokenValues(nothing, nothing, mask, None, trajectories, per_token=nothing))[1]
-        observation_weights = jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
+    masks = [
+        _call_on_minibatch(function, batch)
+        for function in (algorithm.clip, algorithm.mask)
+        if is_of_whole_batch(function)
+    ]
+    trained = kept if batch.minibatch is None else kept & batch.minibatch
     rows = RowTerms(
         advantages,
         weights,
-        kept,
-        jnp.where(kept, rewards, 0.0),
-        group_ids,
-        foreign,
+        trained,
+        jnp.where(trained, batch.rewards, 0.0),
+        batch.group_ids,
+        batch.foreign,
         mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-        proximal_logprobs=proximal_logprobs,
-        teacher_logprobs=teacher_logprobs,
+        proximal_logprobs=_masked_proximal(batch, kept, sampled_mask),
+        teacher_logprobs=batch.teacher_logprobs,
         effective_share=batch.effective_share,
-        trajectories=trajectories,
-        observation_weights=observation_weights,
+        trajectories=batch.trajectories,
+        observation_weights=_observation_weights(algorithm, batch, trained, sampled_mask),
     )
     return jax.lax.stop_gradient(rows)
+
+
+def _selected(
+    algorithm: Algorithm, batch: BatchValues, first: FirstRows | None
+) -> tuple[BatchValues, Bool[Array, " batch"]]:
+    """The values with lengths and the algorithm's selection, and the mask of all rows of selected completions.
+
+    `kept` of the values marks one row of each selected completion; their completion mask covers all of its rows.
+    """
+    is_row = batch.kept
+    if batch.completion_mask is not None:
+        lengths = jnp.sum(batch.completion_mask, axis=-1)
+        if first:
+            lengths = trajectory_sums(lengths.astype(float), batch.trajectories).astype(int)
+        batch = batch._replace(lengths=lengths)
+    if first:
+        batch = batch._replace(kept=first.is_first)
+    if algorithm.selection is not None:
+        batch = batch._replace(kept=call(algorithm.selection, batch))
+    kept = is_row & first.shared(batch.kept) if first else batch.kept
+    if batch.completion_mask is not None:
+        batch = batch._replace(completion_mask=batch.completion_mask & kept[:, None])
+    return batch, kept
+
+
+def _with_scores(
+    algorithm: Algorithm,
+    batch: BatchValues,
+    kept: Bool[Array, " batch"],
+    sampled_mask: Bool[Array, "batch time"] | None,
+) -> BatchValues:
+    """The values with masked results of the scoring pass, if there was one; impossible tokens leave the mask."""
+    scored = batch.scored
+    if scored is None:
+        return batch
+    mask = sampled_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
+    if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
+        mask &= ~jnp.isneginf(scored.behavior_logprobs)
+    batch = batch._replace(
+        completion_mask=mask,
+        scored_logprobs=jnp.where(mask, scored.logprobs, 0.0),
+        scored_entropy=jnp.where(mask, scored.entropy, 0.0),
+    )
+    if scored.behavior_logprobs is None:
+        return batch
+    log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
+    update_mask = mask if batch.minibatch is None else mask & batch.minibatch[:, None]
+    # Rounding may put the share just above 1, which would turn the sign of 1 − share.
+    share = jnp.minimum(effective_share(log_ratio, update_mask), 1.0)
+    return batch._replace(scored_log_ratio=log_ratio, effective_share=jnp.broadcast_to(share, batch.rewards.shape))
+
+
+def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
+    """Calls a function on the minibatch if it reads scores, which other rows do not have; else on the whole batch."""
+    if batch.minibatch is None or RESCORED.isdisjoint(names_read(function)):
+        return call(function, batch)
+    mask = batch.completion_mask & batch.minibatch[:, None]
+    return call(function, batch._replace(kept=batch.kept & batch.minibatch, completion_mask=mask))
+
+
+def _of_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
+    """Copies values of first rows to all kept rows of their trajectories; values of tokens are of all rows already."""
+    return values if values.ndim == 2 else jnp.where(kept, first.shared(values), 0.0)
+
+
+def _masked_proximal(
+    batch: BatchValues, kept: Bool[Array, " batch"], sampled_mask: Bool[Array, "batch time"] | None
+) -> Float[Array, "batch time"] | None:
+    """Log π before the batch's first update: as given, or as scored in that update."""
+    logprobs = batch.proximal_logprobs
+    if logprobs is None and batch.scored is not None:
+        logprobs = batch.scored.logprobs
+    return None if logprobs is None else jnp.where(sampled_mask & kept[:, None], logprobs, 0.0)
+
+
+def _observation_weights(
+    algorithm: Algorithm,
+    batch: BatchValues,
+    trained: Bool[Array, " batch"],
+    sampled_mask: Bool[Array, "batch time"] | None,
+) -> Float[Array, "batch time"] | None:
+    """Equal weights of the observed tokens in trained rows, whose sum is the loss's count.
+
+    The sum of weighted values, divided by the loss's count, is then their mean, however the batch is cut.
+    """
+    if algorithm.observations is None or batch.observation_mask is None:
+        return None
+    mask = sampled_mask & trained[:, None]
+    observed = batch.observation_mask & trained[:, None]
+    nothing = jnp.zeros(mask.shape)
+    values = TokenValues(nothing, nothing, mask, None, batch.trajectories, per_token=nothing)
+    _, count = call(algorithm.reduction, values)
+    return jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
 
 
 def token_terms(
@@ -357,7 +401,8 @@ def token_terms(
         >>> from recjax import algorithms
         >>> algorithm = algorithms.build("reinforce", {})
         >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
         >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
         >>> print(token_terms(algorithm, logprobs, None, rows, mask).coefficients)
         [[ 0.5  0.5]
@@ -365,7 +410,8 @@ def token_terms(
     """
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
-    mask, behavior_logprobs = tokens.completion_mask, tokens.behavior_logprobs
+    mask = tokens.completion_mask
+    behavior_logprobs = tokens.behavior_logprobs
     if algorithm.distillation is not None:
         tokens = tokens._replace(advantages=tokens.advantages + call(algorithm.distillation, tokens))
     anchor = call(algorithm.anchor, tokens) if algorithm.reads_ratio else behavior_logprobs
@@ -424,25 +470,22 @@ def token_loss(
         >>> from recjax import algorithms
         >>> algorithm = algorithms.build("reinforce", {})
         >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
         >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
         >>> print(token_loss(algorithm, logprobs, None, rows, mask))
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
     coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)
-    terms = -coefficients * tokens.logprobs
-    for added in (algorithm.regularizer, algorithm.reference_kl, algorithm.unbiased_reference_kl):
-        if added is not None:
-            terms += call(added, tokens)
-    if algorithm.entropy is not None:
-        terms -= call(algorithm.entropy, tokens)
-    if algorithm.teacher_divergence is not None:
-        remedy = "pass the values of algorithm.teacher_divergence, or set its coefficient to 0"
-        require(divergence is not None, "divergence", divergence, remedy)
-        terms += divergence
-    return jnp.where(tokens.completion_mask, terms, 0.0)
+    added = reference_logprobs, entropy, divergence
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, *added)
+    per_token = -coefficients * tokens.logprobs
+    for term in terms_of(algorithm):
+        if term.per_token is not None:
+            values = call(term.per_token, tokens)
+            per_token = per_token + values if term.sign > 0 else per_token - values
+    return jnp.where(tokens.completion_mask, per_token, 0.0)
 
 
 def loss(
@@ -471,23 +514,26 @@ def loss(
         >>> from recjax import algorithms
         >>> algorithm = algorithms.build("reinforce", {})
         >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
         >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
         >>> total, count = loss(algorithm, logprobs, None, rows, mask)
         >>> print(total, count, total / count)
         -1.0 4.0 -0.25
     """
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     if algorithm.objective is None:
         added = {"reference_logprobs": reference_logprobs, "entropy": entropy, "divergence": divergence}
-        of_tokens = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
-        tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-        total, count = call(algorithm.reduction, tokens._replace(per_token=of_tokens))
-        if algorithm.observations is not None:
-            observed = tokens._replace(logprobs=logprobs, observation_weights=rows.observation_weights)
-            total += jnp.sum(call(algorithm.observations, observed))
+        per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
+        total, count = call(algorithm.reduction, tokens._replace(per_token=per_token))
+        # These terms have masks of their own, so they read the log-probs of all tokens.
+        values = tokens._replace(logprobs=logprobs, observation_weights=rows.observation_weights)
+        for term in terms_of(algorithm):
+            if term.total is not None:
+                total += call(term.total, values)
         return total, count
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    mask, both = tokens.completion_mask, (tokens.logprobs, tokens.behavior_logprobs)
-    policy, behavior = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in both)
+    mask = tokens.completion_mask
+    policy = sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0]
+    behavior = sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0]
     kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
     return algorithm.objective(policy, behavior, rows.rewards, rows.weights, rows.group_ids, kept)

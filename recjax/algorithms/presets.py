@@ -100,11 +100,22 @@ def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = (
 
     def once(values, row, ids, flag, token, mask, key):
         made = algorithm.with_options({axis: dict.fromkeys(options, values) for axis, options in free})
-        parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
-        parts |= {"turn_rewards": token, "token_turns": token.astype(int)}
-        scored = losses.Scored(token, token, token)
-        parts |= {"teacher_logprobs": token, "observation_mask": ~mask}
-        rows = losses.row_terms(made, row, ids, flag, key, completion_mask=mask, scored=scored, **parts)
+        batch = losses.BatchValues(
+            row,
+            ids,
+            flag,
+            key,
+            completion_mask=mask,
+            foreign=flag,
+            reward_parts={"part": row},
+            part_weights={"part": row},
+            turn_rewards=token,
+            token_turns=token.astype(int),
+            observation_mask=~mask,
+            scored=losses.Scored(token, token, token),
+            teacher_logprobs=token,
+        )
+        rows = losses.row_terms(made, batch)
         for name in ("advantages", "weights", "kept"):
             shape = getattr(rows, name).shape
             allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]

@@ -27,6 +27,19 @@ def _completions(per_token, completion_mask, trajectories):
     return jnp.sum(one_per_trajectory(jnp.any(completion_mask, axis=-1), trajectories), dtype=per_token.dtype)
 
 
+def token_average(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, ""]:
+    """Mean over valid tokens; 0 without valid tokens. For entropies, this is the mean entropy in nats per token.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(token_average(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        1.5
+    """
+    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / jnp.maximum(jnp.sum(completion_mask), 1)
+
+
 def token_mean(per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]) -> SumAndCount:
     """Every token counts equally: the sum over valid tokens, divided by their number.
 

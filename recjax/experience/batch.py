@@ -11,6 +11,7 @@ from recjax.experience.group import (
     Completion,
     Grade,
     Group,
+    Row,
     completion_turns,
     join_recorded,
     missing_value,
@@ -137,6 +138,31 @@ def row_places(groups: Sequence[Group], shape: Shape) -> list[int]:
     ]
 
 
+class _PlacedRow(NamedTuple):
+    """A row of a completion, and where it is.
+
+    index: index of the row in the batch.
+    group: number of its group.
+    number: index of the row in its completion.
+    """
+
+    index: int
+    group: int
+    completion: Completion
+    number: int
+    row: Row
+
+    @property
+    def name(self) -> str:
+        """The name of the row in messages."""
+        return f"row {self.completion.id!r}"
+
+    @property
+    def grade(self) -> Grade:
+        """The grade of the completion; its reward is NaN without one."""
+        return self.completion.grade or Grade(np.nan)
+
+
 def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int | None = None) -> Batch:
     """Pads groups of any sizes to a batch; rows without tokens fill the rest of the shape.
 
@@ -152,32 +178,61 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     Raises:
         ValueError: a group that does not fit the shape, or a completion that the shape has no place for.
     """
-    rows = [
-        (number, completion, own, row)
-        for number, group in enumerate(groups)
-        for completion in group.completions
-        for own, row in enumerate(completion.rows)
-    ]
-    if shape.group is None:
-        while shape.prompts < len(rows):
-            shape = shape._replace(prompts=2 * shape.prompts)
-        names = [f"row {completion.id!r}" for _, completion, *_ in rows]
-        prompts = [row.prompt_tokens for *_, row in rows]
-        _check_lengths(names, [len(row.prompt_tokens) + len(row.tokens) for *_, row in rows], shape.time + 1)
-    else:
+    if shape.group is not None:
         _check_groups(groups, shape)
+    rows = _placed_rows(groups, shape)
+    if shape.group is None:
+        shape = _shape_with_room(shape, rows)
+    parts = {name for row in rows for name in row.grade.reward_parts or ()}
+    batch = _empty_batch(shape, sorted(parts), logprobs)
+    if shape.group is None:
+        names = [row.name for row in rows]
+        prompts = [row.row.prompt_tokens for row in rows]
+    else:
         names = [f"prompt of group {group.id!r}" for group in groups]
         prompts = [group.prompt_tokens for group in groups]
-    grades = [completion.grade or Grade(np.nan) for _, completion, *_ in rows]
-    parts = sorted({name for grade in grades for name in grade.reward_parts or ()})
-    real = np.zeros((shape.rows, shape.time), bool)
-    batch = Batch(
+    _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
+    real = _fill_tokens(batch, rows)
+    _fill_grades(batch, rows)
+    if shape.group is None:
+        batch = _with_trajectories(batch, len(groups), rows, real)
+    return batch if turns is None else _with_turns(batch, rows, turns)
+
+
+def _placed_rows(groups: Sequence[Group], shape: Shape) -> list[_PlacedRow]:
+    """All rows of the groups, in order."""
+    rows = [
+        (group_number, completion, row_number, row)
+        for group_number, group in enumerate(groups)
+        for completion in group.completions
+        for row_number, row in enumerate(completion.rows)
+    ]
+    return [_PlacedRow(index, *row) for index, row in zip(row_places(groups, shape), rows, strict=True)]
+
+
+def _shape_with_room(shape: Shape, rows: Sequence[_PlacedRow]) -> Shape:
+    """The shape with enough rows. It doubles them: each new shape compiles another update, so there should be few."""
+    lengths = [len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows]
+    _check_lengths([row.name for row in rows], lengths, shape.time + 1)
+    while shape.prompts < len(rows):
+        shape = shape._replace(prompts=2 * shape.prompts)
+    return shape
+
+
+def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
+    """A batch of padding rows.
+
+    Args:
+        parts: names of reward parts.
+    """
+    size = shape.rows, shape.time
+    return Batch(
         prompts=np.zeros((shape.prompts, shape.prompt_time), np.int32),
-        # Every prompt has at least one token, also in padding rows.
+        # Every prompt has at least one token, also in padding rows: attention over no token would be NaN.
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
-        completions=np.zeros((shape.rows, shape.time), np.int32),
-        completion_mask=np.zeros((shape.rows, shape.time), bool),
-        behavior_logprobs=np.zeros((shape.rows, shape.time), np.float32) if logprobs else None,
+        completions=np.zeros(size, np.int32),
+        completion_mask=np.zeros(size, bool),
+        behavior_logprobs=np.zeros(size, np.float32) if logprobs else None,
         rewards=np.zeros(shape.rows, np.float32),
         group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group or 1),
         policy_version=np.full(shape.rows, FOREIGN, np.int32),
@@ -186,43 +241,67 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         reward_parts={name: np.full(shape.rows, np.nan, np.float32) for name in parts},
         recorded={},
     )
-    _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
-    places = np.array(row_places(groups, shape), int)
-    names = [f"row {completion.id!r}" for _, completion, *_ in rows]
-    _fill(batch.completions, real, places, [row.tokens for *_, row in rows], names)
-    batch.completion_mask[real] = np.concatenate([np.zeros(0, bool), *(row.mask for *_, row in rows)])
+
+
+def _fill_tokens(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "batch time"]:
+    """Writes tokens, masks, log-probs and recorded arrays of the rows; returns the mask of real tokens."""
+    real = np.zeros(batch.completions.shape, bool)
+    indices = np.array([row.index for row in rows], int)
+    _fill(batch.completions, real, indices, [row.row.tokens for row in rows], [row.name for row in rows])
+    # The mask selects the tokens in the order of the rows, so joined arrays of all rows are written at once.
+    batch.completion_mask[real] = np.concatenate([np.zeros(0, bool), *(row.row.mask for row in rows)])
     if batch.behavior_logprobs is not None:
         known = [
-            np.where(row.mask, np.nan if row.behavior_logprobs is None else row.behavior_logprobs, 0.0)
-            for *_, row in rows
+            np.where(row.row.mask, np.nan if row.row.behavior_logprobs is None else row.row.behavior_logprobs, 0.0)
+            for row in rows
         ]
         batch.behavior_logprobs[real] = np.concatenate([[], *known])
-    for name, values in join_recorded((row.recorded, len(row.tokens)) for *_, row in rows).items():
-        whole = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
-        whole[real] = values
-        batch.recorded[name] = whole
-    versions = [completion.policy_version for _, completion, *_ in rows]
-    batch.policy_version[places] = [FOREIGN if version is None else version for version in versions]
-    batch.truncated[places] = [completion.truncated for _, completion, *_ in rows]
-    batch.rewards[places] = [grade.reward for grade in grades]
-    batch.accurate[places] = [bool(grade.accurate) for grade in grades]
+    for name, values in join_recorded((row.row.recorded, len(row.row.tokens)) for row in rows).items():
+        recorded = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
+        recorded[real] = values
+        batch.recorded[name] = recorded
+    return real
+
+
+def _fill_grades(batch: Batch, rows: Sequence[_PlacedRow]) -> None:
+    """Writes the values of each row's completion: version, truncation and grade."""
+    indices = [row.index for row in rows]
+    versions = [row.completion.policy_version for row in rows]
+    batch.policy_version[indices] = [FOREIGN if version is None else version for version in versions]
+    batch.truncated[indices] = [row.completion.truncated for row in rows]
+    batch.rewards[indices] = [row.grade.reward for row in rows]
+    batch.accurate[indices] = [bool(row.grade.accurate) for row in rows]
     for part, values in batch.reward_parts.items():
-        values[places] = [(grade.reward_parts or {}).get(part, np.nan) for grade in grades]
-    if shape.group is None:
-        batch.group_ids[:] = len(groups)
-        batch.group_ids[places] = [number for number, *_ in rows]
-        trajectories = np.arange(shape.rows, dtype=np.int32)
-        trajectories[places] = [place - own for place, (_, _, own, _) in zip(places, rows, strict=True)]
-        batch = batch._replace(token_mask=real, trajectories=trajectories)
-    if turns is None:
-        return batch
-    while turns < max((len(completion_turns(completion)) for _, completion, *_ in rows), default=0):
+        values[indices] = [(row.grade.reward_parts or {}).get(part, np.nan) for row in rows]
+
+
+def _with_trajectories(
+    batch: Batch, groups: int, rows: Sequence[_PlacedRow], real: Bool[np.ndarray, "batch time"]
+) -> Batch:
+    """The batch with the group and the completion of each row.
+
+    Args:
+        groups: number of groups; it is the group id of padding rows.
+        real: mask of real tokens, also between turns.
+    """
+    batch.group_ids[:] = groups
+    trajectories = np.arange(len(batch.rewards), dtype=np.int32)
+    for row in rows:
+        batch.group_ids[row.index] = row.group
+        trajectories[row.index] = row.index - row.number  # the rows of a completion are consecutive
+    return batch._replace(token_mask=real, trajectories=trajectories)
+
+
+def _with_turns(batch: Batch, rows: Sequence[_PlacedRow], turns: int) -> Batch:
+    """The batch with the rewards of turns and the turn of each token; see `pad`."""
+    while turns < max((len(completion_turns(row.completion)) for row in rows), default=0):
         turns *= 2
-    rewards, of_tokens = np.full((shape.rows, turns), np.nan, np.float32), np.full(real.shape, -1, np.int32)
-    for place, (_, completion, own, row) in zip(places, rows, strict=True):
-        rewards[place, : len(completion_turns(completion))] = turn_rewards(completion)
-        of_tokens[place, : len(row.tokens)] = token_turns(completion, own)
-    return batch._replace(turn_rewards=rewards, token_turns=of_tokens)
+    rewards = np.full((len(batch.rewards), turns), np.nan, np.float32)
+    turn_numbers = np.full(batch.completions.shape, -1, np.int32)
+    for row in rows:
+        rewards[row.index, : len(completion_turns(row.completion))] = turn_rewards(row.completion)
+        turn_numbers[row.index, : len(row.row.tokens)] = token_turns(row.completion, row.number)
+    return batch._replace(turn_rewards=rewards, token_turns=turn_numbers)
 
 
 def minibatch_rows(
@@ -266,14 +345,15 @@ def _check_lengths(names: Sequence[str], lengths: Iterable[int], room: int) -> N
 
 
 def _fill(
-    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, found: Sequence[np.ndarray], names: Sequence[str]
+    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, sequences: Sequence[np.ndarray], names: Sequence[str]
 ) -> None:
-    """Writes tokens into the given rows, and True into the mask at each token."""
-    room, lengths = tokens.shape[1], np.array([len(each) for each in found], int)
+    """Writes token sequences into the given rows, and True into the mask at each token."""
+    room = tokens.shape[1]
+    lengths = np.array([len(sequence) for sequence in sequences], int)
     _check_lengths(names, lengths.tolist(), room)
     mask[rows] = np.arange(room) < lengths[:, None]
     filled = np.zeros((len(rows), room), tokens.dtype)
-    filled[mask[rows]] = np.concatenate([[], *found])
+    filled[mask[rows]] = np.concatenate([[], *sequences])
     tokens[rows] = filled
 
 
@@ -283,10 +363,11 @@ def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
     Args:
         row: index of the row in the completion.
     """
-    mask, turns = completion.rows[row].mask, completion_turns(completion)
-    own = [place for place, turn in enumerate(turns) if turn.row == row]
-    ended = np.searchsorted([turns[place].end for place in own], np.arange(len(mask)), side="right")
-    return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)
+    mask = completion.rows[row].mask
+    turns = completion_turns(completion)
+    numbers = [number for number, turn in enumerate(turns) if turn.row == row]
+    ended = np.searchsorted([turns[number].end for number in numbers], np.arange(len(mask)), side="right")
+    return np.where(mask, np.array([*numbers, -1])[ended], -1).astype(np.int32)
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,32 @@ from recjax.models.sampling import Sampling
 # worth a second compiled program.
 LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
 
-LogprobsAndEntropy = tuple[Float[Array, "batch time"], ...]  # with a teacher, also the divergence from it
+
+class TokenScores(NamedTuple):
+    """What forward passes say of the tokens in a batch or micro-batch; 0 or undefined where masked.
+
+    logprobs: log-probs under the sampling distribution of the parameters.
+    entropy: entropy of that distribution at each token, in nats.
+    divergence: divergence from a teacher's distribution; None without a teacher.
+    load: load of the experts; () if it was not asked for.
+    """
+
+    logprobs: Float[Array, "batch time"]
+    entropy: Float[Array, "batch time"]
+    divergence: Float[Array, "batch time"] | None = None
+    load: Load | tuple[()] = ()
+
+
+class Scorer(NamedTuple):
+    """A decoder, and how it scores tokens; static under jit.
+
+    sampling: distribution that sampled the tokens; log-probs refer to the same distribution.
+    chunk: number of token positions whose vocabulary scores a device holds at once.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    chunk: int
 
 
 @functools.partial(
@@ -61,47 +86,64 @@ class Layout:
         return mask & (self.packed.places // self.packed.tokens[0].size == index)
 
 
-def micro_batch_logprobs(
+def score_micro_batch(
     layout: Layout,
-    decoder: Decoder,
+    scorer: Scorer,
     params: dict,
     part: Batch,
     index: Int[Array, ""],
-    sampling: Sampling,
-    chunk: int,
+    *,
     load: bool = False,
     compared: Compared | None = None,
-) -> LogprobsAndEntropy | tuple[Array | Load, ...]:
-    """Log-probs and entropies of the tokens in a micro-batch.
-
-    A third array has their divergence from `compared` if that is given. With `load`, the load of the experts is last.
+) -> TokenScores:
+    """Scores the tokens of a micro-batch.
 
     Args:
         params: all parameters, trained and frozen.
         part: rows of the micro-batch with number `index`; see `over_micro_batches`.
-        sampling: distribution that sampled the tokens.
-        chunk: number of token positions whose vocabulary scores a device holds at once.
+        load: add the load of the experts.
+        compared: add the divergence from this teacher.
     """
+    options = {"sampling": scorer.sampling, "chunk": scorer.chunk, "load": load, "compared": compared}
     if layout.packed is None:
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
         recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
-        options = {"sampling": sampling, "chunk": chunk, "load": load, "compared": compared}
-        return completion_logprobs(decoder, params, *arrays, recorded, **options)
-    *rows, places, _ = layout.packed
-    rows = [constrain(x[index], ROWS) for x in rows]
-    places = jnp.where(part.completion_mask, places - index * rows[0].size, 0)
-    recorded = {}
-    if part.recorded:
-        # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
-        at = jnp.where(part.completion_mask, places, rows[0].size).reshape(-1)
-        predicted = jnp.full(rows[0].size, -1).at[at].set(jnp.arange(at.size), mode="drop").reshape(rows[0].shape)
-        recorded = {name: x.reshape(at.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
-        recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
-    options = {"sampling": sampling, "chunk": chunk, "load": load, "compared": compared}
-    found = packed_logprobs(decoder, params, *rows, recorded, **options)
-    count = 2 if compared is None else 3
-    values = (jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0) for x in found[:count])
-    return *values, *found[count:]
+        values = completion_logprobs(scorer.decoder, params, *arrays, recorded, **options)
+        return _token_scores(values, load)
+    *packed_rows, places, _ = layout.packed
+    packed_rows = [constrain(x[index], ROWS) for x in packed_rows]
+    places = jnp.where(part.completion_mask, places - index * packed_rows[0].size, 0)
+    recorded = _recorded_where_predicted(part, places, packed_rows[0].shape) if part.recorded else {}
+    values = packed_logprobs(scorer.decoder, params, *packed_rows, recorded, **options)
+    scores = _token_scores(values, load)
+    load_of_experts = scores.load
+    scores = jax.tree.map(
+        lambda x: jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0), scores._replace(load=())
+    )
+    return scores._replace(load=load_of_experts)
+
+
+def _token_scores(values: tuple[Array | Load, ...], load: bool) -> TokenScores:
+    """Names the values of a forward pass: log-probs, entropies, perhaps a divergence, and the load if there is one."""
+    logprobs, entropy, *divergence = values[:-1] if load else values
+    return TokenScores(logprobs, entropy, divergence[0] if divergence else None, values[-1] if load else ())
+
+
+def _recorded_where_predicted(
+    part: Batch, places: Int[Array, "batch time"], shape: tuple[int, int]
+) -> dict[str, Array]:
+    """The recorded arrays of a part, moved from each token to the packed token that predicts it.
+
+    Args:
+        places: index of the predicting token in the micro-batch's packed rows, for each token of the part.
+        shape: shape of the packed rows.
+    """
+    size = shape[0] * shape[1]
+    predicting = jnp.where(part.completion_mask, places, size).reshape(-1)
+    # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
+    predicted = jnp.full(size, -1).at[predicting].set(jnp.arange(predicting.size), mode="drop").reshape(shape)
+    recorded = {name: x.reshape(predicting.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
+    return jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
 
 
 def over_micro_batches(
@@ -109,67 +151,71 @@ def over_micro_batches(
     batch: Batch,
     rows: Any,
     sums: Any,
-    of_micro_batch: Callable[..., tuple[Any, LogprobsAndEntropy]],
-    values: int = 2,
-) -> tuple[Any, LogprobsAndEntropy]:
+    of_micro_batch: Callable[..., tuple[Any, TokenScores]],
+    compares: bool = False,
+) -> tuple[Any, TokenScores]:
     """Runs a function on one micro-batch after the other.
 
     Args:
         rows: arrays with the batch's rows, such as advantages.
         sums: zeros, in the shape of the function's sums.
         of_micro_batch: function of a micro-batch's part of the batch, its part of `rows`, and its number. Returns sums
-            and the log-probs and entropies of the part. With packed rows, a part is the whole batch with a completion
-            mask that keeps only the micro-batch's tokens; log-probs and entropies of all other tokens are 0.
-        values: number of arrays that the function returns for the part.
+            and the scores of the part, without load. With packed rows, a part is the whole batch with a completion
+            mask that keeps only the micro-batch's tokens; scores of all other tokens are 0.
+        compares: True if the function's scores have a divergence.
     Returns:
-        The total of the sums, and the log-probs and entropies of the whole batch, 0 for rows outside the minibatch.
+        The total of the sums, and the scores of the whole batch, 0 for rows outside the minibatch.
     """
-    shape, chosen = (len(batch.prompts), -1), None
+    prompts = len(batch.prompts)
+    chosen = None
     if layout.rows is not None and layout.packed is None:
-        count = len(batch.prompts) // layout.minibatches
-        chosen = jnp.nonzero(layout.rows.reshape(shape)[:, 0], size=count)[0]
+        count = prompts // layout.minibatches
+        chosen = jnp.nonzero(layout.rows.reshape(prompts, -1)[:, 0], size=count)[0]
 
     def in_parts(x: Array) -> Array:
         if chosen is not None:
-            x = x.reshape(*shape, *x.shape[1:])[chosen].reshape(-1, *x.shape[1:])
+            x = x.reshape(prompts, -1, *x.shape[1:])[chosen].reshape(-1, *x.shape[1:])
         # Each part is spread over all devices.
         return constrain(x.reshape(layout.parts, x.shape[0] // layout.parts, *x.shape[1:]), None, ROWS)
 
     def of_batch(x: Array) -> Array:
         if chosen is not None:
             x = x.reshape(len(chosen), -1)
-            x = jnp.zeros((len(batch.prompts), x.shape[1]), x.dtype).at[chosen].set(x)
+            x = jnp.zeros((prompts, x.shape[1]), x.dtype).at[chosen].set(x)
         return x.reshape(batch.completions.shape)
 
     parts = jax.tree.map(in_parts, (batch, rows))
     nothing = constrain(jnp.zeros(parts[0].completions.shape), None, ROWS)
 
     def add(index: Int[Array, ""], carry: tuple) -> tuple:
-        sums, seen = carry
+        sums, scores = carry
         place = index if layout.packed is None else 0
         part, part_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), parts)
         if layout.packed is not None:
             part = part._replace(completion_mask=layout.within(part.completion_mask, index))
-        more, values = of_micro_batch(part, part_rows, index)
+        part_sums, part_scores = of_micro_batch(part, part_rows, index)
 
+        # Added and not only written: each packed micro-batch has scores for some tokens of the same rows.
         def with_part(whole: Array, values: Array) -> Array:
             before = jax.lax.dynamic_index_in_dim(whole, place, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(whole, before + values, place, 0)
 
-        return jax.tree.map(jnp.add, sums, more), jax.tree.map(with_part, seen, values)
+        return jax.tree.map(jnp.add, sums, part_sums), jax.tree.map(with_part, scores, part_scores)
 
+    empty = TokenScores(nothing, nothing, nothing if compares else None)
     # A count that is not static serves any number of packed micro-batches with one program.
-    sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing,) * values))
-    return sums, tuple(map(of_batch, seen))
+    sums, scores = jax.lax.fori_loop(0, layout.count, add, (sums, empty))
+    return sums, jax.tree.map(of_batch, scores)
 
 
 def batch_logprobs(
     layout: Layout, decoder: Decoder, params: dict, batch: Batch, sampling: Sampling, chunk: int
-) -> LogprobsAndEntropy:
-    """Scores the whole batch without gradients, with the memory of one micro-batch; see `micro_batch_logprobs`."""
+) -> TokenScores:
+    """Scores the whole batch without gradients, with the memory of one micro-batch; see `score_micro_batch`."""
+    scorer = Scorer(decoder, sampling, chunk)
 
-    def of_micro_batch(part: Batch, _: None, index: Int[Array, ""]) -> tuple[tuple[()], LogprobsAndEntropy]:
-        return (), micro_batch_logprobs(layout, decoder, params, part, index, sampling, chunk)
+    def of_micro_batch(part: Batch, _: None, index: Int[Array, ""]) -> tuple[tuple[()], TokenScores]:
+        return (), score_micro_batch(layout, scorer, params, part, index)
 
     return over_micro_batches(layout, batch, None, (), of_micro_batch)[1]
 

@@ -37,7 +37,7 @@ from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.trained import check_teacher, teacher_decoder, with_start
-from recjax.training.update import TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import Context, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 
 START = "trained parameters as they were at the start"
 REFERENCE = "reference policy's parameters"
@@ -346,16 +346,20 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
+    is_scored_before = "score" in programs_of(config)
+    context = Context(
+        frozen,
+        jax.eval_shape(lambda: jax.random.key(0)),
+        reference_params=reference[0] if reference else None,
+        teacher_params=teacher,
+        proximal_logprobs=laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if is_scored_before else None,
+        hyperparameters=hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
+    )
     return update.trace(
         TrainState(params, optimizer_state),
-        frozen,
-        reference[0] if reference else None,
         batch,
-        jax.eval_shape(lambda: jax.random.key(0)),
         layout,
-        teacher,
-        laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if "score" in programs_of(config) else None,
-        hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
+        context,
         recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
     )
 

@@ -18,7 +18,7 @@ from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.run import Run, State
 from recjax.training.trained import load_teacher, reference_params, starting_policy
-from recjax.training.update import Learned, TrainState, first_state, hyperparameters_of, recipe_of, update
+from recjax.training.update import Context, Learned, TrainState, first_state, hyperparameters_of, recipe_of, update
 
 
 class Learner:
@@ -100,14 +100,16 @@ class Learner:
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         trained, metrics, learned = update(
             trained,
-            run.frozen,
-            run.reference,
             put_rows(batch),
-            jax.random.fold_in(self._drop_key, run.batch_of(step)),
             layout,
-            run.teacher and run.teacher.params,
-            proximal_logprobs,
-            numbers,
+            Context(
+                run.frozen,
+                jax.random.fold_in(self._drop_key, run.batch_of(step)),
+                reference_params=run.reference,
+                teacher_params=run.teacher and run.teacher.params,
+                proximal_logprobs=proximal_logprobs,
+                hyperparameters=numbers,
+            ),
             recipe=self._recipe,
         )
         return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, learned

@@ -7,19 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.algorithms.presets import free_options
+from recjax.algorithms.reading import call
+from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
-    LogprobsAndEntropy,
+    Scorer,
+    TokenScores,
     batch_logprobs,
-    micro_batch_logprobs,
     over_micro_batches,
+    score_micro_batch,
 )
 from recjax.models.decoder import Decoder
 from recjax.models.experts import Load, balance_loss, load_metrics
@@ -115,6 +118,26 @@ def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.Opt
     return constrain_params(optimizer.init(params))
 
 
+class Context(NamedTuple):
+    """Values that an update reads and does not change.
+
+    frozen: constant parameters that the state lacks; they get no gradient.
+    key: random key for drops, equal for all updates of a batch.
+    reference_params: the trained part, or all parameters, of the reference-KL anchor; None without one.
+    teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
+    proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
+        update of a batch.
+    hyperparameters: values that the recipe lacks; see `hyperparameters_of`.
+    """
+
+    frozen: dict
+    key: PRNGKeyArray
+    reference_params: dict | None = None
+    teacher_params: dict | None = None
+    proximal_logprobs: Float[Array, "batch time"] | None = None
+    hyperparameters: dict[str, dict[str, Any]] = {}
+
+
 class Learned(NamedTuple):
     """Per-token results of an update for the whole batch; undefined where masked and outside the minibatch.
 
@@ -135,17 +158,46 @@ class _Sums(NamedTuple):
     load: Load | tuple[()]
 
 
+class _Measured(NamedTuple):
+    """Values of the whole batch that metrics of terms read by name; those of tokens are undefined where masked."""
+
+    logprobs: Float[Array, "batch time"]
+    completion_mask: Bool[Array, "batch time"]
+    teacher_logprobs: Float[Array, "batch time"] | None
+    observation_weights: Float[Array, "batch time"] | None
+    divergence: Float[Array, "batch time"] | None
+    load: Load | tuple[()]
+
+
+class _Devices(NamedTuple):
+    """The division of a batch over the devices of a `jax.pmap`; one share without an axis name.
+
+    rows: number of rows in each share.
+    """
+
+    axis_name: str | None
+    rows: int
+
+    def whole(self, share: Array) -> Array:
+        """The values of all rows, from the values of this device's rows."""
+        return constrain(share) if self.axis_name is None else jax.lax.all_gather(share, self.axis_name, tiled=True)
+
+    def share(self, whole: Array) -> Array:
+        """The values of this device's rows, from the values of all rows."""
+        first = 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name) * self.rows
+        return jax.lax.dynamic_slice_in_dim(whole, first, self.rows)
+
+    def total(self, sums: Any) -> Any:
+        """Sums over devices."""
+        return sums if self.axis_name is None else jax.lax.psum(sums, self.axis_name)
+
+
 @functools.partial(jax.jit, static_argnames=("recipe", "axis_name"), donate_argnames=("state",))
 def update(
     state: TrainState,
-    frozen: dict,
-    reference_params: dict | None,
     batch: Batch,
-    key: PRNGKeyArray,
     layout: Layout,
-    teacher_params: dict | None = None,
-    proximal_logprobs: Float[Array, "batch time"] | None = None,
-    hyperparameters: dict[str, dict[str, Any]] | None = None,
+    context: Context,
     *,
     recipe: Recipe,
     axis_name: str | None = None,
@@ -158,131 +210,188 @@ def update(
 
     Args:
         state: train state, which is donated; use the returned state.
-        frozen: constant parameters that the state lacks; they get no gradient.
-        reference_params: the trained part, or all parameters, of the reference-KL anchor; None without one.
         batch: rows grouped by prompt, equally many per prompt.
-        key: random key for drops, equal for all updates of a batch.
         layout: micro-batches of the minibatch; sequences that the algorithm relates are in one micro-batch.
-        teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
-        proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
-            update of a batch.
-        hyperparameters: values that the recipe lacks; see `hyperparameters_of`.
         axis_name: axis of the surrounding jax.pmap. `batch` and `layout` then are one device's share, with equally many
             prompts on each device; all other arguments and the results are equal on all devices. None: no pmap.
     Returns:
         The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
-    decoder, algorithm, optimizer, *distribution, teacher, expert_balance = recipe
-    hyperparameters, experts = hyperparameters or {}, decoder.config.experts
-    algorithm = algorithm.with_options(hyperparameters.get("algorithm", {}))
-    optimizer, rates = optax.with_extra_args_support(optimizer), hyperparameters.get("optimizer", {})
+    algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
+    recipe = recipe._replace(algorithm=algorithm)
+    devices = _Devices(axis_name, len(batch.rewards))
+    all_rows = losses.row_terms(algorithm, _batch_values(recipe, state, batch, layout, context, devices))
+    rows = jax.tree.map(devices.share, all_rows)
+    sums, scores = _summed(recipe, state, batch, rows, layout, context)
+    sums = devices.total(sums)
+    new_state, metrics = _stepped(recipe, state, sums, context.hyperparameters.get("optimizer", {}))
+    mask = batch.completion_mask if layout.rows is None else batch.completion_mask & layout.rows[:, None]
+    logprobs, behavior_logprobs, entropy, mask, divergence = jax.tree.map(
+        devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
+    )
+    metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
+    observed = all_rows.teacher_logprobs, all_rows.observation_weights
+    measured = _Measured(logprobs, mask, *observed, divergence, sums.load)
+    for term in (*terms_of(algorithm), *_model_terms(recipe)):
+        if term.metrics is not None:
+            metrics |= call(term.metrics, measured)
+    learned = Learned(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
+    return new_state, metrics, learned
 
-    def of_all(x):
-        return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
 
-    def own(x):
-        share = len(batch.rewards)
-        first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * share
-        return jax.lax.dynamic_slice_in_dim(x, first, share)
+def _batch_values(
+    recipe: Recipe, state: TrainState, batch: Batch, layout: Layout, context: Context, devices: _Devices
+) -> losses.BatchValues:
+    """The values of the whole batch that `row_terms` reads; scores are computed if the algorithm reads them."""
+    algorithm = recipe.algorithm
 
-    def scored_by(decoder: Decoder, params: dict) -> list[Array]:
-        return [of_all(x) for x in batch_logprobs(layout, decoder, params, batch, *distribution)]
+    def scored_by(decoder: Decoder, params: dict) -> TokenScores:
+        scores = batch_logprobs(layout, decoder, params, batch, recipe.sampling, recipe.chunk)
+        return jax.tree.map(devices.whole, scores)
 
-    compared = map(of_all, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
-    extras = {
-        "completion_mask": batch.completion_mask,
-        "foreign": batch.policy_version == FOREIGN,
-        "reward_parts": batch.reward_parts,
-        "part_weights": batch.part_weights,
-        "trajectories": batch.trajectories,
-        "turn_rewards": batch.turn_rewards,
-        "token_turns": batch.token_turns,
-        "proximal_logprobs": proximal_logprobs,
-        "minibatch": layout.rows,
-    }
+    sampled_mask = batch.completion_mask
+    values = losses.BatchValues(
+        batch.rewards,
+        batch.group_ids,
+        sampled_mask.any(-1),
+        context.key,
+        completion_mask=sampled_mask,
+        foreign=batch.policy_version == FOREIGN,
+        reward_parts=batch.reward_parts,
+        part_weights=batch.part_weights,
+        trajectories=batch.trajectories,
+        turn_rewards=batch.turn_rewards,
+        token_turns=batch.token_turns,
+        minibatch=layout.rows,
+        proximal_logprobs=context.proximal_logprobs,
+    )
     if algorithm.observations is not None:
-        sampled = batch.completion_mask
-        extras["observation_mask"] = batch.real_tokens & ~sampled & sampled.any(-1, keepdims=True)
-    extras = jax.tree.map(of_all, extras)
-    if algorithm.needs_scoring if proximal_logprobs is None else algorithm.needs_rescoring:
-        behavior = jax.tree.map(of_all, batch.behavior_logprobs)
-        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
+        observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
+        values = values._replace(observation_mask=observed)
+    # The key is equal on all devices and has no rows.
+    values = jax.tree.map(devices.whole, values._replace(key=None))._replace(key=context.key)
+    if algorithm.needs_scoring if context.proximal_logprobs is None else algorithm.needs_rescoring:
+        scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
+        behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
+        values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
     if algorithm.distillation is not None:
-        extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
-    all_rows = losses.row_terms(algorithm, *compared, key, **extras)
-    rows = jax.tree.map(own, all_rows)
-    compared, divergence = None, algorithm.teacher_divergence
-    if divergence is not None:
-        compared = Compared(teacher, teacher_params, divergence)
+        values = values._replace(teacher_logprobs=scored_by(recipe.teacher, context.teacher_params).logprobs)
+    return values
 
-    def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
-        read = part
-        if algorithm.observations is not None:
-            observed = layout.within(part_rows.observation_weights > 0, index)
-            part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
-            read = part._replace(completion_mask=part.completion_mask | observed)
 
-        def scored(params, compared=None):
-            params = combine(*(params_for(decoder, each) for each in (frozen, params)))
-            arguments = layout, decoder, params, read, index, *distribution
-            return micro_batch_logprobs(*arguments, experts is not None, compared)
+def _summed(
+    recipe: Recipe, state: TrainState, batch: Batch, rows: RowTerms, layout: Layout, context: Context
+) -> tuple[_Sums, TokenScores]:
+    """The sums of all micro-batches, and the scores of the whole batch before the update."""
+    decoder = recipe.decoder
+    experts = decoder.config.experts
+    divergence = recipe.algorithm.teacher_divergence
+    compared = None if divergence is None else Compared(recipe.teacher, context.teacher_params, divergence)
+    # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
+    params = params_for(decoder, state.params)
 
-        def micro_loss(params):
-            values = scored(params, compared)
-            values, load = (values[:-1], values[-1]) if experts else (values, ())
-            logprobs, entropy, *added = values
-            reference = None if reference_params is None else scored(reference_params)[0]
+    def micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, TokenScores]:
+        part_rows, scored_mask = _observed_in_part(layout, part, part_rows, index)
+        scored_part = part._replace(completion_mask=scored_mask)
+
+        def scored_by(params: dict, compared: Compared | None = None) -> TokenScores:
+            params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
+            scorer = Scorer(decoder, recipe.sampling, recipe.chunk)
+            return score_micro_batch(
+                layout, scorer, params, scored_part, index, load=experts is not None, compared=compared
+            )
+
+        def micro_loss(params: dict) -> tuple[Array, tuple[Array, TokenScores]]:
+            scores = scored_by(params, compared)
+            reference = None if context.reference_params is None else scored_by(context.reference_params).logprobs
             total, count = losses.loss(
-                algorithm,
-                logprobs,
+                recipe.algorithm,
+                scores.logprobs,
                 part.behavior_logprobs,
                 part_rows,
                 part.completion_mask,
                 reference_logprobs=reference,
-                entropy=entropy,
-                divergence=added[0] if added else None,
+                entropy=scores.entropy,
+                divergence=scores.divergence,
             )
-            if expert_balance:
-                total += expert_balance * count * balance_loss(load, experts.per_token)
-            return total, (count, values, load)
+            for term in _model_terms(recipe):
+                if term.total is not None:
+                    total += call(term.total, _ModelValues(scores.load, count))
+            return total, (count, scores)
 
-        # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
-        params = params_for(decoder, state.params)
-        (total, (count, seen, load)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
-        return _Sums(total, count, constrain_params(gradient), load), seen
+        (total, (count, scores)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
+        sums = _Sums(total, count, constrain_params(gradient), scores.load)
+        return sums, scores._replace(load=())
 
-    zeros = jax.tree.map(jnp.zeros_like, params_for(decoder, state.params))
-    no_load = Load(*(jnp.zeros((decoder.config.num_layers, experts.count)),) * 2, jnp.zeros(())) if experts else ()
-    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros), no_load)
-    count = 2 if compared is None else 3
-    sums, (logprobs, entropy, *added) = over_micro_batches(layout, batch, rows, sums, of_micro_batch, count)
-    if axis_name is not None:
-        sums = jax.lax.psum(sums, axis_name)
+    zeros = constrain_params(jax.tree.map(jnp.zeros_like, params))
+    no_load = ()
+    if experts is not None:
+        no_tokens = jnp.zeros((decoder.config.num_layers, experts.count))
+        no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
+    no_sums = _Sums(jnp.zeros(()), jnp.zeros(()), zeros, no_load)
+    return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=compared is not None)
+
+
+def _observed_in_part(
+    layout: Layout, part: Batch, part_rows: RowTerms, index: Array
+) -> tuple[RowTerms, Bool[Array, "batch time"]]:
+    """The row terms with observation weights of this micro-batch alone, and the mask of the tokens to score."""
+    if part_rows.observation_weights is None:
+        return part_rows, part.completion_mask
+    # With packed rows a part is the whole batch: a token observed in another micro-batch would count twice.
+    observed = layout.within(part_rows.observation_weights > 0, index)
+    part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
+    return part_rows, part.completion_mask | observed
+
+
+class _ModelValues(NamedTuple):
+    """Values of a micro-batch that terms of the model read by name."""
+
+    load: Load | tuple[()]
+    count: Float[Array, ""]
+
+
+def _model_terms(recipe: Recipe) -> tuple[Term, ...]:
+    """The terms of the decoder, which need no algorithm: the balance of a mixture's experts."""
+    experts = recipe.decoder.config.experts
+    if experts is None:
+        return ()
+    balance = None
+    if recipe.expert_balance:
+        balance = functools.partial(_balance_sum, weight=recipe.expert_balance, per_token=experts.per_token)
+    return (
+        Term("expert_balance", total=balance, metrics=functools.partial(_load_metrics, per_token=experts.per_token)),
+    )
+
+
+def _balance_sum(load: Load, count: Float[Array, ""], *, weight: float, per_token: int) -> Float[Array, ""]:
+    # Times the count, because the loss is divided by the count of all micro-batches.
+    return weight * count * balance_loss(load, per_token)
+
+
+def _load_metrics(load: Load, *, per_token: int) -> dict[str, Float[Array, ""]]:
+    return load_metrics(load, per_token)
+
+
+def _stepped(
+    recipe: Recipe, state: TrainState, sums: _Sums, rates: dict[str, Any]
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """The state after one optimizer step with the mean gradient, and the metrics of the step.
+
+    The loss is divided here and nowhere else: a mean of each micro-batch would weight tokens by the division.
+    """
+    optimizer = optax.with_extra_args_support(recipe.optimizer)
     divisor = jnp.maximum(sums.count, 1)
-    gradient = stacked_params(decoder.config, jax.tree.map(lambda g: g / divisor, sums.gradient))
+    gradient = stacked_params(recipe.decoder.config, jax.tree.map(lambda g: g / divisor, sums.gradient))
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params, **rates)
     # Skip the step without data: momentum and weight decay would change the parameters despite a zero gradient.
     updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
     )
-    mask = batch.completion_mask if layout.rows is None else batch.completion_mask & layout.rows[:, None]
-    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
-        **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
-    if experts:
-        metrics |= load_metrics(sums.load, experts.per_token)
-    if algorithm.distillation is not None:
-        possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
-        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)
-    if compared is not None:  # in nats, without the term's coefficient
-        metrics["teacher_divergence"] = diagnostics.token_average(of_all(added[0]), seen[3])
-        metrics["teacher_divergence"] /= divergence.keywords["coefficient"]
-    if algorithm.observations is not None:
-        metrics["observation_cross_entropy"] = diagnostics.token_average(-seen[0], all_rows.observation_weights > 0)
-    learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
-    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned
+    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics

@@ -66,20 +66,22 @@ def rows_of(algorithm, example: Example, key=None, proximal_logprobs=None) -> lo
     scored = losses.Scored(x.logprobs, x.entropy, x.behavior_logprobs) if algorithm.needs_scoring else None
     return losses.row_terms(
         algorithm,
-        x.rewards,
-        x.group_ids,
-        x.completion_mask.any(-1),
-        key,
-        completion_mask=x.completion_mask,
-        foreign=x.rewards > 0.5,
-        reward_parts=parts,
-        part_weights={"first": jnp.ones(len(x.rewards)), "second": jnp.full(len(x.rewards), 0.5)},
-        scored=scored,
-        proximal_logprobs=proximal_logprobs if algorithm.needs_proximal else None,
-        turn_rewards=jnp.stack([x.rewards, x.rewards**2 + 0.3], axis=1),
-        token_turns=jnp.arange(x.completion_mask.shape[1])[None].repeat(len(x.rewards), 0) // 2,
-        teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,
-        observation_mask=observed(x),
+        losses.BatchValues(
+            x.rewards,
+            x.group_ids,
+            x.completion_mask.any(-1),
+            key,
+            completion_mask=x.completion_mask,
+            foreign=x.rewards > 0.5,
+            reward_parts=parts,
+            part_weights={"first": jnp.ones(len(x.rewards)), "second": jnp.full(len(x.rewards), 0.5)},
+            scored=scored,
+            proximal_logprobs=proximal_logprobs if algorithm.needs_proximal else None,
+            turn_rewards=jnp.stack([x.rewards, x.rewards**2 + 0.3], axis=1),
+            token_turns=jnp.arange(x.completion_mask.shape[1])[None].repeat(len(x.rewards), 0) // 2,
+            teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,
+            observation_mask=observed(x),
+        ),
     )
 
 

@@ -19,7 +19,9 @@ MASK = jnp.ones((10, 1), bool)
 def gradient_of(preset, overrides):
     """The gradient of a preset's mean loss by the policy's logits, as a function of them."""
     algorithm = build_algorithm(preset, overrides)
-    rows = losses.row_terms(algorithm, REWARDS[ARMS], jnp.zeros(10, jnp.int32), jnp.ones(10, bool), jax.random.key(0))
+    rows = losses.row_terms(
+        algorithm, losses.BatchValues(REWARDS[ARMS], jnp.zeros(10, jnp.int32), jnp.ones(10, bool), jax.random.key(0))
+    )
 
     def mean_loss(logits):
         logprobs = jax.nn.log_softmax(logits)[ARMS][:, None]

@@ -148,7 +148,7 @@ def coefficients_of(preset, overrides, policies, rewards, advantages=None):
     def gradient(logprobs, proximal, behavior):
         scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
         given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
-        rows = losses.row_terms(algorithm, *compared, **given)
+        rows = losses.row_terms(algorithm, losses.BatchValues(*compared, **given))
         rows = rows if advantages is None else rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
         return jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
 

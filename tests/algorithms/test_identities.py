@@ -41,7 +41,9 @@ def loss_gradient(preset, overrides, logits=LOGITS, anchor=LOGITS, weights=None)
 
     @jax.jit
     def gradient(logits, anchor):
-        rows = losses.row_terms(algorithm, REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
+        rows = losses.row_terms(
+            algorithm, losses.BatchValues(REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
+        )
         rows = rows if weights is None else rows._replace(weights=weights)
         behavior = token_logprobs(anchor)
         return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
@@ -92,7 +94,9 @@ def test_4_red_drop_is_reinforce_with_weights_of_zero_and_one():
 
     @jax.jit
     def kept_and_gradient(logits):
-        rows = losses.row_terms(algorithm, rewards, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
+        rows = losses.row_terms(
+            algorithm, losses.BatchValues(rewards, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
+        )
         return rows.kept, jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), None, rows, MASK)[0])(logits)
 
     kept, got = kept_and_gradient(LOGITS)

@@ -51,7 +51,7 @@ def numbers(algorithm, example: Example, trajectories=None):
     trajectories = None if trajectories is None else jnp.asarray(trajectories)
     given = {"completion_mask": x.completion_mask, "scored": scored, "trajectories": trajectories}
     compared = x.rewards, x.group_ids, x.completion_mask.any(-1), jax.random.key(0)
-    rows = losses.row_terms(algorithm, *compared, **given)
+    rows = losses.row_terms(algorithm, losses.BatchValues(*compared, **given))
 
     def loss(logprobs):
         extras = {"reference_logprobs": x.reference_logprobs, "entropy": x.entropy}

@@ -94,14 +94,16 @@ def test_further_rows_have_the_advantages_and_weights_of_their_own_turns(weight)
     rewards, turns, mask = made()
     rows = losses.row_terms(
         algorithm,
-        jnp.asarray(np.nansum(rewards, axis=-1)),
-        jnp.asarray(GROUP_IDS),
-        jnp.asarray(mask.any(-1)),
-        jax.random.key(0),
-        completion_mask=jnp.asarray(mask),
-        trajectories=jnp.asarray(TRAJECTORIES),
-        turn_rewards=jnp.asarray(rewards),
-        token_turns=jnp.asarray(turns),
+        losses.BatchValues(
+            jnp.asarray(np.nansum(rewards, axis=-1)),
+            jnp.asarray(GROUP_IDS),
+            jnp.asarray(mask.any(-1)),
+            jax.random.key(0),
+            completion_mask=jnp.asarray(mask),
+            trajectories=jnp.asarray(TRAJECTORIES),
+            turn_rewards=jnp.asarray(rewards),
+            token_turns=jnp.asarray(turns),
+        ),
     )
     expected = loop(rewards, turns, mask, 0.6, "group", kept=FIRST | (TRAJECTORIES == 7))
     np.testing.assert_allclose(rows.advantages, expected, rtol=1e-5, atol=1e-6)

@@ -95,7 +95,7 @@ def test_a_batch_is_its_counts_of_groups(label):
     shuffled, logits, behavior = arms.ravel(), jnp.array([0.2, -0.4, 0.9]), jnp.log(jnp.asarray(POOR, jnp.float32))
     group_ids = jnp.repeat(jnp.arange(bandit.GROUPS_PER_STEP), 8)
     rewards = jnp.asarray(REWARDS[shuffled], jnp.float32)
-    rows = losses.row_terms(algorithm, rewards, group_ids, jnp.ones(size, bool), jax.random.key(3))
+    rows = losses.row_terms(algorithm, losses.BatchValues(rewards, group_ids, jnp.ones(size, bool), jax.random.key(3)))
 
     def plain(logits):
         logprobs = jax.nn.log_softmax(logits)[shuffled][:, None]

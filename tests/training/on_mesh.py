@@ -28,7 +28,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
 from recjax.training.mesh import make_mesh
-from recjax.training.update import Learned, Recipe, TrainState, first_state, update
+from recjax.training.update import Context, Learned, Recipe, TrainState, first_state, update
 from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
@@ -123,12 +123,14 @@ def updated(
     has_teacher = algorithm.teacher_divergence is not None
     return update(
         state,
-        {},
-        reference,
         put_rows(batch),
-        jax.random.key(1),
         Layout(1, pack(batch, shape)) if packed else Layout(micro_batches),
-        init_params(config, jax.random.key(2)) if has_teacher else None,
+        Context(
+            {},
+            jax.random.key(1),
+            reference_params=reference,
+            teacher_params=init_params(config, jax.random.key(2)) if has_teacher else None,
+        ),
         recipe=Recipe(
             Decoder(config),
             algorithm,
@@ -169,11 +171,9 @@ def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, di
     def own_update(state, reference, batch, key):
         return update(
             state,
-            {},
-            reference,
             batch,
-            key,
             Layout(),
+            Context({}, key, reference_params=reference),
             recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
             axis_name="devices",
         )

@@ -332,7 +332,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         return sample_groups(policy, params, prompts, keys, *args, **named)
 
     def watched_update(*args, **named):
-        dropped.append(tuple(jax.random.key_data(args[4]).tolist()))
+        dropped.append(tuple(jax.random.key_data(args[3].key).tolist()))
         return update(*args, **named)
 
     monkeypatch.setattr(sources, "sample_groups", watched_sampling)

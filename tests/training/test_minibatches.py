@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from recjax.algorithms.losses import Scored, row_terms
+from recjax.algorithms.losses import BatchValues, Scored, row_terms
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import TrainingConfig
 from recjax.experience.batch import minibatch_rows
@@ -21,7 +21,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.sampling import Sampling
 from recjax.training import learner
 from recjax.training.checkpoint import progress
-from recjax.training.update import Recipe, TrainState, update
+from recjax.training.update import Context, Recipe, TrainState, update
 from tests.marks import slow_except
 from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
@@ -64,7 +64,8 @@ def layout_of(batch, index, training=PASSES, packs=False):
 def updated(preset, params, batch, layout, *, proximal=None):
     made = recipe(preset)
     state = TrainState(jax.tree.map(jnp.copy, params), made.optimizer.init(params))
-    state, metrics, _ = update(state, {}, None, batch, jax.random.key(0), layout, None, proximal, recipe=made)
+    context = Context({}, jax.random.key(0), proximal_logprobs=proximal)
+    state, metrics, _ = update(state, batch, layout, context, recipe=made)
     return state.params, metrics
 
 
@@ -174,7 +175,9 @@ def kept_tokens(preset, batch):
 
     @jax.jit
     def kept(rewards, groups, mask):
-        return row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), completion_mask=mask).kept
+        return row_terms(
+            algorithm, BatchValues(rewards, groups, mask.any(-1), jax.random.key(0), completion_mask=mask)
+        ).kept
 
     rows = kept(batch.rewards, batch.group_ids, batch.completion_mask)
     return np.where(rows, batch.completion_mask.sum(-1), 0)
@@ -207,7 +210,7 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     def terms_and_mask(now, proximal):
         scored = Scored(now, jnp.zeros_like(now), behavior)
         arrays = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
-        rows = row_terms(algorithm, rewards, groups, mask.any(-1), jax.random.key(0), **arrays)
+        rows = row_terms(algorithm, BatchValues(rewards, groups, mask.any(-1), jax.random.key(0), **arrays))
         return rows, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask)
 
     rows, expected = terms_and_mask(now, proximal)
@@ -217,8 +220,8 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     def forward_passes(overrides, proximal):
         made = recipe("tis")._replace(algorithm=build_algorithm("tis", overrides))
         state = TrainState(initial(), made.optimizer.init(initial()))
-        arguments = state, {}, None, batch, jax.random.key(0), Layout(), None, proximal
-        return str(update.trace(*arguments, recipe=made).jaxpr).count("log_softmax")
+        context = Context({}, jax.random.key(0), proximal_logprobs=proximal)
+        return str(update.trace(state, batch, Layout(), context, recipe=made).jaxpr).count("log_softmax")
 
     assert forward_passes({}, proximal) < forward_passes({}, None)
     masked = {"mask": {"name": "second_moment"}}
@@ -235,7 +238,7 @@ def test_minibatches_under_pmap_have_their_share_of_every_device():
     def on_device(state, share, rows):
         layout = Layout(1, None, rows, 2)
         options = {"recipe": recipe("reinforce_pp"), "axis_name": "devices"}
-        state, metrics, _ = update(state, {}, None, share, jax.random.key(0), layout, **options)
+        state, metrics, _ = update(state, share, layout, Context({}, jax.random.key(0)), **options)
         return state.params, metrics
 
     shares, rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batch, rows))

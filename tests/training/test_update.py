@@ -19,7 +19,7 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.update import Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.marks import slow_except
 from tests.training.tiny_run import train
 
@@ -58,11 +58,9 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
     reference = jax.tree.map(lambda x: x * 1.1, initial()) if algorithm.needs_reference else None
     state, metrics, _ = update(
         state,
-        {},
-        reference,
         batch,
-        jax.random.key(0),
         Layout(1, packed) if packed else Layout(micro_batches),
+        Context({}, jax.random.key(0), reference_params=reference),
         recipe=Recipe(Decoder(CONFIG, remat=remat), algorithm, SGD, Sampling(0.9), chunk),
     )
     return state.params, metrics
@@ -232,7 +230,7 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
                 logprobs = logprobs.at[row, time].set(value)
         algorithm, given = build_algorithm("grpo", {}), jax.tree.map(jnp.asarray, batch)
         compared = given.rewards, given.group_ids, given.completion_mask.any(-1)
-        rows = losses.row_terms(algorithm, *compared, jax.random.key(0))
+        rows = losses.row_terms(algorithm, losses.BatchValues(*compared, jax.random.key(0)))
         value, count = losses.loss(algorithm, logprobs, given.behavior_logprobs, rows, given.completion_mask)
         return value / count, logprobs
 
@@ -240,7 +238,7 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
     for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
         state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
         recipe = Recipe(decoder, build_algorithm("grpo", {}), SGD, Sampling(0.9), 7)
-        state, _, learned = update(state, {}, None, batch, jax.random.key(0), layout, recipe=recipe)
+        state, _, learned = update(state, batch, layout, Context({}, jax.random.key(0)), recipe=recipe)
         mask = batch.completion_mask
         np.testing.assert_allclose(learned.logprobs[mask], np.asarray(expected)[mask], atol=1e-5)
         moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)

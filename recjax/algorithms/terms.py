@@ -1,0 +1,102 @@
+"""Terms: everything that adds to the loss, or to its metrics, besides the policy gradient.
+
+A term's functions read values by the names of their positional parameters, like the functions of all axes. A value that
+a term reads decides what an update computes: the reference policy runs only for a term that reads `reference_logprobs`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.options import Scalar
+from recjax.algorithms.reduce import token_average
+
+
+class Term(NamedTuple):
+    """Something that adds to the loss.
+
+    name: the term's name in the config.
+    per_token: function of a micro-batch's values that returns the loss of each token, [batch, time]; the algorithm's
+        reduction reduces it with the loss of the policy gradient.
+    sign: −1 for a bonus, whose values the loss subtracts.
+    total: function of a micro-batch's values that returns a number to add to the loss's sum.
+    metrics: function of the whole batch's values that returns scalars by name.
+    """
+
+    name: str
+    per_token: Callable | None = None
+    sign: int = 1
+    total: Callable | None = None
+    metrics: Callable | None = None
+
+
+def terms_of(algorithm: Algorithm) -> tuple[Term, ...]:
+    """The terms of an algorithm, in the order in which the loss adds them.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> kl = {"reference_kl": {"coefficient": 0.1, "estimator": "k3"}}
+        >>> [term.name for term in terms_of(algorithms.build("opmd", kl))]
+        ['regularizer', 'reference_kl']
+    """
+    terms = [
+        Term(name, per_token=getattr(algorithm, name))
+        for name in ("regularizer", "reference_kl", "unbiased_reference_kl")
+        if getattr(algorithm, name) is not None
+    ]
+    if algorithm.entropy is not None:
+        terms.append(Term("entropy", per_token=algorithm.entropy, sign=-1))
+    if algorithm.teacher_divergence is not None:
+        coefficient = algorithm.teacher_divergence.keywords["coefficient"]
+        measured = functools.partial(divergence_metrics, coefficient=coefficient)
+        terms.append(Term("teacher_divergence", per_token=computed_divergence, metrics=measured))
+    if algorithm.observations is not None:
+        summed = functools.partial(observation_sum, cross_entropy=algorithm.observations)
+        terms.append(Term("observations", total=summed, metrics=observation_metrics))
+    if algorithm.distillation is not None:
+        terms.append(Term("distillation", metrics=distillation_metrics))
+    return tuple(terms)
+
+
+def computed_divergence(divergence: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The divergence from a teacher at each token, which the forward pass computes with the vocabulary's scores."""
+    return divergence
+
+
+def divergence_metrics(
+    divergence: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: Scalar
+) -> dict[str, Float[Array, ""]]:
+    """Mean divergence from the teacher, in nats per token, without the term's coefficient."""
+    return {"teacher_divergence": token_average(divergence, completion_mask) / coefficient}
+
+
+def observation_sum(
+    logprobs: Float[Array, "batch time"], observation_weights: Float[Array, "batch time"], *, cross_entropy: Callable
+) -> Float[Array, ""]:
+    """Sum of the weighted cross-entropy on observed tokens.
+
+    Args:
+        cross_entropy: `regularizers.observation_cross_entropy` with its options.
+    """
+    return jnp.sum(cross_entropy(logprobs, observation_weights))
+
+
+def observation_metrics(
+    logprobs: Float[Array, "batch time"], observation_weights: Float[Array, "batch time"]
+) -> dict[str, Float[Array, ""]]:
+    """Mean cross-entropy on observed tokens, in nats per token."""
+    return {"observation_cross_entropy": token_average(-logprobs, observation_weights > 0)}
+
+
+def distillation_metrics(
+    logprobs: Float[Array, "batch time"],
+    teacher_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+) -> dict[str, Float[Array, ""]]:
+    """KL(π ‖ teacher) in nats per token, estimated on the sampled tokens that both policies can choose."""
+    possible = completion_mask & ~(jnp.isneginf(logprobs) | jnp.isneginf(teacher_logprobs))
+    return {"teacher_kl": token_average(logprobs - teacher_logprobs, possible)}
