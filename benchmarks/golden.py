@@ -39,7 +39,7 @@ RENAMED_METRICS: dict[str, str | None] = {}  # old metric: new metric, or None w
 ADDED_METRICS = {
     f"impossible_tokens/{policy}" for policy in ("policy", "behavior", "reference", "teacher", "proximal", "anchor")
 }
-ADDED_METRICS |= {"right_and_ended", "evaluation/right_and_ended", "tokens_without_set"}
+ADDED_METRICS |= {"right_and_ended", "evaluation/right_and_ended", "tokens_without_set", "frac_reward_zero_std"}
 
 # Metrics that are float32 and were Python floats, with the largest difference that rounding makes.
 ROUNDED = {"learning_rate": 1e-7}
