@@ -92,7 +92,13 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     if ages:
         _draw_ages(next(grid), ages)
     if batches:
-        _draw_sources(next(grid), batches)
+        axes = next(grid)
+        counts = pd.DataFrame([row["source_rows"] for row in batches]).fillna(0).sort_index(axis=1)
+        shares = counts.div(counts.sum(axis=1), axis=0)
+        axes.stackplot(_series(batches, "step"), shares.to_numpy().T, labels=list(shares), colors=COLORS)
+        axes.set(xlabel="optimizer step", ylabel="rows of the batch (share)", ylim=(0, 1))
+        few_ticks(axes.xaxis)
+        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
     for panel, axes in zip(panels, grid, strict=True):
         _draw_panel(axes, panel, rows)
         axes.set_xlabel("optimizer step")
@@ -112,10 +118,16 @@ def _has_content(panel: Panel, rows: Rows) -> bool:
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    """Lines are means over a fiftieth of the steps, with bands from the lowest to the highest value."""
     if panel is _RATIO:
         _draw_band(axes, [row for row in rows if "ratio/q01" in row and "ratio/q99" in row])
     for name, options in panel.lines.items():
-        _draw_smoothed(axes, [row for row in rows if name in row], name, **options)
+        known = [row for row in rows if name in row]
+        steps = _series(known, "step")
+        around = pd.Series(_series(known, name), dtype=float).rolling(max(1, len(known) // 50), 1, center=True)
+        look = {"color": BLUE, "lw": 1.2, "marker": "o" if len(known) == 1 else ""} | options
+        axes.fill_between(steps, around.min(), around.max(), color=look["color"], alpha=0.2, lw=0)
+        axes.plot(steps, around.mean(), **look)
     last = max(1, rows[-1]["step"])
     axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=panel.limits)
     few_ticks(axes.xaxis)
@@ -125,16 +137,6 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
 
 def _series(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows]
-
-
-def _draw_smoothed(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, **options) -> None:
-    """For a long run, the mean over a fiftieth of the steps, with a band from the lowest to the highest value."""
-    values = pd.Series(_series(rows, name), dtype=float)
-    around = values.rolling(max(1, len(values) // 50), center=True, min_periods=1)
-    steps = _series(rows, "step")
-    axes.fill_between(steps, around.min(), around.max(), color=color, alpha=0.2, lw=0)
-    marker = "o" if len(rows) == 1 else ""
-    axes.plot(steps, around.mean(), color=color, **{"lw": 1.2, "marker": marker} | options)
 
 
 def _draw_band(axes: Axes, rows: Rows) -> None:
@@ -164,14 +166,3 @@ def _draw_ages(axes: Axes, counts: Counter) -> None:
     axes.set_xlim(min(counts) - width, max(counts) + 2 * width)
     axes.set(xlabel=LABELS["staleness"].replace("\n", " "), ylabel="rows with a known\nversion (share)")
     few_ticks(axes.xaxis)
-
-
-def _draw_sources(axes: Axes, rows: Rows) -> None:
-    """Shares of the sources in each batch."""
-    batches = [row["source_rows"] for row in rows]
-    names = sorted({name for batch in batches for name in batch})
-    shares = [[batch.get(name, 0) / sum(batch.values()) for batch in batches] for name in names]
-    axes.stackplot(_series(rows, "step"), shares, labels=names, colors=COLORS)
-    axes.set(xlabel="optimizer step", ylabel="rows of the batch (share)", ylim=(0, 1))
-    few_ticks(axes.xaxis)
-    add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
