@@ -96,9 +96,9 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
         counts = pd.DataFrame([row["source_rows"] for row in batches]).fillna(0).sort_index(axis=1)
         shares = counts.div(counts.sum(axis=1), axis=0)
         axes.stackplot(_series(batches, "step"), shares.to_numpy().T, labels=list(shares), colors=COLORS)
-        axes.set(xlabel="optimizer step", ylabel="rows of the batch (share)", ylim=(0, 1))
+        axes.set(xlabel="optimizer step", ylabel="rows of the batch\n(share)", ylim=(0, 1))
         few_ticks(axes.xaxis)
-        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
+        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
     for panel, axes in zip(panels, grid, strict=True):
         _draw_panel(axes, panel, rows)
         axes.set_xlabel("optimizer step")
@@ -110,7 +110,7 @@ def _grid(count: int, title: str) -> tuple[Figure, Iterator[Axes]]:
     columns = 1 if count < 2 else 2
     height = -(-count // columns)
     figure = new_figure(4.2 * columns, 0.8 + 2.2 * height, title)
-    return figure, (figure.add_subplot(height, columns, place) for place in range(1, count + 1))
+    return figure, (figure.add_subplot(height, columns, number) for number in range(1, count + 1))
 
 
 def _has_content(panel: Panel, rows: Rows) -> bool:
@@ -132,7 +132,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=panel.limits)
     few_ticks(axes.xaxis)
     if len(axes.get_legend_handles_labels()[0]) > 1:
-        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
 
 
 def _series(rows: Rows, name: str) -> list[float]:

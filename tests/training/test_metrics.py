@@ -89,7 +89,7 @@ def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
     assert [*panels][3:6] == ["effective sample size", "staleness", "KL(μ ‖ π)"]
     unknown = dict.fromkeys(["ratio/q01", "ratio/q50", "ratio/q99", "effective_sample_size"], NAN)
     rows = [{"source_rows": {"store": 4}, "staleness_rows": {}} | unknown] * 3
-    assert [*drawn(monkeypatch, draw_experience, rows, tmp_path)] == ["rows of the batch (share)", "note"]
+    assert [*drawn(monkeypatch, draw_experience, rows, tmp_path)] == ["rows of the batch", "note"]
 
 
 @pytest.mark.parametrize("rewards", [[-7.0, 2.75, 0.5], [1e9, 3e9, 2e9], [0.0, 0.0, 0.0], [-3.0]])
