@@ -36,7 +36,11 @@ def warnings(*changes: dict) -> list[tuple[int, str]]:
         ([{}, ZERO, ZERO, {}, *[ZERO] * 9], 7, ["steps 5 to 7 have no signal"]),
         ([SILENT | {"accuracy": 1.0}] * 3, 3, ["too easy"]),
         ([SILENT] * 3, 3, ["one text for each prompt"]),
-        ([ZERO | {"grading/error": 0, "agent/raised": 16}] * 3, 3, ["agents (agent/raised = 16)."]),
+        (
+            [ZERO | {"grading/error": 0, "agent/raised": 16}] * 3,
+            3,
+            ["agents (agent/raised = 16), or the problems are too hard"],
+        ),
         ([SILENT | {"frac_reward_zero_std": None}] * 3, 3, ["have no signal"]),  # groups of one completion
         ([{}, MASKED, MASKED, MASKED], 2, ["step 2 trains on nothing (kept_fraction = 0)", "truncated = mask"]),
         ([MASKED | {"truncated": 0.5}], 1, ["algorithm.selection drops all"]),
