@@ -60,6 +60,7 @@ def test_a_sign_is_said_once_with_its_reason(changes, step, words):
     [
         {},
         ZERO | {"loss": None},  # an evaluation
+        {"advantage/mean_square": 0.0},  # advantages that do not follow from rewards
         {"frac_reward_zero_std": 1.0},  # groups that an algorithm compares with each other
         ZERO | {"teacher_kl": 0.3},  # a teacher's run without rewards
         {"advantage/mean_square": None, "effective_sample_size": None, "kept_fraction": None},
