@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 from matplotlib.axes import Axes
 
-from recjax.analysis.collect import COLUMNS, metrics_of
+from recjax.analysis.collect import check_metrics, metrics_of
 from recjax.analysis.compare import (
     ACCURACY,
     differing_steps,
@@ -76,8 +76,6 @@ def main(argv: list[str]) -> None:
     if len(argv) != 3 or argv[1] == argv[2]:
         raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
     (first, second), metric = argv[1:], FLAGS.metric
-    if metric not in COLUMNS:
-        raise ValueError(f"--metric {metric!r}: unknown metric; name one of {', '.join(COLUMNS)}")
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
@@ -85,7 +83,12 @@ def main(argv: list[str]) -> None:
         for side, folder in zip(argv[1:], both, strict=True)
     ]
     table = metrics_of(sides)
-    differences = paired_values(final(table, metric), "side", second, first)
+    check_metrics(table, [metric], "--metric")
+    finals = final(table, metric)
+    for settings, folder in sides:
+        if tuple(settings.values()) not in finals.index:
+            print(f"skipped: {folder} has no {metric} after step 0, so its pair is not compared")
+    differences = paired_values(finals, "side", second, first)
     if not len(differences):
         raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
     problems = problem_differences(pairs.values(), metric)
@@ -112,6 +115,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("metric", ACCURACY, "Metric to compare, one of those that recjax.plot draws.")
+    flags.DEFINE_string("metric", ACCURACY, "Numeric metric of metrics.jsonl to compare.")
     flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
     start(main)

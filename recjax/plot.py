@@ -1,4 +1,4 @@
-"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio and length over optimizer steps.
+"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio and length, or any other metric, over optimizer steps.
 
     python -m recjax.plot runs/one runs/other [--output DIR]
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
@@ -15,7 +15,7 @@ import pandas as pd
 from absl import flags
 from rich.table import Table
 
-from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
+from recjax.analysis.collect import axes_of, check_metrics, read_folders, read_runs, without_other_metrics
 from recjax.analysis.compare import estimate, final, in_words, minus_line, paired_values
 from recjax.console import command, plain_console, start
 from recjax.files import writing
@@ -43,6 +43,11 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
     return table
 
 
+def titled(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the axis in each setting: "learning rate 0.0001" instead of "0.0001"."""
+    return table.assign(**{axis: axis.replace("_", " ") + " " + table[axis] for axis in axes_of(table)})
+
+
 @command
 def main(argv: list[str]) -> None:
     """Reads and draws the runs, and prints their final accuracies."""
@@ -55,25 +60,26 @@ def main(argv: list[str]) -> None:
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
         raise ValueError(f"--lines {lines!r}: unknown axis; name one of {', '.join(axes)}")
-    if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
-        raise ValueError(f"--metrics {unknown[0]!r}: unknown metric; name some of {', '.join(COLUMNS)}")
+    check_metrics(table, FLAGS.metrics, "--metrics")
     metrics = [metric for metric in FLAGS.metrics if metric in table and table[metric].notna().any()]
     if not metrics:
         raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have no values of these metrics yet")
     if FLAGS.table:
         with writing(FLAGS.table):
-            table.to_parquet(FLAGS.table, index=False, compression="zstd")
+            without_other_metrics(table, FLAGS.metrics).to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
-    panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     compared = list(dict.fromkeys(table[lines]))
     against = FLAGS.against or compared[0]
     if against not in compared:
         raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
+    titles = table if are_runs else titled(table)
+    panels = titles[others].agg(", ".join, axis=1) if others else "all runs"
     difference, drawn = f"{metrics[0]} − {against}", table.assign(panel=panels)
     drawn[difference] = minus_line(table, lines, against, metrics[0])
     shown = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"
-    save_figure(draw_curves(drawn, lines, "panel", shown), output)
+    names = dict(zip(table[lines], titles[lines], strict=True))
+    save_figure(draw_curves(drawn, lines, "panel", shown, names=names), output)
 
     finals = final(table)
     title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"
@@ -95,7 +101,7 @@ if __name__ == "__main__":
     flags.DEFINE_list(
         "metrics",
         "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
-        "Metrics to draw, a panel each; recjax skips metrics without values.",
+        "Numeric metrics of metrics.jsonl to draw, a panel each; recjax skips metrics without values.",
     )
     flags.DEFINE_string("against", None, "Line that the differences are from; default: the first.")
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")

@@ -30,7 +30,7 @@ from experiments.claims.staleness import (
     survived,
 )
 from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_over_steps
-from recjax.analysis.collect import axes_of, collect, read_runs
+from recjax.analysis.collect import axes_of, collect, read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
 from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure
@@ -287,7 +287,7 @@ def main(argv: list[str]) -> None:
     """Writes everything."""
     try:
         for name in FLAGS.collect:
-            collect_finished(name).to_parquet(TABLES[name], index=False, compression="zstd")
+            without_other_metrics(collect_finished(name)).to_parquet(TABLES[name], index=False, compression="zstd")
         tables = {name: read_runs(path) for name, path in TABLES.items()}
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -19,7 +19,7 @@ from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
 from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
-from recjax.analysis.collect import read_runs
+from recjax.analysis.collect import read_runs, without_other_metrics
 from recjax.analysis.compare import estimate, final
 from recjax.plots.objectives import draw_coefficients
 from recjax.plots.style import COLORS, GREY, add_legend, new_figure, save_figure
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> None:
     try:
         if FLAGS.collect:
             runs = read_runs(HERE / "grid.yaml", FLAGS.smoke)
-            runs.to_parquet(METRICS, index=False, compression="zstd")
+            without_other_metrics(runs).to_parquet(METRICS, index=False, compression="zstd")
         write_page(collected(), DOCS)
     except ValueError as error:
         sys.exit(f"error: {error}")

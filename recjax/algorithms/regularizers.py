@@ -126,13 +126,15 @@ def kl_estimate(
         >>> [round(float(kl_estimate(jnp.array(0.5), name)), 3) for name in ("k1", "k2", "k3")]
         [-0.5, 0.125, 0.149]
     """
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return jnp.square(log_ratio) / 2
     exponential = jnp.exp(jnp.minimum(log_ratio, bound)) * (1 + jnp.maximum(log_ratio - bound, 0.0))
-    estimates = {
-        "k1": lambda: -log_ratio,
-        "k2": lambda: jnp.square(log_ratio) / 2,
-        "k3": lambda: exponential - log_ratio - 1,
-    }
-    return estimates[estimator]()
+    # Near 0, the difference of the definition is smaller than its rounding error, and may be negative.
+    near = jnp.clip(log_ratio, -0.1, 0.1)
+    series = jnp.square(near) / 2 * (1 + near / 3 * (1 + near / 4 * (1 + near / 5)))
+    return jnp.where(near == log_ratio, series, exponential - log_ratio - 1)
 
 
 def reference_kl(

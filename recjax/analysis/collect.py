@@ -1,15 +1,17 @@
-"""The metrics of many runs as one table, small enough to commit with its figures."""
+"""The metrics of many runs as one table."""
 
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.training.metrics import read_metrics
 
-COLUMNS = (
+COLUMNS = (  # every table has these metrics; NaN without a value
     "reward",
     "accuracy",
     "completion_length",
@@ -32,7 +34,7 @@ WINDOW = 5  # optimizer steps averaged in a row of the table
 
 
 def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """One row for every WINDOW steps of every run: its settings, the window's last step, and means of COLUMNS.
+    """One row for every WINDOW steps of every run: its settings, the window's last step, and means of all metrics.
 
     An evaluation keeps its own step; the evaluation before training has step 0. An evaluation within a window has a
     separate row, whose other columns are NaN.
@@ -54,7 +56,9 @@ def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
         if rows:
             table = pd.DataFrame(rows)
             ends = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
-            values = table.reindex(columns=list(COLUMNS))
+            names = dict.fromkeys([*COLUMNS, *table.select_dtypes("number")])
+            # A metric that has the name of an axis, such as learning_rate, is not in the table.
+            values = table.reindex(columns=[name for name in names if name not in {"step", *settings}])
             evaluated = values.filter(like="evaluation/")
             windows = values.drop(columns=evaluated.columns).groupby(ends).mean()
             evaluated = evaluated.dropna(how="all").groupby(table["step"]).mean()
@@ -62,7 +66,8 @@ def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
     if not tables:
         raise ValueError(f"{folders[0][1]}: no metrics yet; start the run, or wait for its first evaluation")
-    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
+    table = pd.concat(tables, ignore_index=True)
+    return table.astype(dict.fromkeys(metrics_in(table), "float32"))
 
 
 def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
@@ -97,5 +102,28 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
 
 
 def axes_of(table: pd.DataFrame) -> list[str]:
-    """The settings that distinguish the runs of a table, in the order of the sweep file."""
-    return [name for name in table.columns if name != "step" and name not in COLUMNS]
+    """The settings that distinguish the runs of a table, in the order of the sweep file; their values are text."""
+    return [name for name in table.columns if name != "step" and not is_numeric_dtype(table[name])]
+
+
+def metrics_in(table: pd.DataFrame) -> list[str]:
+    """The metrics of a table."""
+    return [name for name in table.columns if name != "step" and is_numeric_dtype(table[name])]
+
+
+def without_other_metrics(table: pd.DataFrame, names: Sequence[str] = ()) -> pd.DataFrame:
+    """A table with COLUMNS and `names` alone, small enough to commit with its figures."""
+    return table.drop(columns={*metrics_in(table)} - {*COLUMNS, *names})
+
+
+def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
+    """Checks that all names are metrics of a table, or of COLUMNS.
+
+    Raises:
+        ValueError: a name is neither.
+    """
+    known = dict.fromkeys([*COLUMNS, *metrics_in(table)])
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or [other for other in known if name in other] or known
+            raise ValueError(f"{flag} {name!r}: the runs have no such metric; name one of {', '.join(near)}")

@@ -184,5 +184,7 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
         names = rows.reindex(columns=["question", "answer", "seat"], fill_value="").astype(str)
         return rows[column].astype(float).groupby([names[name] for name in names]).mean()
 
-    differences = [by_problem(theirs) - by_problem(ours) for ours, theirs in pairs]
-    return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy()
+    values = [[by_problem(folder) for folder in both] for both in pairs]
+    # A run that stopped before its first evaluation has no problems.
+    differences = [theirs - ours for ours, theirs in values if len(ours) and len(theirs)]
+    return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy() if differences else np.array([])

@@ -1,5 +1,6 @@
 """Curves over optimizer steps: a row of panels for each metric, a column for each regime, a line for a set of seeds."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ def draw_curves(
         table: rows as `collect` makes them.
         lines: the column of the table whose values are the lines, in the order they first appear.
         columns: the column whose values are the panels of a row.
-        metrics: which of collect's COLUMNS; "METRIC − NAME" is a column of differences from the line NAME.
+        metrics: columns of the table; "METRIC − NAME" is a column of differences from the line NAME.
         names: labels in the figure for values of `lines` or `columns`; a value without a label keeps its own name.
         more: functions that each draw another panel; only with a single column.
     """
@@ -65,11 +66,11 @@ def draw_curves(
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
-        of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {against}" if against else ""))
+        of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {names.get(against, against)}" if against else ""))
     for axes in panels.flat[: len(metrics)] if single else panels[-1]:
         axes.set_xlabel("optimizer step")
     for place, axes in () if single else zip(across, panels[0], strict=True):
-        axes.set_title(names.get(place, place), fontsize="medium", parse_math=False)
+        axes.set_title(textwrap.fill(names.get(place, place), 32), fontsize="medium", parse_math=False)
     for axes, draw in zip(panels.flat[len(metrics) * len(across) :], more, strict=False):
         draw(axes)
     curves = [line for axes in panels.flat for line in axes.get_lines() if line.get_label()[0] != "_"]
@@ -79,22 +80,18 @@ def draw_curves(
 
 
 def _scale(axes: Axes, metric: str) -> None:
-    """The axes of a panel."""
-    if metric == "evaluation/initial_kl":
+    """The axes of a panel, which no value leaves."""
+    limits = np.ravel([panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)])
+    low, high = min(limits[np.isfinite(limits)], default=0.0), max(limits[np.isfinite(limits)], default=1.0)
+    if metric == "evaluation/initial_kl" and low >= 0:
         axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)
         axes.yaxis.set_minor_locator(NullLocator())
-    elif metric in LOGARITHMIC:
+    elif metric in LOGARITHMIC and low > 0:
         axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        if high < 2.2 * low:
-            axes.set_ylim(low / 1.5, high * 1.5)
         plain_ticks(axes.yaxis)
     elif " − " in metric:
         axes.axhline(0, color=GREY, lw=0.8, label="_zero")
-    else:
-        limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
-        low, high = np.min(limits), np.max(limits)
-        if low >= 0:
-            axes.set_ylim(0, 1.02 if metric in SHARES and high <= 1 else None)
+    elif low >= 0:
+        axes.set_ylim(0, 1.02 if metric in SHARES and high <= 1 else None)
     few_ticks(axes.xaxis, 4)

@@ -53,7 +53,8 @@ def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:
 def plain_ticks(axis: Axis) -> None:
     """Few ticks, as plain decimals, for a logarithmic axis of any span."""
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
+    decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6)
+    axis.set_major_locator(MaxNLocator(4) if high < 5 * low else decades)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 

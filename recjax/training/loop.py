@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import logging
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -39,15 +38,8 @@ from recjax.training.schedule import expected_staleness
 from recjax.training.sources import kept_records, stored_groups, with_missing_logprobs
 from recjax.training.start import start_run
 
-logger = logging.getLogger(__name__)
-
 _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
-_ALL_MASKED = (
-    "step %d trains on nothing: all its completions are truncated, and task.truncated = mask removes them. Raise"
-    " rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train. recjax checks only"
-    " the first step of a command"
-)
 
 
 class Preempted(BaseException):
@@ -120,8 +112,6 @@ def train(
                 with run.phases.phase("sample"):
                     batch = pad(groups, **padding)
                 learned = to_learn_from(batch, config.task)
-            if step == first and batch.completion_mask.any() and not learned.completion_mask.any():
-                logger.warning(_ALL_MASKED, step)
             check_staleness(run, state.queue, batch, step)
             if begins:
                 state = keep_behavior_params(run, state, step)

@@ -226,8 +226,9 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         learned: batch as the update gets it, from which the mean reward is computed.
         has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
-        Means over rows; the mean of a reward part covers the rows that have it. `staleness` covers rows with a policy
-        version and is missing without such rows; `staleness_rows` counts rows by staleness.
+        Means over rows; the mean of a reward part covers the rows that have it. `frac_reward_zero_std`, TRL's name, is
+        the share of groups with equal rewards, and is missing without groups of several completions. `staleness` covers
+        rows with a policy version and is missing without such rows; `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
     real = rows
@@ -236,9 +237,13 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
+    compared = real & learned.completion_mask.any(-1)
+    groups = [learned.rewards[compared & (learned.group_ids == group)] for group in np.unique(learned.group_ids[real])]
+    are_equal = [np.ptp(rewards) == 0 for rewards in groups if len(rewards) > 1]
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
+        **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal else {}),
         "accuracy": float(batch.accurate[real].mean()),
         "right_and_ended": float((batch.accurate & ~batch.truncated)[real].mean()),
         "completion_length": float(batch.completion_mask.sum() / real.sum()),

@@ -24,6 +24,7 @@ from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
+from recjax.training.signs import Watched, look
 from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
 from recjax.training.trained import older_params, with_start
@@ -66,8 +67,13 @@ def start_run(
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
         bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
+        watched = Watched()
 
         def watch(row: dict) -> None:
+            nonlocal watched
+            watched, warnings = look(watched, row)
+            for warning in warnings:
+                logger.warning("%s", warning)
             if on_step and on_step(row):
                 stopping.append(STOPPED)
 

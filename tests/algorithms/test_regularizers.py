@@ -72,6 +72,20 @@ def test_reference_kl_and_the_gradients_that_its_docstring_states(estimator, val
     np.testing.assert_allclose(derivative, np.where(MASK, 0.5 * gradient(difference), 0), **close)
 
 
+def test_k3_and_its_gradient_keep_their_sign_and_precision_at_every_distance():
+    distances = np.geomspace(1e-9, 15, 400, dtype=np.float32)
+    distances = np.concatenate([-distances, [0], distances], dtype=np.float32)
+    exact = distances.astype(np.float64)
+    series = exact**2 / 2 * (1 + exact / 3 + exact**2 / 12)
+    expected = np.where(np.abs(exact) < 1e-3, series, np.expm1(exact) - exact)
+    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(lambda x: regularizers.kl_estimate(x, "k3"))))(distances)
+    assert (value >= 0).all()
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    np.testing.assert_allclose(gradient, np.expm1(exact), rtol=1e-5)
+    for far in (-np.inf, 1e4):  # the branch that is not chosen has no part in the gradient
+        assert np.isfinite(jax.grad(lambda x: regularizers.kl_estimate(x, "k3"))(jnp.float32(far)))
+
+
 def test_average_gradients_of_the_kl_estimators_on_policy():
     logits, reference = jnp.array([0.3, -1.0, 0.7]), jax.nn.log_softmax(jnp.array([1.0, 0.2, -0.4]))
     policy = jax.nn.softmax(logits)

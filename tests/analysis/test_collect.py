@@ -1,15 +1,26 @@
 """From runs to a table, and from a table to curves."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
-from recjax.analysis.collect import COLUMNS, axes_of, collect, read_folders, read_runs
+from recjax.analysis.collect import (
+    COLUMNS,
+    axes_of,
+    check_metrics,
+    collect,
+    metrics_in,
+    metrics_of,
+    read_folders,
+    read_runs,
+    without_other_metrics,
+)
 from recjax.analysis.sweeps import read_sweep
-from recjax.plot import chosen_runs
+from recjax.plot import chosen_runs, titled
 from recjax.plots.curves import draw_curves
 from tests.test_sweep import FILE
 from tests.training.tiny_run import TINY
@@ -36,7 +47,8 @@ def path(tmp_path):
 def test_windows_are_averaged_and_evaluations_keep_their_step(path):
     table = collect(read_sweep(path)[1])
     assert axes_of(table) == ["algorithm", "seed"]
-    assert set(COLUMNS) <= set(table.columns) and "unknown" not in table
+    assert {*COLUMNS, "unknown"} == {*metrics_in(table)} and "unknown" not in without_other_metrics(table)
+    assert without_other_metrics(table, ["unknown"]).columns.equals(table.columns)
     first = table[table["algorithm"] == "grpo"].set_index("step")
     assert list(first.index) == [0, 5, 10, 15]
     np.testing.assert_allclose(first["reward"], [np.nan, 3.0, 8.0, 11.5])
@@ -66,6 +78,18 @@ def test_runs_are_read_by_their_folders(path, tmp_path):
     np.testing.assert_array_equal(table[table["run"] == folders[1]]["reward"], own)
     with pytest.raises(ValueError, match="nowhere' has no metrics.jsonl"):
         read_folders([*folders, "nowhere"])
+
+
+def test_every_number_of_a_run_is_a_metric_unless_an_axis_has_its_name(tmp_path):
+    row = {"step": 1, "loss": -2.5, "learning_rate": 0.5, "agent/raised": 3, "reward/x": 1e12, "source_rows": {"a": 1}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    table = metrics_of([({"learning_rate": "0.5"}, tmp_path)])
+    assert axes_of(table) == ["learning_rate"] and table["learning_rate"].tolist() == ["0.5"]
+    assert {*metrics_in(table)} == {*COLUMNS, "loss", "agent/raised", "reward/x"}
+    check_metrics(table, ["loss", "entropy", "agent/raised"], "--metrics")
+    for name, near in (("los", "loss$"), ("rewards/x", "reward/x"), ("raised", "agent/raised$"), ("?", "reward, accu")):
+        with pytest.raises(ValueError, match=f"--metrics '{re.escape(name)}': .* name one of {near}"):
+            check_metrics(table, [name], "--metrics")
 
 
 def test_a_table_survives_parquet(path, tmp_path):
@@ -101,17 +125,46 @@ def test_curves_show_the_mean_and_the_band_of_runs(path):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "shown"),
-    [([0.2, 0.9], (0, 1.02)), ([1.5, 2.75], (0, 2.75)), ([-7.0, -0.1], (-7.0, -0.1)), ([-0.5, 1.0], (-0.5, 1.0))],
+    ("metric", "values", "shown"),
+    [
+        ("reward", [0.2, 0.9], (0, 1.02)),
+        ("reward", [1.5, 2.75], (0, 2.75)),
+        ("reward", [-7.0, -0.1], (-7.0, -0.1)),
+        ("reward", [-0.5, 1.0], (-0.5, 1.0)),
+        ("loss", [-2.5, 1e9], (-2.5, 1e9)),
+        ("gradient_norm", [0.0, 3.0], (0, 3.0)),  # logarithmic where all values are positive
+        ("evaluation/initial_kl", [-0.01, 2.0], (-0.01, 2.0)),
+    ],
 )
-def test_no_panel_cuts_a_curve_off(rewards, shown):
-    table = pd.DataFrame({"line": "a", "panel": ["low", "high"], "run": "0", "step": 5, "reward": rewards})
+def test_no_panel_cuts_a_curve_off(metric, values, shown):
+    table = pd.DataFrame({"line": "a", "panel": ["low", "high"], "run": "0", "step": 5, metric: values})
     for panels in (["low", "high"], ["one", "one"]):  # in a row with one scale, and one panel
         steps = [5, 5] if panels[0] == "low" else [5, 10]
-        figure = draw_curves(table.assign(panel=panels, step=steps), "line", "panel", ["reward"])
+        figure = draw_curves(table.assign(panel=panels, step=steps), "line", "panel", [metric])
         low, high = figure.axes[0].get_ylim()
         assert low <= shown[0] and shown[1] <= high
-        assert (low == 0) == (min(rewards) >= 0) and (high == 1.02) == (shown == (0, 1.02))
+        assert (low == 0) == (min(values) >= 0) and (high == 1.02) == (shown == (0, 1.02))
+
+
+@pytest.mark.parametrize("ratios", [(0.97, 1.02), (0.3, 1.9), (1e-5, 3.0)])
+def test_a_logarithmic_panel_has_several_ticks(ratios):
+    table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], "ratio/q01": ratios})
+    axes = draw_curves(table, "line", "panel", ["ratio/q01"]).axes[0]
+    low, high = axes.get_ylim()
+    labels = [text for text in axes.yaxis.get_ticklabels() if low <= text.get_position()[1] <= high]
+    assert len({text.get_text() for text in labels}) >= 2
+
+
+def test_panels_and_lines_of_a_sweep_have_the_names_of_their_axes(path):
+    table = read_runs(path).assign(learning_rate="0.0001")
+    names = titled(table)
+    assert [*dict.fromkeys(names["learning_rate"])] == ["learning rate 0.0001"]
+    assert [*dict.fromkeys(names["algorithm"])] == ["algorithm grpo", "algorithm wide"]
+    table["reward − grpo"] = 0.0
+    labels = dict(zip(table["algorithm"], names["algorithm"], strict=True))
+    figure = draw_curves(table, "algorithm", "learning_rate", ["reward", "reward − grpo"], names=labels)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["algorithm grpo", "algorithm wide"]
+    assert figure.axes[1].get_ylabel().endswith("minus algorithm grpo")
 
 
 def test_a_source_that_is_no_table_of_runs_is_named(tmp_path):

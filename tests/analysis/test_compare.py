@@ -161,6 +161,14 @@ def test_problems_are_paired_by_question_and_answer(run):
     assert problem_differences([(first[0], second[0])], "evaluation/reward").size == 0
 
 
+def test_a_run_without_an_evaluation_has_no_problems_and_leaves_the_other_pairs(run):
+    pairs = [(run("a0", [(1, 0)]), run("b0", [(1, 1)])), (run("a1", [(1, 0)]), run("b1"))]
+    (pairs[1][1] / "samples" / "after.jsonl").unlink()
+    metric = "evaluation/accuracy"
+    assert problem_differences(pairs, metric).tolist() == problem_differences(pairs[:1], metric).tolist() == [0.5]
+    assert problem_differences(pairs[1:], metric).size == 0
+
+
 def test_a_run_that_goes_on_after_its_end_is_compared_at_its_latest_evaluation(run):
     metric, other = "evaluation/accuracy", run("b", [(1, 1)], step=8)
     ended = run("a", [(1, 1)], step=4)

@@ -82,10 +82,13 @@ class MovingLearner(Learner):
 
 def measured(batch, loss: float) -> tuple[dict, Learned]:
     """Metrics of an update, and its results per token."""
-    norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
+    numbers = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
+    numbers["kept_fraction"] = float(batch.completion_mask.any())
     zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
     # Like the loss of a compiled update, the loop reads it from a device.
-    return {"loss": jnp.asarray(np.float32(loss)), **norms}, Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
+    return {"loss": jnp.asarray(np.float32(loss)), **numbers}, Learned(
+        zeros, TokenTerms(zeros, zeros, zeros > 0, zeros)
+    )
 
 
 def evaluation(run, accuracy: float) -> Evaluation:

@@ -5,8 +5,11 @@ import math
 from pathlib import Path
 
 import pandas as pd
+import pytest
+from matplotlib.axes import Axes
 
 from recjax.analysis.collect import read_folders
+from recjax.plots.style import finish
 from recjax.plots.training import draw_experience, draw_training
 from recjax.samples import sample_page
 from recjax.training.evaluation import Evaluation, write_samples
@@ -56,6 +59,48 @@ def test_figures_and_tables_are_made_of_rows_with_gaps(tmp_path):
     draw_experience(rows, "run", tmp_path / "experience.png")
     table = read_folders([tmp_path])
     assert table["reward"].dropna().tolist() == [0.5] and table["evaluation/accuracy"].dropna().tolist() == [0.5]
+
+
+ON_POLICY = {"loss": 0.1, "accuracy": 0.5, "entropy": 1.0, "staleness": 0.0, "behavior_kl/k3": 4e-10}
+ON_POLICY |= {"ratio/q01": 0.99998, "ratio/q50": 1.0, "ratio/q99": 1.00002, "effective_sample_size": 1.0}
+ON_POLICY |= {"clip_fraction/negative": 0.0, "clip_fraction/positive": 0.0, "staleness_rows": {"0": 4}}
+FAR = {"ratio/q01": 0.1, "ratio/q99": 3.0, "effective_sample_size": 0.2, "staleness": 9.0, "behavior_kl/k3": 0.5}
+
+
+def drawn(monkeypatch, draw, changes: list[dict], path: Path) -> dict[str, Axes]:
+    """The panels of a picture of on-policy steps with changes, by the first line of their y labels."""
+    figures = []
+    monkeypatch.setattr("recjax.plots.training.save_figure", lambda figure, path: figures.append(finish(figure)))
+    draw([{"step": 0}, *({"step": step} | ON_POLICY | change for step, change in enumerate(changes, 1))], "run", path)
+    (figure,) = figures
+    figure.canvas.draw()
+    return {axes.get_ylabel().split("\n")[0]: axes for axes in figure.axes} | {"note": figure.get_supxlabel()}
+
+
+def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
+    panels = drawn(monkeypatch, draw_training, [{"reward": 0.5}] * 3, tmp_path)
+    shown = ["accuracy (share)", "reward", "ratio π/μ of tokens", "effective sample size", "entropy of π", "note"]
+    assert [*panels] == shown
+    assert panels["note"].endswith("0 or unknown in all steps: clipped tokens, staleness, KL(μ ‖ π)")
+    ratio = panels["ratio π/μ of tokens"]
+    assert ratio.texts[0].get_text().endswith("0.999980 to 1.000020") and not ratio.collections[1:]
+    assert ratio.get_ylim() == (0.9, 1.1)
+    panels = drawn(monkeypatch, draw_training, [FAR | {"reward": 1.0}] * 3, tmp_path)
+    assert [*panels][3:6] == ["effective sample size", "staleness", "KL(μ ‖ π)"]
+    unknown = dict.fromkeys(["ratio/q01", "ratio/q50", "ratio/q99", "effective_sample_size"], NAN)
+    rows = [{"source_rows": {"store": 4}, "staleness_rows": {}} | unknown] * 3
+    assert [*drawn(monkeypatch, draw_experience, rows, tmp_path)] == ["rows of the batch", "note"]
+
+
+@pytest.mark.parametrize("rewards", [[-7.0, 2.75, 0.5], [1e9, 3e9, 2e9], [0.0, 0.0, 0.0], [-3.0]])
+def test_the_picture_of_a_run_shows_every_reward_beside_its_legend(monkeypatch, tmp_path, rewards):
+    changes = [{"reward": reward, "evaluation/reward": reward} for reward in rewards]
+    axes = drawn(monkeypatch, draw_training, changes, tmp_path)["reward"]
+    low, high = axes.get_ylim()
+    assert low <= min(rewards) <= max(rewards) <= high
+    assert [line.get_ydata().tolist() for line in axes.lines] == [rewards, rewards]
+    assert axes.get_legend().get_window_extent().y0 >= axes.bbox.y1 - 1
+    assert len(rewards) > 1 or axes.lines[0].get_marker() == "o"  # a single step is visible too
 
 
 def test_samples_and_their_page_are_standard_json(tmp_path):

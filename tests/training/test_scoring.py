@@ -9,7 +9,7 @@ import pytest
 from recjax.config import TaskConfig
 from recjax.experience.batch import to_learn_from
 from recjax.training import schedule
-from tests.training.counting import count, graded_batch, killed
+from tests.training.counting import count, graded_batch, killed, prepared_batch
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import train, without_times
 
@@ -141,6 +141,16 @@ def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny, c
 
 
 @pytest.mark.parametrize("truncated", ["mask", "penalize"])
-def test_a_first_step_that_is_masked_whole_is_said_once(tiny, caplog, truncated):
-    count(tiny("run", "rollout.max_completion_tokens=1", f"task.truncated={truncated}"))
+def test_a_step_that_is_masked_whole_is_said_once(tiny, caplog, truncated):
+    def sample(run, weights, version, number):  # all batches but the first reach the limit
+        groups, grades = prepared_batch(run, weights, version, number)
+        cut = [
+            group._replace(completions=tuple(one._replace(truncated=number > 1) for one in group.completions))
+            for group in groups
+        ]
+        return cut, grades
+
+    rows = count(tiny("run", f"task.truncated={truncated}", "evaluation.every=0"), sample=sample)
+    assert caplog.text.count("step 2 trains on nothing") == (truncated == "mask")
     assert caplog.text.count("trains on nothing") == (truncated == "mask")
+    assert ["frac_reward_zero_std" in row for row in rows[1:3]] == [True, truncated != "mask"]

@@ -1,0 +1,113 @@
+"""Signs in the metrics that a run learns nothing or collapses; a command warns of each sign once."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+STEPS_WITHOUT_SIGNAL = 3
+ROUNDING = 1e-12  # largest mean squared advantage that is a rounding error
+STEPS_OFF_POLICY = 5
+# Lowest mean effective sample size over STEPS_OFF_POLICY steps without a warning. Of the 345 runs in
+# experiments/{claims,objectives}/metrics.parquet, 101 fall below it: 75 of them ended less accurate than they began,
+# and 3 of the other 244. The limit 0.4 would warn of 160 runs, with the same 75 among them.
+LOW_SAMPLE_SIZE = 0.2
+
+
+class Watched(NamedTuple):
+    """Everything that a warning depends on; a command that resumes a run starts with an empty one.
+
+    rows: metrics of the latest steps.
+    warned: names of the signs that the command has warned of.
+    """
+
+    rows: tuple[Row, ...] = ()
+    warned: frozenset[str] = frozenset()
+
+
+def look(watched: Watched, row: Row) -> tuple[Watched, list[str]]:
+    """Adds a row of metrics; returns the warnings that are due. Rows of evaluations have no loss and do not count."""
+    if "loss" not in row:
+        return watched, []
+    rows = (*watched.rows, row)[-max(STEPS_WITHOUT_SIGNAL, STEPS_OFF_POLICY) :]
+    warnings = {sign.__name__: sign(rows) for sign in SIGNS if sign.__name__ not in watched.warned}
+    due = {name: text for name, text in warnings.items() if text}
+    return Watched(rows, watched.warned | due.keys()), [*due.values()]
+
+
+def all_masked(rows: Sequence[Row]) -> str | None:
+    """A warning if the latest step trains on no completion."""
+    row = rows[-1]
+    if row.get("kept_fraction") != 0:
+        return None
+    reason = _failures(row) or "algorithm.selection drops all its completions; choose another (docs/objectives.md)"
+    if row["truncated"] == 1:
+        reason = (
+            "all its completions are truncated, and task.truncated = mask removes them. Raise"
+            " rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train"
+            " (docs/debugging.md#samples-are-cut)"
+        )
+    return f"step {row['step']} trains on nothing (kept_fraction = 0): {reason}"
+
+
+def no_signal(rows: Sequence[Row]) -> str | None:
+    """A warning if completions of the latest steps differ in reward in no group.
+
+    It needs advantages of 0 too, because an algorithm may compare groups with each other. A teacher needs no rewards.
+    """
+    rows = rows[-STEPS_WITHOUT_SIGNAL:]
+    silent = [
+        row.get("frac_reward_zero_std", 1) == 1
+        and row.get("advantage/mean_square", 1) <= ROUNDING
+        and row.get("kept_fraction") != 0
+        and not {"teacher_kl", "teacher_divergence"} & row.keys()
+        for row in rows
+    ]
+    if len(rows) < STEPS_WITHOUT_SIGNAL or not all(silent):
+        return None
+    row = rows[-1]
+    reasons = {0: "the problems are too hard, or the reward function finds no answer", 1: "the problems are too easy"}
+    other = "the policy writes one text for each prompt, or the reward does not depend on the completion"
+    causes = filter(None, (_failures(row), reasons.get(row["accuracy"], other)))
+    return (
+        f"steps {rows[0]['step']} to {row['step']} have no signal: all completions of a group have equal rewards"
+        f" (frac_reward_zero_std = 1, reward = {row['reward']:g}, accuracy = {row['accuracy']:g}). The most likely"
+        f" reason: {', or '.join(causes)}. Read some completions with python -m recjax.samples"
+        " (docs/debugging.md#rewards-are-equal)"
+    )
+
+
+def far_off_policy(rows: Sequence[Row]) -> str | None:
+    """A warning if the mean effective sample size of the latest steps is low, also if the loss reads no ratio.
+
+    REINFORCE reads none, and collapses. Runs without behavior log-probs have no effective sample size.
+    """
+    sizes = [row.get("effective_sample_size", 0) for row in rows]
+    # A step without completions has a size of 0, which tells nothing.
+    if len(rows) < STEPS_OFF_POLICY or 0 in sizes or not (mean := sum(sizes) / len(rows)) < LOW_SAMPLE_SIZE:
+        return None
+    ages = [row.get("staleness") for row in rows]
+    page = "docs/debugging.md#one-run-that-holds-one-that-collapses"
+    if None in ages:
+        reason = f"another policy sampled these batches ({page})"
+    elif not any(ages):
+        reason = "trainer and sampler disagree (docs/debugging.md#the-ratio-is-far-from-1-at-staleness-0)"
+    else:
+        reason = (
+            f"the policy is far from the weights that sampled the batch {ages[-1]:g} optimizer steps before, and often"
+            " collapses next. Sync the sampler more often, lower optimizer.learning_rate, or choose an algorithm that"
+            f" clips ({page})"
+        )
+    return (
+        f"the mean effective_sample_size of steps {rows[0]['step']} to {rows[-1]['step']} is {mean:.3g}, below"
+        f" {LOW_SAMPLE_SIZE}. The most likely reason: {reason}"
+    )
+
+
+def _failures(row: Row) -> str:
+    """Counts of failed graders and agents, in words; "" without any."""
+    counts = [f"{name} = {row[name]}" for name in row if name.startswith(("grading/", "agent/")) and row[name]]
+    return f"failures of graders or agents ({', '.join(counts)})" if counts else ""
+
+
+SIGNS = (all_masked, no_signal, far_off_policy)
