@@ -40,7 +40,7 @@ from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.grading.custom import needs_answers, with_columns
 from recjax.tasks.grading.reward import passed_name
 from recjax.tasks.loading import load_rewards, load_task
-from recjax.tasks.problems import Problem, Task
+from recjax.tasks.problems import Problem, Task, checked_messages
 from recjax.tasks.prompts import encode_problems
 from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted, train
@@ -68,6 +68,11 @@ def _check_keys(given: Mapping[str, Any], read: Sequence[str]) -> None:
     for name, value in given.items():
         remedy = f"has no effect here ({_INSTEAD.get(name, 'remove it')}); this call takes {', '.join(read)}"
         require(name in read, name, value, remedy + did_you_mean(name, read))
+
+
+def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
+    prompts = enumerate([prompts] if isinstance(prompts, str) else prompts)
+    return [one if isinstance(one, str) else checked_messages(one, f"prompt {number}") for number, one in prompts]
 
 
 def run(
@@ -101,9 +106,7 @@ def run(
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
         (others): see `recjax.training.loop.train`.
     """
-    for name, given, remedy in (("reward", reward, "set a name as task.reward"), ("on_step", on_step, "it gets a row")):
-        if given is not None and not callable(given):
-            raise ValueError(f"{name} = {given!r:.80}: takes a function; {remedy}")
+    require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
     keep_compiled_programs()
     config = _with_task(config, problems, reward)
     require_ray(config)
@@ -236,20 +239,22 @@ class TrainedPolicy:
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
             rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
-                max_completion_tokens and stop.
+                max_completion_tokens and stop. Temperature 0 takes the most likely tokens, whose log-probs are then 0.
         Raises:
             ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
         _check_keys(rollout, _SAMPLE_KEYS)
-        settings = RolloutConfig(**(dict(self._config.rollout) | rollout))
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in prompts]
+        # Training cannot be greedy, so `rollout` refuses temperature 0.
+        checked = {name: value for name, value in rollout.items() if (name, value) != ("temperature", 0)}
+        settings = RolloutConfig(**(dict(self._config.rollout) | checked))
+        sampling = settings.sampling() if checked.keys() == rollout.keys() else Sampling(0.0)
+        policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in _checked(prompts)]
         if "stop" in rollout:
             policy = policy._replace(stop_ids=stop_token_ids(policy.tokenizer, settings.stop, self._config.model.path))
         with self._mesh():
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
             keys, longest = row_keys(jax.random.key(seed), len(problems) * samples), settings.max_completion_tokens
-            arguments = policy, self._opened.params, encoded, keys, samples, longest, settings.sampling()
+            arguments = policy, self._opened.params, encoded, keys, samples, longest, sampling
             groups = sample_groups(*arguments, name="sample", source=self._opened.name, version=self.step)
         return [one for group in groups for one in group.completions]
 
@@ -265,7 +270,7 @@ class TrainedPolicy:
         """
         _check_keys(sampling, Sampling._fields)
         records = []
-        for number, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+        for number, (prompt, one) in enumerate(zip(_checked(prompts), completions, strict=True)):
             if isinstance(one, str):
                 one = Completion("", "text", one, (), None, None, False)
             rows = tuple(row._replace(behavior_logprobs=None) for row in one.rows)

@@ -117,9 +117,9 @@ def task_label(task: TaskConfig) -> str:
 def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
-    evaluation = {"problems", "samples", "temperature", "top_k", "top_p", "min_p"}
+    evaluation = {"samples", "temperature", "top_k", "top_p", "min_p"}
     whole = dict.fromkeys(("seed", "base_seed", "task"), True)
-    keys = whole | {"rollout": rollout | {"long_prompts", "stop"}, "evaluation": evaluation}
+    keys = whole | {"rollout": rollout | {"long_prompts", "stop"}}
     given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
         **{name: value for name, value in given.items() if value},
@@ -127,6 +127,7 @@ def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
         **config.model_dump(include=keys),
+        "evaluation": config.evaluation.model_dump(include=evaluation) | {"problems": config.evaluation.most_problems},
     }
 
 

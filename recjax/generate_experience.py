@@ -205,10 +205,13 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
 def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that determines the rows."""
     depends_on: dict[str, Any] = config.model_dump()
-    held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     held = {} if config.base_seed is None else {"base_seed": config.base_seed}
-    depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version} | held
+    depends_on = (
+        {key: depends_on[key] for key in keys}
+        | {"held_out": config.evaluation.most_problems, "version": version}
+        | held
+    )
     del depends_on["rollout"]["engine"]  # --engine samples, or recjax
     if run:
         config_file = Path(run) / "config.yaml"

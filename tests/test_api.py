@@ -20,6 +20,7 @@ import recjax
 from recjax import Config, api, open_run, run
 from recjax.config import GradingConfig, load_config
 from recjax.hub.policy import policy_alone
+from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
 from recjax.tasks.files import keep_rows
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -243,6 +244,10 @@ def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, mon
         "python:lambda#"
     )
     assert passed_name(eval("lambda p, c, a: [1.0]")) == "python:lambda", "its source is not at hand"
+    with pytest.raises(ValueError, match=r"reward = \[.*takes one function.*returns a dict of their lists"):
+        passed_name([digits, digits])
+    with pytest.raises(ValueError, match="reward = 'mine:score': takes one function, and task.reward takes a name"):
+        passed_name("mine:score")
 
 
 def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
@@ -319,10 +324,18 @@ def test_a_call_honors_the_keys_that_it_takes_and_refuses_all_others(opened):
         policy.sample(["1+2="], 2, stop=["0", "1"], max_completion_tokens=5, temperature=0.5)
         policy.sample("1+2=")
         policy.evaluate(problems=4, samples=3)
-    (sampler, arguments), (plain, _), (config, prompts, _) = calls
+        policy.sample("1+2=", temperature=0, top_k=3)
+    (sampler, arguments), (plain, _), (config, prompts, _), (_, greedy) = calls
+    assert greedy[5] == Sampling(0.0)
     ids = [policy._opened.policy.tokenizer.convert_tokens_to_ids(text) for text in "01"]
     assert sampler.stop_ids == (*plain.stop_ids, *ids) and arguments[3:5] == (2, 5) and arguments[5].temperature == 0.5
     assert config.evaluation.samples == 3 and len(prompts.texts) == 4
+    for value in (-1, 0.001):
+        with pytest.raises(ValueError, match=f"temperature = {value}: takes a number, 0.01 or more"):
+            policy.sample("1+2=", temperature=value)
+    for call in (policy.sample, lambda prompts: policy.score(prompts, ["3", "3"])):
+        with pytest.raises(ValueError, match="prompt 1: message 0: content = 3: takes text"):
+            call(["1+2=", [{"role": "user", "content": 3}]])
     refused = {
         "group_size": 3,
         "max_prompt_tokens": 2,

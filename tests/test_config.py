@@ -97,6 +97,14 @@ def test_an_empty_mapping_takes_back_what_the_file_says(tmp_path):
     assert load_config(path, [own, "task.reward_weights={length: -0.2}"]).task.reward_weights == {"length": -0.2}
 
 
+def test_targets_of_adapters_may_have_the_names_of_peft():
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    of_delta_nets = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    for names in ([*layers, *of_delta_nets], [*PROJECTIONS, *of_delta_nets]):
+        lora = load("model.decoder=null", "model.path=x", f"model.lora={{targets: [{', '.join(names)}]}}").model.lora
+        assert tuple(lora.targets) == (*PROJECTIONS, *DELTA_PROJECTIONS)
+
+
 def test_choices_are_those_that_are_implemented():
     assert typing.get_args(Attention) == ("auto", *KERNELS)
     assert typing.get_args(Remat) == tuple(REMAT)
@@ -314,8 +322,13 @@ def test_a_config_can_be_written_in_python():
     block = next(block for block in blocks(ROOT / "docs/configuration.md") if block.language == "python")
     exec(block.text, names := {})
     assert names["config"].rollout.group_size == 8 and names["config"].task == TaskConfig(arithmetic=ArithmeticTask())
-    with pytest.raises(ValueError, match="frozen"):
-        config.seed = 3
+    for block in (config, config.training, config.task.arithmetic):
+        with pytest.raises(ValueError, match="^steps = 3: a config never changes; make another one") as error:
+            block.steps = 3
+        call = str(error.value).partition("recjax.config.")[2]
+        changed = eval(call, {"make_config": make_config, "config": config})
+        expected = make_config({"output": "runs/own", **nested}, ["training.steps=80"])
+        assert changed == expected != config and changed.model_fields_set == expected.model_fields_set
     for wrong, words in (
         ({"regime": RegimeConfig(mode="async")}, "regime.max_staleness = None: is required"),
         ({"regime": {"sync_interval": 0}}, "^regime.sync_interval = 0: takes an integer, 1 or more$"),
@@ -330,9 +343,15 @@ def test_a_config_can_be_written_in_python():
         RolloutConfig(group_siz=2)
 
 
-def test_file_errors_name_the_file(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
+def test_file_errors_name_the_file(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no such file or directory\)$"):
         load_config(tmp_path / "missing.yaml")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=r"no such file or directory\)$"):
+        load_config("experiments/missing.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="experiments/ is a folder of recjax's repository: give the command there"):
+        load_config(QUICKSTART)
     broken = tmp_path / "broken.yaml"
     broken.write_text("seed: [1")
     with pytest.raises(ValueError, match=r"broken.yaml: not a valid YAML"):

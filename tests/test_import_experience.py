@@ -165,7 +165,7 @@ BAD = {
     "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*at least two messages"),
     "assistant's prompt": ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages: the last message is an assistant's"),
     "assistant's message": ({"prompt": [USER, ASSISTANT], "completion": "x"}, "prompt: the last message is an assista"),
-    "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: .*role and content"),
+    "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: message 0: content = None"),
     "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
     "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),
     "reward truth": ({**PLAIN[0], "reward": True}, "reward: True: takes finite numbers"),
@@ -176,7 +176,7 @@ BAD = {
     "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated: 'no': takes true and false"),
     "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
     "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
-    "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "logprobs: .*need the ids"),
+    "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "'tokens' and 'prompt_tokens', with --tokenizer"),
     "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behavior_logprobs: .*as long as"),
     "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behavior_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
@@ -214,6 +214,7 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
         ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer: nan: takes text or a number"),
         ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
         ("a.jsonl", "[" * 100_000, "a.jsonl: line 1: is nested too deeply"),
+        ("a.jsonl", "PAR1", "a.jsonl: holds Parquet data"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):

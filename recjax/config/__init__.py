@@ -31,6 +31,7 @@ from recjax.config.schema import (
     SamplesConfig,
     TrackingConfig,
     TrainingConfig,
+    resumable_keys,
 )
 from recjax.config.tasks import (
     PASSED,

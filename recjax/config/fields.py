@@ -117,6 +117,17 @@ class ConfigBlock(pydantic.BaseModel):
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses the change.
+
+        Raises:
+            ValueError: the message has the call that makes another config.
+        """
+        raise ValueError(
+            f"{name} = {value!r:.80}: a config never changes; make another one, with dotted keys:"
+            " recjax.config.make_config(config.model_dump(exclude_unset=True), ['training.steps=80'])"
+        )
+
     def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:
         """Contradictions within the block and with other blocks, beyond the rules of `key`."""
         return ()
@@ -250,7 +261,8 @@ def error_lines(
         name = next((name for name in names if name in keys), "")
         if kind == "extra_forbidden":
             elsewhere = _hint_from_elsewhere(names[0], each["input"], keys)
-            if path[-1] not in _names_elsewhere() and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
+            is_known = path[-1] in _names_elsewhere() or ".".join(path[-2:]) in _names_elsewhere()
+            if not is_known and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
                 elsewhere = ""  # a misspelling of our own key
             same = [known for known in keys if known.split(".")[-1] == path[-1]]
             near = difflib.get_close_matches(names[0], same or keys, n=1, cutoff=0 if same else 0.6)

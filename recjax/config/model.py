@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -23,6 +23,27 @@ Projection = Literal[
     "delta_rate",
     "delta_decay",
     "delta_output",
+]
+# PEFT's names of projections.
+_OF_PEFT = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "in_proj_qkv": "delta_inputs",
+    "in_proj_z": "delta_gate",
+    "in_proj_b": "delta_rate",
+    "in_proj_a": "delta_decay",
+    "out_proj": "delta_output",
+}
+Targets = Annotated[
+    list[Projection],
+    pydantic.BeforeValidator(
+        lambda names: [_OF_PEFT.get(str(name), name) for name in names] if isinstance(names, list) else names
+    ),
 ]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
@@ -66,8 +87,10 @@ class LoraConfig(ConfigBlock):
 
     rank: Int = key(16, "Rank of the adapters", ge=1)
     alpha: Float = key(32.0, "The adapters' product is scaled by alpha / rank", gt=0, le=2**16)
-    targets: list[Projection] = key(
-        lambda: ["query", "key", "value", "output"], "Adapted projections of every layer", min_length=1
+    targets: Targets = key(
+        lambda: ["query", "key", "value", "output"],
+        "Adapted projections of every layer, also by PEFT's names, such as q_proj",
+        min_length=1,
     )
 
 

@@ -279,15 +279,14 @@ class TrainingConfig(ConfigBlock):
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
         problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
         yield not in_order, "training.profile_steps", problem
-        known = [name for name in KEYS if name.startswith("optimizer.") and name != "optimizer.state"]
-        axes = config.algorithm.resolved().items() if self.resume_with else ()
-        known += [f"algorithm.{axis}.{option}" for axis, block in axes for option in block if option != "name"]
+        known = resumable_keys(config) if self.resume_with else []
         for name in self.resume_with:
             problem = f"{name!r} cannot change; takes {', '.join(known)}{did_you_mean(name, known)}"
             yield name not in known, "training.resume_with", problem
 
 
 _SAMPLED = "evaluation.temperature above 0"
+MOST_PROBLEMS = 256
 
 # 0 or within the range of rollout.temperature.
 _Temperature = checked(
@@ -304,7 +303,9 @@ class EvaluationConfig(ConfigBlock):
     """Sampled accuracy on held-out problems."""
 
     every: Int = key(50, "Optimizer steps between evaluations; 0: only before and after training", ge=0)
-    problems: Int = key(256, "Number of held-out problems", ge=1)
+    problems: Int | None = key(
+        None, f"Number of held-out problems; null: {MOST_PROBLEMS}, or as many as the task holds out", ge=1
+    )
     samples: Int = key(1, "Completions of each problem", ge=1)
     initial_kl: Bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
     temperature: _Temperature = key(1.0, "Sampling temperature; 0: greedy")
@@ -319,6 +320,11 @@ class EvaluationConfig(ConfigBlock):
         ge=0,
         le=1,
     )
+
+    @property
+    def most_problems(self) -> int:
+        """Limit on the held-out problems of a task."""
+        return self.problems or MOST_PROBLEMS
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
@@ -430,6 +436,13 @@ class Config(ConfigBlock):
         most = min(prompts // shards, positions // (MICRO_BATCH_TOKENS * shards))
         equal = (parts for parts in range(most, 1, -1) if prompts % (parts * shards) == 0)
         return next(equal, 1)
+
+
+def resumable_keys(config: Config) -> list[str]:
+    """The keys that `training.resume_with` may name."""
+    keys = [name for name in KEYS if name.startswith("optimizer.") and name != "optimizer.state"]
+    axes = config.algorithm.resolved()
+    return keys + [f"algorithm.{axis}.{option}" for axis in axes for option in axes[axis] if option != "name"]
 
 
 # Every dotted key and its field.

@@ -115,7 +115,10 @@ def read_yaml_file(path: str | Path) -> Any:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: not a file that can be read ({(error.strerror or str(error)).lower()})") from error
+        reason = f"not a file that can be read ({(error.strerror or str(error)).lower()})"
+        if Path(path).parts[:1] == ("experiments",) and not Path("experiments").is_dir():
+            reason += "; experiments/ is a folder of recjax's repository: give the command there"
+        raise ValueError(f"{path}: {reason}") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
     try:

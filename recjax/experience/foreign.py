@@ -15,7 +15,7 @@ from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.store import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
-from recjax.tasks.problems import check_last_message
+from recjax.tasks.problems import check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, FileRow, as_text, read_file, template_of
 
 
@@ -192,7 +192,8 @@ def _record(
 
 def _texts(row: _Source) -> tuple[str | None, list | None, str]:
     """The prompt or the messages (one is None), and the completion."""
-    prompt, messages, completion = (row.given.get(name) for name in ("prompt", "messages", "completion"))
+    prompt, messages = (messages_in(row.given.get(name)) for name in ("prompt", "messages"))
+    completion = row.given.get("completion")
     column = "messages"
     if isinstance(prompt, list) and messages is None:
         column, prompt, messages = "prompt", None, prompt
@@ -225,11 +226,8 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
     Raises:
         ValueError: a value that is not a chat, or messages with other fields, such as tool calls.
     """
-    reason = "takes a list of messages, each with role and content, both text"
-    row.require(messages and isinstance(messages, list), column, reason)
+    messages = checked_messages(messages, f"{row.place}: {getattr(row.columns, column)}")
     for message in messages:
-        is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        row.require(is_message, column, reason)
         more = [repr(key) for key, value in message.items() if value and key not in ("role", "content")]
         said = f"a message has {', '.join(more)}, which a store cannot hold; move the value into the content"
         row.require(not more, column, said)
@@ -261,8 +259,12 @@ def _tokens(
             row.require(value, column, "has no tokens; prompts and completions need at least one")
             row.require(0 <= min(value) <= max(value) < 2**31, column, "token ids are whole numbers, 0 or more")
     if logprobs is not None:
-        remedy = "log-probabilities need the ids of their tokens; give token ids, or remove the log-probabilities"
-        row.require(tokens is not None, "logprobs", remedy)
+        row.require(
+            tokens is not None,
+            "logprobs",
+            f"log-probabilities need the ids of their tokens: give them in the columns {row.columns.tokens!r} and"
+            f" {row.columns.prompt_tokens!r}, with --tokenizer, or remove the log-probabilities",
+        )
         row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one for each token")
         remedy = "log-probabilities need the distribution that sampled the tokens; give --temperature"
         row.require(sampling is not None, "logprobs", remedy)

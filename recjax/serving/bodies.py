@@ -14,6 +14,7 @@ from recjax.experience.group import Grade
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
+from recjax.tasks.problems import checked_message
 
 _VERSION = re.compile(r"([\w.-]{1,100}-)?\d{1,9}", re.ASCII)
 MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
@@ -106,29 +107,6 @@ Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTE
 
 def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """Converts a message for the template: joins its content into one text."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise ValueError(f"{message!r:.100} is no message; it has a role, and content")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise ValueError("content takes text, or only parts of type text")
-        content = "".join(parts)
-    if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
-        raise ValueError(f"content = {content!r:.100}: takes text")
-    made = {"role": message["role"], "content": content or ""}
-    if calls := message.get("tool_calls"):
-        are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-        if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
-            raise ValueError(f"tool_calls = {calls!r:.100}: takes a list of calls")
-        made["tool_calls"] = calls
-    return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
 
 
 class StreamOptions(Body):
@@ -232,12 +210,27 @@ class Chat(ReplyBody, SampledBody):
     top_logprobs: neutral(0) = None
     response_format: neutral({"type": "text"}) = None
     parallel_tool_calls: neutral(True) = None
-    store: neutral(True) = None
+    store: fits(
+        Any,
+        "true; remove it, as a server records all completions, or none with --norecording",
+        lambda value: value is True,
+    ) = None
 
     @pydantic.field_validator("messages")
     @classmethod
     def _read_messages(cls, messages: list) -> list[dict[str, Any]]:
-        return list(map(_message, messages))
+        """The keys that chat templates read, with content as one text."""
+        chat = []
+        for number, message in enumerate(messages):
+            message = checked_message(message, f"message {number}")
+            calls = message.get("tool_calls") or []
+            are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+            if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
+                raise ValueError(f"message {number}: tool_calls = {calls!r:.100}: takes a list of calls")
+            texts = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}
+            read = {key: text for key, text in texts.items() if isinstance(text, str)}
+            chat.append(read | ({"tool_calls": calls} if calls else {}))
+        return chat
 
     @pydantic.field_validator("tools")
     @classmethod

@@ -9,7 +9,7 @@ import pandas as pd
 from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
 from recjax.files import digest, json_text, write_whole, writing
-from recjax.tasks.problems import Problem, check_last_message, is_chat
+from recjax.tasks.problems import Problem, check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import FileRow, narrow_columns, own_digits, read_file, template_of
 
 
@@ -18,8 +18,8 @@ def file_problems(
 ) -> list[Problem]:
     """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
-    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The reward gets all other
-    columns. The chat template also gets `tools` and `chat_template_kwargs`.
+    Prompts are text or lists of {"role", "content"} messages, which may be JSON text; answers are text or numbers. The
+    reward gets all other columns. The chat template also gets `tools` and `chat_template_kwargs`.
 
     Args:
         system_prompt: system message to put before every prompt; prompts must be chats without a system message.
@@ -46,15 +46,18 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
                 f" Add it, or name another column in task.file.{key}"
                 + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
             )
-    prompt = row.values[config.prompt_column]
+    prompt = messages_in(row.values[config.prompt_column])
+    place = f"{row.place}: column {config.prompt_column!r}"
     column = config.answer_column
     answer = "" if column is None else row.answer(column, row.values[column])
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}] if config.chat else prompt
-    elif not is_chat(prompt):
+    elif not isinstance(prompt, list):
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
-    check_last_message(prompt, f"{row.place}: column {config.prompt_column!r}")
+    else:
+        prompt = checked_messages(prompt, place)
+    check_last_message(prompt, place)
     if system_prompt is not None:
         # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):

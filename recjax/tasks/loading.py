@@ -45,7 +45,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     """Loads the train problems, the first `evaluation.problems` held-out problems of each task, and the reward.
 
     If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
-    on the seed, so the train problems do not depend on `evaluation.problems`.
+    on the seed, so the train problems do not depend on `evaluation.problems`. Without `evaluation.problems`, a smaller
+    number of held-out problems is logged.
 
     Args:
         pool: see `load_problems`.
@@ -134,14 +135,14 @@ def load_problems(
     for name, task in config.task.tasks().items():
         with _naming(name):
             reads_answers = name in rewards and needs_answers(rewards[name])
-            known, asked = _problems(config, task, 0 if everything else config.evaluation.problems, reads_answers)
+            known, asked = _problems(config, task, pool, reads_answers)
             if name in rewards:
                 _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
         held_out.update(*map(_origins, asked))
         if name:
             known, asked = ([one._replace(task=name) for one in problems] for problems in (known, asked))
         train += known if everything or config.task.shares()[name] else []
-        evaluation += asked if everything else asked[: config.evaluation.problems]
+        evaluation += asked if everything else asked[: config.evaluation.most_problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if everything:
         return [], [*kept, *evaluation]
@@ -184,16 +185,16 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
-def _problems(config: Config, of: OneTask, asked: int, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
-    """All train problems and all held-out problems, `asked` or more; both may contain the same prompt."""
+def _problems(config: Config, of: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
+    """All train problems and all held-out problems; both may contain the same prompt."""
     name = of.chosen()
     task, system_prompt = getattr(of, name), of.system_prompt
     if name == "arithmetic":
-        return _hold_out(arithmetic_problems(task, config.seed_of_base), asked)
+        return _hold_out(arithmetic_problems(task, config.seed_of_base), config, pool)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
         count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
-        return _hold_out(gym.gym_problems(task, count, config.seed_of_base, system_prompt), asked)
+        return _hold_out(gym.gym_problems(task, count, config.seed_of_base, system_prompt), config, pool)
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
@@ -209,7 +210,7 @@ def _problems(config: Config, of: OneTask, asked: int, reads_answers: bool) -> t
     if evaluation:
         return train, evaluation
     order = np.random.default_rng([config.seed_of_base, 0]).permutation(len(train))
-    return _hold_out([train[index] for index in order], asked)
+    return _hold_out([train[index] for index in order], config, pool)
 
 
 def _origins(problem: Problem) -> set[str]:
@@ -223,19 +224,27 @@ def _prompt_of(problem: Problem) -> str:
     return json.dumps(asked, sort_keys=True)
 
 
-def _hold_out(problems: list[Problem], asked: int) -> tuple[list[Problem], list[Problem]]:
-    """Splits problems into (train, held out); problems with the same prompt or conversation stay together."""
+def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list[Problem], list[Problem]]:
+    """Splits problems into (train, held out); problems with the same prompt or conversation stay together.
+
+    Raises:
+        ValueError: there are fewer held-out problems than `evaluation.problems`, or none.
+    """
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
     most, chosen, count = min(len(problems) // 3, MOST_HELD_OUT), set(), 0
     for key, size in Counter(keys).items():
         if count + size <= most:
             chosen.add(key)
             count += size
-    if asked > count:
+    more = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
+    if pool != "all" and count < (config.evaluation.problems or 1):
         raise ValueError(
-            f"evaluation.problems = {asked}: of the task's {len(problems)} problems {count} are held out, a third and"
-            f" at most {MOST_HELD_OUT}; evaluate on at most {count}, or give the task evaluation data of its own"
+            f"evaluation.problems = {config.evaluation.problems}: of the task's {len(problems)} problems {count} are"
+            f" held out, a third and at most {MOST_HELD_OUT}; set at most that number, give the task evaluation data of"
+            f" its own{more}, or add problems"
         )
+    if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
+        logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), more)
     train, held_out = (
         [problem for problem, key in zip(problems, keys, strict=True) if (key in chosen) is side]
         for side in (False, True)

@@ -34,7 +34,7 @@ import re
 from collections.abc import Sequence
 
 from recjax.grading.notation import braced
-from recjax.tasks.problems import Problem, chat, check_last_message, is_chat
+from recjax.tasks.problems import Problem, chat, check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import FileRow, as_text
 
 TAGGED_PROMPT = (
@@ -108,9 +108,8 @@ def guru_math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMP
 
 
 def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
-    prompt, reward_model = row.values.get("prompt"), row.values.get("reward_model")
-    if not is_chat(prompt):
-        raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")
+    prompt = checked_messages(messages_in(row.values.get("prompt")), f"{row.place}: column 'prompt'")
+    reward_model = row.values.get("reward_model")
     check_last_message(prompt, f"{row.place}: column 'prompt'")
     answer = as_text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else None
     if not (answer or "").strip():

@@ -1,5 +1,6 @@
 """Data types of tasks: problems, chats, and the task with its train problems, held-out problems and reward."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -79,11 +80,47 @@ def check_last_message(prompt: str | Sequence[Mapping[str, Any]], place: str) ->
         )
 
 
-def is_chat(prompt: Any) -> bool:
-    """True if the value is a non-empty list of messages with role and content."""
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(turn, dict) for turn in prompt)
-        and all(isinstance(turn.get(key), str) for turn in prompt for key in ("role", "content"))
-    )
+def messages_in(text: Any) -> Any:
+    """The messages of which a text is the JSON; other values as given."""
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        messages = json.loads(text)
+        if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
+            return messages
+    return text
+
+
+def checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
+    """The messages of a chat, each read by `checked_message`.
+
+    Args:
+        place: beginning of error messages.
+    Raises:
+        ValueError: the value is no list of messages; error messages number the messages from 0.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{place} must hold a list of messages with role and content; got {messages!r:.80}")
+    return [checked_message(message, f"{place}: message {number}") for number, message in enumerate(messages)]
+
+
+def checked_message(message: Any, place: str) -> dict[str, Any]:
+    """A message in OpenAI's format, with its content as one text and without keys of value null.
+
+    Parts of type text are joined. Null or missing content next to an assistant's tool calls is an empty text.
+
+    Raises:
+        ValueError: with the place, the wrong key and its value.
+    """
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{place}: {message!r:.80} is no message; it has a role, and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise ValueError(f"{place}: content has {part!r:.80}: takes text, or only parts of type text")
+        content = "".join(part["text"] for part in content)
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError(f"{place}: content = {content!r:.80}: takes text, or null next to an assistant's tool_calls")
+    return {name: value for name, value in message.items() if value is not None} | {"content": content}

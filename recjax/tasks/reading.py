@@ -18,6 +18,12 @@ from recjax.config.fields import wrong_with_variables
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
 MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as well)"
 _LONGEST_LINE = 2**28  # bytes of a line in a gzip file
+_CONVERTED = (
+    "datasets.load_from_disk(FOLDER).to_parquet('train.parquet') converts a folder of save_to_disk (a DatasetDict has"
+    " one such set for each split), and pandas.read_csv(FILE, dtype=str).to_parquet('train.parquet') a CSV file"
+)
+# The first bytes of files in other formats.
+_FORMATS = {b"\x1f\x8b": "gzip", b"PAR1": "Parquet", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "Zstandard"}
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
@@ -146,10 +152,12 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
     """
     where = f"{key}: {file}"
     if not file.is_file():
-        raise ValueError(f"{where}: there is no such file")
+        raise ValueError(
+            f"{where}: {'is a folder; name a file in it. ' + _CONVERTED if file.is_dir() else 'there is no such file'}"
+        )
     ending = ENDING.search(file.name)
     if not ending:
-        raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
+        raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}; {_CONVERTED}")
     if ending[2]:
         import datasets  # takes a second, and JSON Lines do not need it
 
@@ -166,6 +174,8 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
             rows.append(FileRow(values | objects, f"{where}: row {index}"))
     else:
         content = _unpacked(file, where) if file.suffix.lower() == ".gz" else file.read_bytes()
+        if kind := next((name for first, name in _FORMATS.items() if content.startswith(first)), None):
+            raise ValueError(f"{where}: holds {kind} data; give the file the ending of this format, or unpack it")
         content = content.removeprefix(codecs.BOM_UTF8)
         rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
@@ -180,8 +190,8 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     """The rows of one split of a data set from the Hugging Face hub or a local copy.
 
     Args:
-        where: name of the data set on the hub; a folder with its files, in the hub's layout or with names that begin
-            with `split` and have an ending that `read_file` supports; or one such file.
+        where: name of the data set on the hub; a folder with its files, in the hub's layout or, in it or in data/, with
+            names that begin with `split` and have an ending that `read_file` supports; or one such file.
         files: glob pattern of the split's files in the hub's repository.
         split: name of the split, "train" or "test".
         key: config key, for error messages.
@@ -205,12 +215,13 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
             ) from error
     # Read only the first kind found: a folder may hold the same rows in several formats, and .json files without rows.
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
-    patterns = [(files,), *(tuple(f"{split}*.{ending}" for ending in kind) for kind in kinds)]
+    patterns = [(files,), *(tuple(f"{at}{split}*.{end}" for end in kind) for at in ("", "data/") for kind in kinds)]
     globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
     found = next(filter(None, globbed), None)
     if not found:
         raise ValueError(
-            f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl {MORE_ENDINGS}"
+            f"{key}: the folder {folder} holds neither {files} nor, in it or in data/, {split}*.parquet or"
+            f" {split}*.jsonl {MORE_ENDINGS}; {_CONVERTED}"
         )
     return [row for file in found for row in read_file(file, key)]
 

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 
 import recjax
 from recjax import hosts
-from recjax.config import KEYS, Config, stored_values, to_yaml, unknown_keys
+from recjax.config import KEYS, Config, resumable_keys, stored_values, to_yaml, unknown_keys
 from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
@@ -189,14 +189,21 @@ def _check_same_config(config: Config, output: Path) -> None:
         fixed |= {f"model.{name}" for name in of_adapter}
     # A config of an older version lacks keys that have default values here, which do not change the run.
     values = _dotted(ours)
-    added = values.keys() - _dotted(theirs).keys()
+    stored = _dotted(theirs)
+    added = values.keys() - stored.keys()
     fixed = fixed | {key for key in added if key in KEYS and values[key] == KEYS[key].default}
     if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
         fixed = fixed | {"model.chat_date"}  # `with_chat_date` sets the date of the first start
     if changed := differences(ours, theirs, fixed):
+        known = resumable_keys(config)
+        keys = {key for key in values.keys() | stored.keys() if values.get(key) != stored.get(key)} - fixed
+        names = {next((name for name in known if f"{key}.".startswith(f"{name}.")), "") for key in keys} | {
+            *config.training.resume_with
+        }
+        remedy = "" if "" in names else f" training.resume_with=[{','.join(sorted(names))}] to resume that run,"
         raise ValueError(
             f"output = {config.output!r} contains a run of another config ({changed});"
-            f" give another output=…, or --overwrite (overwrite=True in a program) to delete that run"
+            f" give another output=…,{remedy} or --overwrite (overwrite=True in a program) to delete that run"
         )
 
 

@@ -176,7 +176,7 @@ def data_digests(run: Run) -> dict[str, str]:
     config, digests = run.config, {}
     if run.stored:
         digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = run.stored.digest
-    held_out = f"first {config.evaluation.problems} held-out"
+    held_out = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
         train = getattr(block, "train", None)

@@ -30,6 +30,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
+from recjax.tasks.problems import checked_messages, messages_in
 from recjax.tasks.prompts import Prompts
 from recjax.tasks.reading import FileRow, read_file, template_of
 from recjax.training.metrics import step_bar
@@ -247,7 +248,7 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
     """
     variables, tokenizer = template_of(row), policy.tokenizer
     try:
-        messages, trajectory = _checked_messages(row.values.get("messages")), Trajectory(tokenizer)
+        messages, trajectory = _demonstrated(messages_in(row.values.get("messages"))), Trajectory(tokenizer)
         if "tools" in variables and not reads_variable(tokenizer, "tools"):
             raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
         end = turn_end(tokenizer)
@@ -289,18 +290,13 @@ _AFTER = {  # roles that a message may follow; None is the beginning of the chat
 }
 
 
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a row without keys of value null."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages = {messages!r:.80}: takes a list of messages with role and content")
-    before = None
+def _demonstrated(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a row, in an order in which the assistant replies."""
+    messages, before = checked_messages(messages, "messages"), None
     for place, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
+        role = message["role"]
         if role not in _AFTER:
             raise ValueError(f"message {place}: role = {role!r:.80}: takes {', '.join(_AFTER)}")
-        content = message.get("content")
-        if not (isinstance(content, str) or (role == "assistant" and content is None and message.get("tool_calls"))):
-            raise ValueError(f"message {place}: content = {content!r:.80}: takes text")
         for name in ("weight", "train"):
             if message.get(name) not in (None, 0, 1):
                 raise ValueError(f"message {place}: {name} = {message[name]!r:.80}: takes 0 (excluded) and 1")
@@ -310,4 +306,4 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
         before = role
     if before != "assistant":
         raise ValueError(f"message {len(messages) - 1}: role = {before!r}: the last message must be the assistant's")
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return messages

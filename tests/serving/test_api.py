@@ -364,6 +364,17 @@ def test_what_cannot_be_served_is_refused_with_its_key(client, path, body, param
     assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"]
 
 
+def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
+    wrong = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]
+    error = post(client, CHAT, status=400, messages=wrong)["error"]
+    assert "message 1: content has {'type': 'image_url'}: takes text, or only parts of type text" in error["message"]
+    error = post(client, CHAT, status=400, messages=HELLO, store=False)["error"]
+    assert (
+        error["message"]
+        == "store = False: takes true; remove it, as a server records all completions, or none with --norecording"
+    )
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a", "temperature": NaN}'],

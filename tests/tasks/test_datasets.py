@@ -107,12 +107,13 @@ def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):
     "name",
     [
         *("train.jsonl", "train-00000-of-00001.parquet", "somewhere/else.jsonl"),
+        *("data/train-00000-of-00001.parquet", "data/train.jsonl"),
         *("train.ndjson", "train.json", "train.jsonl.gz", "somewhere/else.ndjson.gz", "somewhere/else.JSON"),
     ],
 )
 def test_files_may_lie_in_the_folder_or_be_named(tmp_path, name):
     path = write(tmp_path / name, gsm8k_rows(8))
-    where = path if "/" in name else tmp_path
+    where = path if name.startswith("somewhere/") else tmp_path
     task = task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={where}", "task.gsm8k.evaluation=null")
     assert sorted(problem.answer for problem in [*task.train, *task.evaluation]) == list("12345678")
     assert len(task.evaluation) == 2
@@ -380,7 +381,7 @@ def test_malformed_rows_are_named(function, row, parts):
 
 def test_a_damaged_folder_is_named_with_what_was_sought(tmp_path):
     (tmp_path / "main").mkdir()
-    with pytest.raises(ValueError, match=r"task.gsm8k.train.*main/train-\*.parquet.*train\*.jsonl"):
+    with pytest.raises(ValueError, match=r"task.gsm8k.train.*main/train-\*.parquet.*train\*.jsonl.*to_parquet"):
         task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={tmp_path}")
     write(tmp_path / "data.json", {"system": "one row"})
     with pytest.raises(ValueError, match=r"task.toolace.train: .*data.json: must hold one list of rows"):
@@ -393,6 +394,8 @@ def test_one_kind_of_file_is_read_of_a_folder_that_has_several(tmp_path):
     write(tmp_path / "train.jsonl", gsm8k_rows(8))
     write(tmp_path / "train.jsonl.gz", gsm8k_rows(8))
     write(tmp_path / "train_info.json", {"rows": 8})
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train-00000-of-00001.parquet", gsm8k_rows(8))
     task = task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={tmp_path}", "task.gsm8k.evaluation=null")
     assert len(task.train) == 6 and len(task.evaluation) == 2
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from datetime import UTC, datetime
 from decimal import Decimal
 
 import datasets
@@ -12,13 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recjax.config import ArithmeticTask, FileTask, load_config
-from recjax.tasks import reading
+from recjax.config import ArithmeticTask, FileTask, load_config, to_yaml
+from recjax.experience.foreign import Columns, import_rows
+from recjax.tasks import loading, reading
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.loading import load_task
+from recjax.tasks.mathematics import guru_math_problems
 from recjax.tasks.problems import Problem, chat
-from recjax.tasks.reading import as_text
+from recjax.tasks.reading import FileRow, as_text
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
 
@@ -107,6 +110,60 @@ def test_jsonl_rows_become_problems(tmp_path):
     problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask(train=""))
     chat = [{"role": "user", "content": "2+2?"}]
     assert problems == [Problem("1+1=", "2", columns={"note": "a"}), Problem(chat, "4")]
+
+
+USER = {"role": "user", "content": "2+2?"}
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": CALLS}, ""),
+        ({"role": "assistant", "tool_calls": CALLS}, ""),
+        ({"role": "assistant", "content": "I add.", "tool_calls": CALLS}, "I add."),
+        ({"role": "user", "content": PARTS, "name": None}, "2+2?"),
+        ({"role": "user", "content": [{**PARTS[0], "image_url": None}]}, "2+"),
+        ({"role": "assistant", "content": None}, "content = None: takes text, or null next to an assistant's tool_c"),
+        ({"role": "user", "content": None, "tool_calls": CALLS}, "content = None: takes text"),
+        ({"role": "user"}, "content = None: takes text"),
+        ({"role": "user", "content": 3}, "content = 3: takes text"),
+        ({"role": "user", "content": [*PARTS, IMAGE]}, "content has {'type': 'image_url', 'image_url': {'url': 'x'}}:"),
+        ({"role": "user", "content": ["2+2?"]}, "content has '2+2?': takes text, or only parts of type text"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "content has {'type': 'text', 'text': None}:"),
+        ({"content": "2+2?"}, "{'content': '2+2?'} is no message; it has a role, and content"),
+        ("2+2?", "'2+2?' is no message; it has a role, and content"),
+    ],
+)
+def test_messages_have_openais_format_in_every_kind_of_rows(tmp_path, message, content):
+    before = [{"role": "system", "content": "Count."}, {**USER, "content": "two"}]
+    chat, row = [*before, message, USER], {"answer": "4", "completion": "4", "reward_model": {"ground_truth": "4"}}
+    path = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": chat}, {**row, "prompt": json.dumps(chat)}])
+    readers = {
+        "a.jsonl: line 1: column 'prompt'": lambda: file_problems(path, FileTask(train="")),
+        "a.jsonl: row: column 'prompt'": lambda: guru_math_problems([FileRow({**row, "prompt": chat}, f"{path}: row")]),
+        "a.jsonl: line 1: prompt": lambda: import_rows([path], Columns(), datetime.now(UTC)).records,
+    }
+    for place, read in readers.items():
+        if "takes" in content or "has" in content:
+            with pytest.raises(ValueError, match=re.escape(f"{place}: message 2: {content}")):
+                read()
+        elif "tool_calls" in message and "prompt" == place[-6:]:
+            with pytest.raises(ValueError, match="a message has 'tool_calls', which a store cannot hold"):
+                read()
+        else:
+            calls = {"tool_calls": CALLS} if "tool_calls" in message else {}
+            expected = [*before, {"role": message["role"], "content": content, **calls}, USER]
+            prompts = [one.prompt if isinstance(one, Problem) else one.group.prompt for one in read()]
+            assert prompts == [expected] * len(prompts) != []
+
+
+@pytest.mark.parametrize("text", ['[{"role": 1}, 2]', "[]", '{"role": "user", "content": "x"}', "[" * 10**5, "3"])
+def test_a_text_that_is_no_json_of_messages_stays_a_text(tmp_path, text):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "answer": "4"}])
+    assert file_problems(path, FileTask(train=""))[0].prompt == text
 
 
 @pytest.mark.parametrize(
@@ -212,6 +269,12 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
         ("a.json", '{\n  "data": [\n    {"prompt": "x"}\n  ]\n}', "a.json: must hold one list of rows"),
         ("a.json", " ", "the file holds no rows"),
         ("a.jsonl.gz", CONTENT, "a.jsonl.gz: cannot be read as gzip"),
+        (
+            "a.jsonl",
+            gzip.compress(CONTENT.encode()),
+            "a.jsonl: holds gzip data; give the file the",
+        ),
+        ("a.json", b"PAR1\xff", "a.json: holds Parquet data"),
         ("a.jsonl.gz", gzip.compress(CONTENT.encode(), mtime=0)[:-9], "a.jsonl.gz: cannot be read as gzip"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "answer": 2}\n', "line 1: the key 'answer' is given twice"),
         ("a.json", '[{"prompt": "x", "answer": 1, "prompt": "y"}]', "a.json: the key 'prompt' is given twice"),
@@ -272,7 +335,7 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"prompt": "x", "answer": None}, "no 'answer'"),
         ({"prompt": " ", "answer": "1"}, "not blank"),
         ({"prompt": 3, "answer": "1"}, "'prompt' must hold text"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
+        ({"prompt": [], "answer": "1"}, "must hold a list of messages with role and content; got []"),
         ({"prompt": chat("", "3+4?", "Let me think: "), "answer": "7"}, "'prompt': the last message is an assistant's"),
         ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
         ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
@@ -292,7 +355,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\n")
     (tmp_path / "a.jsonl").write_text("\n")
     (tmp_path / "a.parquet").write_text("no parquet")
-    reasons = {"b.jsonl": "no such", "a.csv": "jsonl or", "a.jsonl": "no rows", "a.parquet": "magic"}
+    (tmp_path / "folder").mkdir()
+    reasons = {"b.jsonl": "no such", "a.csv": "pandas.read_csv", "a.jsonl": "no rows", "a.parquet": "magic"}
+    reasons |= {"folder": "is a folder; name a file in it.*load_from_disk.*to_parquet"}
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             file_problems(str(tmp_path / name), FileTask(train=""))
@@ -316,7 +381,7 @@ def file_config(tmp_path, rows, *overrides):
     return config, [f"task.file={{train: {write_jsonl(tmp_path / 'file.jsonl', rows)}}}", *overrides]
 
 
-def test_evaluation_problems_are_held_out(tmp_path):
+def test_evaluation_problems_are_held_out(tmp_path, monkeypatch):
     rows = [{"prompt": f"question {i}", "answer": i} for i in range(40)]
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -329,8 +394,26 @@ def test_evaluation_problems_are_held_out(tmp_path):
     assert held_out != {f"question {i}" for i in range(10)}  # not simply the first rows
     fewer = load_task(load_config(config, ["evaluation.problems=3"]))
     assert (fewer.train, fewer.evaluation) == (task.train, task.evaluation[:3])
-    with pytest.raises(ValueError, match=r"evaluation.problems = 14: of the task's 40 problems 13 are held out"):
-        load_task(load_config(config, ["evaluation.problems=14"]))
+    for asked in (14, 256):
+        too_many = load_config(config, [f"evaluation.problems={asked}"])
+        message = f"evaluation.problems = {asked}: of the task's 40 problems 13 are held out"
+        with pytest.raises(ValueError, match=rf"{message}(?!.*--all)"):
+            load_task(too_many)
+        with pytest.raises(ValueError, match=f"{message}.*or evaluate on all of them with recjax.evaluate --all"):
+            load_task(too_many, "held_out")
+        assert len(load_task(too_many, "all").evaluation) == 40
+    # A number that the user leaves out adapts, also in the config that a run keeps.
+    default = load_config(config, ["evaluation.problems=null"])
+    (tmp_path / "kept.yaml").write_text(to_yaml(default))
+    said = []
+    monkeypatch.setattr(loading.logger, "info", lambda words, *values: said.append(words % values))
+    for pool in ("train", "held_out"):
+        assert load_task(load_config(tmp_path / "kept.yaml"), pool).evaluation == task.evaluation
+    words = "evaluating on 13 held-out problems, a third of the task's 40"
+    assert said == [words, f"{words}, or evaluate on all of them with recjax.evaluate --all"]
+    few = [f"task.file.train={write_jsonl(tmp_path / 'b.jsonl', rows[:2])}", "evaluation.problems=null"]
+    with pytest.raises(ValueError, match="of the task's 2 problems 0 are held out.*or add problems"):
+        load_task(load_config(config, few))
     with pytest.raises(ValueError, match=r"rollout.prompts_per_step = 28"):
         load_task(load_config(config, ["rollout.prompts_per_step=28"]))
 

@@ -1,6 +1,7 @@
 """A run that continues another run in a new folder, and a run that resumes with other settings."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -165,10 +166,19 @@ def test_the_reference_is_another_policy(tiny):
 
 def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
     count(tiny("run", "training.steps=3"))
-    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
+    refused = "optimizer.learning_rate: 0.01 there, 0.5 now"
+    with pytest.raises(ValueError, match=rf"{refused}.*training.resume_with=\[optimizer.learning_rate\] to resume"):
         count(tiny("run", "optimizer.learning_rate=0.5"))
+    schedule = "optimizer.schedule={name: cosine_decay_schedule, alpha: 0.1}"
+    for changed in ("algorithm.clip.epsilon_high=0.5", schedule):
+        names = ",".join(sorted(["optimizer.beta1", changed.partition("=")[0]]))
+        with pytest.raises(ValueError, match=re.escape(f"training.resume_with=[{names}]")):
+            count(tiny("run", "training.steps=3", "optimizer.beta1=0.5", changed))
+    with pytest.raises(ValueError, match="give another output=…, or --overwrite"):
+        count(tiny("run", "optimizer.learning_rate=0.5", "seed=7"))
     other = "training.resume_with=[optimizer.learning_rate]"
-    with pytest.raises(ValueError, match="weight_decay: 0.0 there, 0.5 now"):
+    both = r"resume_with=\[optimizer.learning_rate,optimizer.weight_decay\]"
+    with pytest.raises(ValueError, match=f"weight_decay: 0.0 there, 0.5 now.*{both}"):
         count(tiny("run", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0.5", other))
     with pytest.raises(ValueError, match="training.resume_with = .*'seed' cannot change; takes optimizer.learn"):
         tiny("run", "training.resume_with=[seed]")

@@ -125,6 +125,15 @@ def test_the_mask_has_every_turn_with_its_end_and_no_token_spans_a_boundary(poli
     assert [*row.prompt_tokens, *row.tokens].count(joint) == 1
 
 
+def test_a_chat_may_be_json_text_with_parts_of_text(policy, tmp_path):
+    (plain,) = shown(chat("a", "hi"), policy, tmp_path)
+    asked, reply = chat("a", "hi")
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    (row,) = shown(json.dumps([asked, {**reply, "content": parts, "tool_calls": None}]), policy, tmp_path)
+    assert row.tokens.tolist() == plain.tokens.tolist() and row.mask.tolist() == plain.mask.tolist()
+    assert row.prompt_tokens.tolist() == plain.prompt_tokens.tolist()
+
+
 def test_a_template_that_drops_text_begins_another_row(policy, tmp_path):
     policy.tokenizer.chat_template = FORGETFUL
     rows = shown(chat("a", "so</think>1", "b", "then</think>2"), policy, tmp_path)
@@ -165,11 +174,11 @@ def test_tool_calls_and_template_variables_are_the_templates(policy, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (None, "messages = None: takes a list"),
-        ([], "messages = []"),
-        (["hi"], "message 0: role = None"),
-        ([{"content": "hi"}], "message 0: role = None: takes system, user, assistant, tool"),
-        ([{"role": "human", "content": "hi"}], "message 0: role = 'human'"),
+        (None, "messages must hold a list of messages with role and content; got None"),
+        ([], "messages must hold a list of messages with role and content; got []"),
+        (["hi"], "messages: message 0: 'hi' is no message"),
+        ([{"content": "hi"}], "messages: message 0: {'content': 'hi'} is no message; it has a role, and content"),
+        ([{"role": "human", "content": "hi"}], "message 0: role = 'human': takes system, user, assistant, tool"),
         ([{"role": "user", "content": 3}], "message 0: content = 3: takes text"),
         ([{"role": "user", "content": None, "tool_calls": [{}]}], "content = None: takes text"),
         ([chat("a")[0], chat("a", "b")[1] | {"weight": 0}], "no assistant's message has a weight above 0"),

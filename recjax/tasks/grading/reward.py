@@ -126,12 +126,21 @@ def load_reward(
     return Reward(name, user_function("task.reward", grader.grade), True, {**known, **weights})
 
 
-def passed_name(function: Callable) -> str:
+def passed_name(function: Any) -> str:
     """The value of `task.reward` for a function from a program: its name and, if its source is at hand, a digest.
 
     The digest covers the code, without comments and layout, and the plain values that it reads from outside, but no
     other functions.
+
+    Raises:
+        ValueError: the value is no function, such as TRL's list of functions.
     """
+    if not callable(function):
+        raise ValueError(
+            f"reward = {function!r:.80}: takes one function, and task.reward takes a name; several functions become one"
+            " that returns a dict of their lists, such as {'length': length(…), 'style': style(…)}, with"
+            " task.reward_weights (docs/coming_from.md)"
+        )
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     try:
