@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
+from recjax import hosts
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
@@ -33,7 +34,7 @@ from recjax.tasks.loading import load_task, require_enough
 from recjax.tasks.problems import Problem, Task, problem_key
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training import schedule
-from recjax.training.evaluation import kept_prompts
+from recjax.training.evaluation import kept_prompts, prompts_digest
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.run_lock import RunLock
@@ -216,6 +217,9 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
+    if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
+        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
+        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -247,6 +251,23 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
     return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
+    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
+    digests = {}
+    if stored:
+        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+    of_evaluation = f"first {config.evaluation.problems} held-out"
+    for name, task in config.task.tasks().items():
+        block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
+        train_file = getattr(block, "train", None)
+        other_file = getattr(block, "evaluation", None) or train_file
+        for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
+            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
+            count = sum(problem.task == name for problem in prompts.problems)
+            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
+    return digests
 
 
 def untrained(config: Config) -> Config:
