@@ -57,9 +57,12 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         raise ValueError(
             f"--coordinator {coordinator}: has no port; give HOST:PORT of process 0, such as {coordinator}:8476"
         )
-    # JAX aborts if a process is missing or comes twice, or if the port is in use. recjax looks for all that before.
+    # JAX aborts if a process is missing or comes twice, or if the port is in use. So recjax lets them meet before.
     if coordinator is not None and process_id in range(processes or 0):
-        (_call_first if process_id else _receive_calls)(coordinator, processes, process_id)
+        if process_id == 0:
+            _receive_calls(coordinator, processes)
+        else:
+            _call_first(coordinator, processes, process_id)
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace recjax's handler
     late = threading.Timer(
         MEETING_SECONDS, _end, [f"error: not all processes came within {MEETING_SECONDS} s; {_CHECK}"]
@@ -88,22 +91,20 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
     multihost_utils.process_allgather(np.zeros(1))  # see `connect_devices`
 
 
-def _receive_calls(coordinator: str, processes: int, _: int) -> None:
-    """Waits in process 0 until every other process has called, then answers them: nothing, or why the run cannot start.
+def _receive_calls(coordinator: str, processes: int) -> None:
+    """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
 
     Raises:
         ValueError: see `meet`.
     """
-    address = ("", int(coordinator.rpartition(":")[2]))
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        listener = socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)
-    except (OSError, OverflowError, ValueError):  # this host may have no IPv6
-        try:
-            listener = socket.create_server(address)
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
-            ) from error
+        listener = socket.create_server(("", int(coordinator.rpartition(":")[2])), family=family, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
+        ) from error
     deadline = time.monotonic() + MEETING_SECONDS
     calls, missing, refusal = [], {*range(1, processes)}, ""
     listener.settimeout(1)
