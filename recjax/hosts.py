@@ -1,6 +1,7 @@
 """Several processes of one program, on one host or on many: how they connect, split work, agree, and stop."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -113,7 +114,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
         while missing and not refusal:
             try:
                 calls.append(stack.enter_context(listener.accept()[0]))
-                calls[-1].settimeout(NOTICE_SECONDS)
+                calls[-1].settimeout(5)
                 number, count = map(int, calls[-1].recv(100).split())
             except (OSError, ValueError):  # nobody called, or another program did
                 names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} of {processes}"
@@ -295,6 +296,7 @@ def agree(what: str, own: Mapping[str, Any]) -> None:
         raise ValueError(f"the processes of this run differ in {what} ({'; '.join(different)}); make them the same")
 
 
+@functools.cache  # a mesh is connected once
 def connect_devices(mesh: Mesh) -> None:
     """Connects CPU devices along each set of a mesh's axes; every process must call it.
 

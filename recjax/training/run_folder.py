@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Set
 from datetime import UTC, date, datetime
 from importlib.metadata import version
@@ -288,11 +289,12 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
 
 
 def _versions() -> dict[str, Any]:
+    """Versions of recjax and of the packages that decide numbers, as environment.json has them."""
     files = sorted(Path(recjax.__file__).parent.rglob("*.py"))
     return {
         "recjax": recjax.__version__,
         "commit": _commit(),
-        "source": digest(b"".join(path.read_bytes() for path in files)),
+        "recjax_source": digest(b"".join(path.read_bytes() for path in files)),
         "packages": {name: version(name) for name in _PACKAGES},
     }
 
@@ -302,7 +304,7 @@ def code_digests(config: Config) -> dict[str, str]:
     digests = {}
     for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", to_yaml(config))}):
         with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
-            path = Path(importlib.util.find_spec(module).origin)
+            path = Path(getattr(sys.modules.get(module), "__file__", None) or importlib.util.find_spec(module).origin)
             if not module.startswith("recjax."):
                 digests[module] = digest(path.read_bytes())
     return digests

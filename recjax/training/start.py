@@ -141,10 +141,8 @@ def begin(
     if regrades:
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
-    manager, data = (
-        checkpoint.open_checkpoints(output / "checkpoints"),
-        data_digests(config, run.train, run.held_out, run.stored),
-    )
+    manager = checkpoint.open_checkpoints(output / "checkpoints")
+    data = data_digests(config, run.train, run.held_out, run.stored)
     if manager.latest_step() is not None:
         check_data(config, manager.latest_step(), data)
     params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
