@@ -31,9 +31,9 @@ from recjax.plots.samples import draw_evaluation
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.evaluation import prompts_digest, warn_of_ungraded
+from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
-from recjax.training.run import without_long_prompts
+from recjax.training.run import check_problems, without_long_prompts
 from recjax.training.run_folder import check_processes, differences
 from recjax.training.trained import OpenedPolicy, open_policy, sampled_rows
 
@@ -85,12 +85,12 @@ def evaluate(
     """
     check_processes(config)
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
+    check_problems(config, task)
     evaluated, label = open_policy(checkpoint, config), task_label(config.task) + "-all" * everything
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    hosts.agree("data", {"the problems": prompts_digest(prompts)})
     open_folder(folder, what_decides(config, evaluated) | ({"pool": "all"} if everything else {}))
     rows = sampled_rows(config, evaluated, prompts, task)
     if not hosts.is_first():

@@ -43,10 +43,9 @@ from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
-from recjax.training.evaluation import prompts_digest
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
-from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
+from recjax.training.run import Run, characters, check_problems, prepare, untrained, without_long_prompts
 from recjax.training.run_folder import check_processes
 from recjax.training.sources import kept_records, sample_batch
 from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
@@ -197,9 +196,10 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         opened = open_checkpoint(Path(run), step)
         policy, params, version = opened.policy, opened.params, opened.version
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
-        task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
+        task = load_task(config)
+        check_problems(config, task)
+        task = without_long_prompts(task, policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-        hosts.agree("data", {"the problems": prompts_digest(train)})
         sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
         sampler = sampler._replace(agents=Agents(config, policy, opened.older_params) if config.task.agent else None)
         params = put_params(params)

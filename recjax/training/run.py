@@ -202,6 +202,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
         task = load_task(config, function=reward)
+    check_problems(config, task)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -251,6 +252,18 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
     return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def check_problems(config: Config, task: Task) -> None:
+    """Compares the problems of all processes; every process must call it.
+
+    Raises:
+        ValueError: they differ; the message names files and tasks.
+    """
+    if jax.process_count() == 1:
+        return
+    splits = [Prompts(None, None, [str(one.prompt) for one in split], split) for split in (task.train, task.evaluation)]
+    hosts.agree("data", data_digests(config, *splits, None))
 
 
 def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
