@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import check_processes
 from tests.commands import said, two_of
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
@@ -114,6 +116,16 @@ def test_a_port_in_use_is_refused(port):
     with socket.create_server(("127.0.0.1", port)):
         (error,) = errors_of(port, (2, 0))
     assert "process 0 cannot listen at this port ([Errno 98] Address already in use" in error
+
+
+def test_processes_that_jax_finds_and_that_do_not_come_end_with_a_line(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **timeouts: ended.wait(20))
+    monkeypatch.setattr(hosts, "MEETING_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "_end", lambda message: (messages.append(message), ended.set()))
+    messages = []
+    hosts.meet(None, None, None)
+    assert len(messages) == 1 and messages[0].startswith("error: not all processes came within 0.1 s; check")
 
 
 # Trains; process 1 has another version of JAX if the first argument says so.
@@ -408,6 +420,25 @@ def in_each_of_two(monkeypatch, compute):
             except (InterruptedError, ValueError) as error:
                 found.append(error)
     return found[2:]
+
+
+def test_processes_may_differ_in_output_alone(monkeypatch, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setattr(hosts, "connect_devices", lambda mesh: None)
+
+    def compared(*options):
+        def compare():
+            own = [option.format(jax.process_index()) for option in options]
+            return check_processes(load_config(tmp_path / "tiny.yaml", own))
+
+        return [error and str(error) for error in in_each_of_two(monkeypatch, compare)]
+
+    assert compared("output=runs/{}", "grading.workers=1{}") == [None, None]
+    expected = (
+        "config, versions or code (rollout.group_size: 41 in process 1, 40 in process 0; seed: 1 in process 1, 0 in"
+    )
+    errors = compared("seed={}", "rollout.group_size=4{}")
+    assert errors[0] == errors[1] and expected in errors[0]
 
 
 def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):

@@ -262,8 +262,9 @@ def check_problems(config: Config, task: Task) -> None:
     """
     if jax.process_count() == 1:
         return
-    splits = [Prompts(None, None, [str(one.prompt) for one in split], split) for split in (task.train, task.evaluation)]
-    hosts.agree("data", data_digests(config, *splits, None))
+    pools = (task.train, task.evaluation)
+    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    hosts.agree("data", data_digests(config, *prompts, None))
 
 
 def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
