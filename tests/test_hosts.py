@@ -59,9 +59,7 @@ def start(tmp_path, *options, command="train", flags=()):
 def last_line(tmp_path, number):
     """The error at the end of a log; the process that writes it for an aborted one may need a moment."""
     deadline = time.monotonic() + 30
-    while not (line := said(tmp_path, number).rpartition("\nerror: ")[2]) or "\n" in line.strip():
-        if time.monotonic() > deadline:
-            break
+    while "\n" in (line := said(tmp_path, number).rpartition("\nerror: ")[2].strip()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return line
 
