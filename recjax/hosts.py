@@ -184,6 +184,7 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
     )
     try:
         yield
+        wait_for_all("the end")  # the first process may still write, and JAX's own wait at the end is short
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         late = "was more than 30 s slower or faster than another process, or " if "Gloo context" in reason else ""
