@@ -33,8 +33,8 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
-from recjax.training.run import without_long_prompts
-from recjax.training.run_folder import differences
+from recjax.training.run import check_problems, without_long_prompts
+from recjax.training.run_folder import check_processes, differences
 from recjax.training.trained import OpenedPolicy, open_policy, sampled_rows
 
 FLAGS = flags.FLAGS
@@ -83,7 +83,9 @@ def evaluate(
     Raises:
         ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
+    check_processes(config)
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
+    check_problems(config, task)
     evaluated, label = open_policy(checkpoint, config), task_label(config.task) + "-all" * everything
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)

@@ -45,7 +45,8 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
-from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
+from recjax.training.run import Run, characters, check_problems, prepare, untrained, without_long_prompts
+from recjax.training.run_folder import check_processes
 from recjax.training.sources import kept_records, sample_batch
 from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 
@@ -67,6 +68,7 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     Raises:
         ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
+    check_processes(config)
     config = config if run else with_start(config)
     known, model, name = known_ids(place), config.model, None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
@@ -194,7 +196,9 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         opened = open_checkpoint(Path(run), step)
         policy, params, version = opened.policy, opened.params, opened.version
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
-        task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
+        task = load_task(config)
+        check_problems(config, task)
+        task = without_long_prompts(task, policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
         sampler = sampler._replace(agents=Agents(config, policy, opened.older_params) if config.task.agent else None)

@@ -1,14 +1,19 @@
 """Several processes of one program, on one host or on many: how they connect, split work, agree, and stop."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import pickle
 import re
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +28,14 @@ T, R = TypeVar("T"), TypeVar("R")
 WORTH_SHARING = 5000  # things; one process has computed fewer before an exchange is compiled
 SIGNAL_SECONDS = 5  # seconds after which a process that waits for the first process checks for signals
 LOST_SECONDS = 60  # seconds without a heartbeat after which a process counts as lost, and all other processes end
+MEETING_SECONDS = 300  # seconds for which the processes wait for each other at the start
+NOTICE_SECONDS = 30  # seconds between two messages that name the missing processes
+_CHECK = "check --coordinator, the firewall, and that all processes were started"
+_LOST = (
+    "lost contact with another process, which ended or cannot be reached; see its log. The same command for all"
+    " processes continues from the files on disk"
+)
+_REPORTER = "import sys; sys.stdin.read() or sys.exit(sys.argv[1])"
 
 
 def meet(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
@@ -36,7 +49,8 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         processes: number of processes.
         process_id: number of this process, from 0.
     Raises:
-        ValueError: some arguments are missing, and no environment provides them; the coordinator has no port.
+        ValueError: some arguments are missing, and no environment provides them; the coordinator has no port, or
+            another program uses it; a process does not come, or comes with other arguments.
     """
     if processes == 1:
         return
@@ -44,12 +58,24 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         raise ValueError(
             f"--coordinator {coordinator}: has no port; give HOST:PORT of process 0, such as {coordinator}:8476"
         )
+    # JAX aborts if a process is missing or comes twice, or if the port is in use. So recjax lets them meet before.
+    if coordinator is not None and process_id in range(processes or 0):
+        if process_id == 0:
+            _receive_calls(coordinator, processes)
+        else:
+            _call_first(coordinator, processes, process_id)
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace recjax's handler
+    late = threading.Timer(
+        MEETING_SECONDS, _end, [f"error: not all processes came within {MEETING_SECONDS} s; {_CHECK}"]
+    )
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             coordinator,
             processes,
             process_id,
+            initialization_timeout=2 * MEETING_SECONDS,
             heartbeat_timeout_seconds=LOST_SECONDS,
             shutdown_timeout_seconds=LOST_SECONDS,
         )
@@ -60,7 +86,82 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
             f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three;"
             " or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job"
         ) from error
+    finally:
+        late.cancel()
     logger.info("process %d of %d", jax.process_index(), jax.process_count())
+    multihost_utils.process_allgather(np.zeros(1))  # see `connect_devices`
+
+
+def _receive_calls(coordinator: str, processes: int) -> None:
+    """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
+
+    Raises:
+        ValueError: see `meet`.
+    """
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        listener = socket.create_server(("", int(coordinator.rpartition(":")[2])), family=family, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
+        ) from error
+    deadline = time.monotonic() + MEETING_SECONDS
+    calls, missing, refusal = [], {*range(1, processes)}, ""
+    listener.settimeout(1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        while missing and not refusal:
+            try:
+                calls.append(stack.enter_context(listener.accept()[0]))
+                calls[-1].settimeout(5)
+                number, count = map(int, calls[-1].recv(100).split())
+            except (OSError, ValueError):  # nobody called, or another program did
+                names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} of {processes}"
+                logger.info("waiting for %s", names)
+                listener.settimeout(NOTICE_SECONDS)
+                if time.monotonic() > deadline:
+                    refusal = f"{names} did not come within {MEETING_SECONDS} s; {_CHECK}"
+            else:
+                if count != processes or number not in missing:
+                    refusal = (
+                        f"a process came with --processes {count} --process_id {number}, to process 0 with --processes"
+                        f" {processes}; give all the same --processes, and each another --process_id from 0"
+                    )
+                missing.discard(number)
+        for call in calls:
+            with contextlib.suppress(OSError):  # the process may have ended
+                call.sendall(f"recjax {refusal}".encode())
+    if refusal:
+        raise ValueError(refusal)
+
+
+def _call_first(coordinator: str, processes: int, process_id: int) -> None:
+    """Waits for the answer of process 0, which comes when all processes have called.
+
+    Raises:
+        ValueError: see `meet`.
+    """
+    host, _, port = coordinator.rpartition(":")
+    deadline, shown = time.monotonic() + MEETING_SECONDS, None
+    while time.monotonic() < deadline:
+        reason = "no answer"
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=NOTICE_SECONDS) as call:
+                call.sendall(f"{process_id} {processes}".encode())
+                call.settimeout(2 * MEETING_SECONDS)
+                name, _, refusal = call.makefile(errors="replace").read().partition(" ")
+            if name == "recjax" and refusal:
+                raise ValueError(refusal)
+            if name == "recjax":
+                return
+        except (OSError, OverflowError) as error:
+            reason = str(error)
+        if reason != shown:
+            logger.info("waiting for process 0 at %s (%s)", coordinator, reason)
+            shown = reason
+        time.sleep(0.5)
+    raise ValueError(f"process 0 did not answer at {coordinator} within {MEETING_SECONDS} s ({shown}); {_CHECK}")
 
 
 @contextlib.contextmanager
@@ -71,19 +172,32 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
         (all): see `meet`.
     """
     meet(coordinator, processes, process_id)
+    if not jax.distributed.is_initialized():
+        yield
+        return
+    name = f"error: process {jax.process_index()} of {jax.process_count()}"
+    # Without process 0, JAX aborts the others, and no code of theirs runs. This small process then says why.
+    reporter = subprocess.Popen(
+        [sys.executable, "-ISc", _REPORTER, f"{name} ended without a message of its own; it probably {_LOST}"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         yield
+        wait_for_all("the end")  # the first process may still write, and JAX's own wait at the end is short
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        print(
-            f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another process, which"
-            " ended or cannot be reached; see its log. The same command for all processes continues from the files on"
-            f" disk. ({str(error).splitlines()[0]})",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # an ordinary exit would wait for all processes
+        reason = str(error).splitlines()[0]
+        late = "was more than 30 s slower or faster than another process, or " if "Gloo context" in reason else ""
+        reporter.communicate(b"known")
+        _end(f"{name} {late}{_LOST} ({reason})")
+    finally:
+        reporter.communicate(b"known")
+
+
+def _end(message: str) -> NoReturn:
+    """Ends this process; an ordinary exit would wait for all processes."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def is_first() -> bool:
@@ -164,6 +278,45 @@ def all_of(own: bytes) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
+def agree(what: str, own: Mapping[str, Any]) -> None:
+    """Compares named values over all processes; every process must call it.
+
+    Raises:
+        ValueError: in all processes, with each name whose values differ, and the values.
+    """
+    if jax.process_count() == 1:
+        return
+    first, *others = map(pickle.loads, all_of(pickle.dumps(dict(own))))
+    different = [
+        f"{name}: {theirs.get(name)!r} in process {number}, {first.get(name)!r} in process 0"
+        for number, theirs in enumerate(others, 1)
+        for name in sorted(first.keys() | theirs.keys())
+        if first.get(name) != theirs.get(name)
+    ]
+    if different:
+        raise ValueError(f"the processes of this run differ in {what} ({'; '.join(different)}); make them the same")
+
+
+@functools.cache  # a mesh is connected once
+def connect_devices(mesh: Mesh) -> None:
+    """Connects CPU devices along each set of a mesh's axes; every process must call it.
+
+    Devices that connect when a program first needs them wait only 30 s for the other processes, which may still compile
+    that program. Connected devices wait for half an hour.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    wait_for_all("connecting devices")
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    groups = [group for count, _ in enumerate(axes, 1) for group in itertools.combinations(axes, count)]
+
+    def sums(values: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(values, group) for group in groups]
+
+    specs = {"in_specs": PartitionSpec(tuple(axes)), "out_specs": PartitionSpec(), "check_vma": False}
+    jax.block_until_ready(jax.jit(jax.shard_map(sums, mesh=mesh, **specs))(np.arange(mesh.size)))
+
+
 def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[T]) -> list[R]:
     """`compute(items, 0)`, one result an item, in shares; every process must call it.
 
@@ -172,6 +325,7 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     Raises:
         ValueError: raised in all processes if any process raises it.
     """
+    agree("problems or demonstrations", {"number": len(things)})
     if jax.process_count() == 1 or len(things) < WORTH_SHARING:
         return compute(things, 0)
     size = -(-len(things) // jax.process_count())

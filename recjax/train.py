@@ -46,13 +46,14 @@ def main(argv: list[str]) -> None:
     from recjax.cache import keep_compiled_programs
     from recjax.planning.dry_run import print_dry_run
     from recjax.training.loop import Preempted
-    from recjax.training.run_folder import check_run_folder
+    from recjax.training.run_folder import check_processes, check_run_folder
 
     if FLAGS.dry_run:
         keep_compiled_programs()
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
     try:
         with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
+            check_processes(config)
             check_run_folder(config, FLAGS.overwrite)  # `run` accepts a finished run
             result = run(config, overwrite=FLAGS.overwrite)
     except Preempted as stopped:

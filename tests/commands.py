@@ -162,8 +162,8 @@ def _become(
 # --- Two commands that meet.
 
 
-def two_of(tmp_path, arguments, names=()):
-    """Two commands with these arguments, and behind them how they meet, by the names of flags."""
+def two_of(tmp_path, arguments, names=(), own=((), ()), folders=(ROOT, ROOT)):
+    """Two commands with these arguments, those of each, and behind them how they meet, by the names of flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -174,7 +174,7 @@ def two_of(tmp_path, arguments, names=()):
         which = [word for pair in zip(names, values, strict=True) for word in pair] if names else values
         with (tmp_path / f"{number}.log").open("w") as log:
             options = {"env": os.environ | {"XLA_FLAGS": flags}, "stdout": log, "stderr": subprocess.STDOUT}
-            commands.append(Command([*arguments, *which], **options))
+            commands.append(Command([*arguments, *own[number], *which], cwd=folders[number], **options))
     return commands
 
 

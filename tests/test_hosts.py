@@ -1,10 +1,15 @@
 """Two processes train as one does; when one is killed the other says so and ends, and the same command goes on."""
 
+import contextlib
 import json
+import logging
 import pickle
 import re
 import signal
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -13,13 +18,14 @@ import pytest
 from jax.experimental import multihost_utils
 
 from recjax import hosts
-from recjax.config import load_config
+from recjax.config import load_config, to_yaml
 from recjax.evaluate import evaluate
 from recjax.generate_experience import generate
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import check_processes
 from tests.commands import said, two_of
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
@@ -31,6 +37,8 @@ OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.sampl
 SUMS = 'reward: "tests.training.tiny_run:digit_share", arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}'
 MIXTURE = ["task.arithmetic=null", "task.reward=null", f"task.mixture.sums={{{SUMS}, weight: 4}}"]
 MIXTURE += [f"task.mixture.more={{{SUMS.replace('1..9', '2..8')}}}"]
+
+FLAGS = ("--coordinator", "--processes", "--process_id")
 
 
 # A command that counts a silent process as lost after a quarter of the time.
@@ -45,14 +53,187 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 def start(tmp_path, *options, command="train", flags=()):
     """Two processes of a command with two devices each; what they say goes to files."""
     arguments = ["-c", IMPATIENT, f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
-    names = ("--coordinator", "--processes", "--process_id")
-    return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], names)
+    return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], FLAGS)
+
+
+def last_line(tmp_path, number):
+    """The error at the end of a log; the process that writes it for an aborted one may need a moment."""
+    deadline = time.monotonic() + 30
+    while "\n" in (line := said(tmp_path, number).rpartition("\nerror: ")[2].strip()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return line
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "10.0.0.1:port"])
 def test_a_coordinator_without_a_port_is_refused(coordinator):
     with pytest.raises(ValueError, match=f"--coordinator {coordinator}: has no port; give HOST:PORT"):
         hosts.meet(coordinator, 2, 0)
+
+
+def errors_of(port, *calls):
+    """The error of `meet` in each of several processes, which are threads here; None without one."""
+
+    def error_of(call):
+        try:
+            return hosts.meet(f"127.0.0.1:{port}", *call)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(error_of, calls))
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """A free port, for processes that wait for two seconds."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **timeouts: None)
+    monkeypatch.setattr(hosts, "MEETING_SECONDS", 2)
+    monkeypatch.setattr(hosts, "NOTICE_SECONDS", 0.5)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_processes_meet_in_any_order_and_ignore_other_programs(port, caplog):
+    caplog.set_level(logging.INFO, "recjax")
+    with ThreadPoolExecutor() as pool:
+        others = pool.submit(errors_of, port, (3, 2), (3, 1))
+        time.sleep(0.2)
+        first = pool.submit(errors_of, port, (3, 0))
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        assert first.result() == [None] and others.result() == [None, None]
+    assert f"waiting for process 0 at 127.0.0.1:{port} ([Errno 111] Connection refused)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "calls, message",
+    [
+        ([(4, 0), (4, 2)], "processes 1, 3 of 4 did not come within 2 s; check --coordinator"),
+        ([(2, 0), (3, 1)], "came with --processes 3 --process_id 1, to process 0 with --processes 2; give all the"),
+        ([(3, 0), (3, 1), (3, 1)], "came with --processes 3 --process_id 1, to process 0"),
+        ([(2, 1)], "process 0 did not answer at 127.0.0.1:PORT within 2 s ([Errno 111] Connection refused); check"),
+    ],
+)
+def test_processes_that_wait_for_another_one_learn_which(port, calls, message):
+    errors = errors_of(port, *calls)
+    assert all(error and message.replace("PORT", str(port)) in error for error in errors), errors
+
+
+def test_a_port_in_use_is_refused(port):
+    with socket.create_server(("127.0.0.1", port)):
+        (error,) = errors_of(port, (2, 0))
+    assert "process 0 cannot listen at this port ([Errno 98] Address already in use" in error
+
+
+def test_processes_that_jax_finds_and_that_do_not_come_end_with_a_line(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **timeouts: ended.wait(20))
+    monkeypatch.setattr(hosts, "MEETING_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "_end", lambda message: (messages.append(message), ended.set()))
+    messages = []
+    hosts.meet(None, None, None)
+    assert len(messages) == 1 and messages[0].startswith("error: not all processes came within 0.1 s; check")
+
+
+# Trains; process 1 has another version of JAX if the first argument says so.
+DIFFERENT = """
+import runpy, sys
+from recjax.training import run_folder
+
+version = run_folder.version
+if sys.argv.pop(1) == "resumed" and sys.argv[-1] == "1":
+    run_folder.version = lambda package: "9.9" if package == "jax" else version(package)
+runpy.run_module("recjax.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, messages",
+    [
+        (
+            "resumed",
+            (
+                "optimizer.learning_rate: 0.5 in process 1, 0.01 in process 0",
+                f"packages.jax: '9.9' in process 1, '{jax.__version__}' in process 0",
+                "rewards_here: '.*' in process 1, '.*' in process 0",
+            ),
+        ),
+        ("no module", ("rewards_here: None in process 1, '.*' in process 0",)),
+        (
+            "answer",
+            (r"problems of task.file = 'sums.jsonl': '\d+ with .*' in process 1, '\d+ with .*' in process 0",),
+        ),
+        ("rows", (r"problems of task.file = 'sums.jsonl': '\d+ with .*' in process 1, '\d+ with .*' in process 0",)),
+    ],
+)
+def test_processes_that_differ_end_with_one_error(tmp_path, ended, kind, messages):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, other in zip(folders, ("", kind), strict=True):
+        folder.mkdir()
+        rows = [
+            {"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(60 if other == "rows" else 40)
+        ]
+        rows[3]["answer"] = "5" if other == "answer" else "4"
+        (folder / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        if other != "no module":
+            code = f"def same(completions, **columns):\n    return [{int(other != 'resumed')}] * len(completions)\n"
+            (folder / "rewards_here.py").write_text(code)
+    options = [f"output={tmp_path / 'two'}", "task.arithmetic=null", "task.file.train=sums.jsonl", "mesh.data=4"]
+    options += ["task.reward=rewards_here:same"]
+    if kind == "resumed":
+        (tmp_path / "two").mkdir()
+        (tmp_path / "two" / "config.yaml").write_text(to_yaml(load_config(tmp_path / "tiny.yaml", options)))
+    own = ((), ("optimizer.learning_rate=0.5",) if kind == "resumed" else ())
+    arguments = ["-c", DIFFERENT, kind, "--config", str(tmp_path / "tiny.yaml"), *options]
+    ended += (started := two_of(tmp_path, arguments, FLAGS, own, folders))
+    assert [process.wait(120) for process in started] == [1, 1], said(tmp_path, 0) + said(tmp_path, 1)
+    errors = [said(tmp_path, number).splitlines()[-1] for number in range(2)]
+    assert errors[0] == errors[1] and errors[0].startswith("error: the processes of this run differ in ")
+    assert all(re.search(message, errors[0]) for message in messages), errors[0]
+
+
+# Process 1 is late for a program, or waits while process 0 is killed.
+LATE = """
+import os, signal, sys, time
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from recjax import hosts
+from recjax.config import MeshConfig
+from recjax.training.mesh import make_mesh
+
+what, coordinator, _, number = sys.argv[1:]
+with hosts.together(coordinator, 2, int(number)):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2))
+    if what != "unconnected":
+        hosts.connect_devices(mesh)
+    if what == "killed" and number == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == "1":
+        time.sleep(35)
+    options = {"mesh": mesh, "in_specs": PartitionSpec(("data", "fsdp")), "out_specs": PartitionSpec()}
+    total = jax.jit(jax.shard_map(lambda values: jax.lax.psum(values, ("data", "fsdp")), **options))
+    print("found", total(np.arange(4.0)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["connected", "unconnected", "killed"])
+def test_a_late_process_is_waited_for_and_a_lost_one_is_named(tmp_path, ended, what):
+    ended += (started := two_of(tmp_path, ["-c", LATE, what]))
+    codes = [process.wait(120) for process in started]
+    if what == "connected":
+        assert codes == [0, 0] and all("found [6.]" in said(tmp_path, number) for number in range(2))
+        return
+    if what == "unconnected":
+        assert codes[0] == 1 and "process 0 of 2 was more than 30 s slower or faster" in said(tmp_path, 0)
+    assert codes[1] != 0
+    assert re.match("process 1 of 2 .*lost contact with another process", last_line(tmp_path, 1))
 
 
 @pytest.mark.slow
@@ -67,7 +248,7 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     second.send_signal(signal.SIGKILL)
     assert first.wait(hosts.LOST_SECONDS + 30) not in (0, -signal.SIGKILL), said(tmp_path, 0)
     # Where both were writing a checkpoint, it is JAX that finds out, and ends the process itself.
-    assert re.search("error: process 0 of 2 lost contact|indicates that another task died", said(tmp_path, 0))
+    assert re.match("process 0 of 2 .*lost contact with another process", last_line(tmp_path, 0))
     assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
 
     ended += (again := start(tmp_path, *MIXTURE, "training.steps=8", f"output={tmp_path / 'two'}"))
@@ -248,6 +429,25 @@ def in_each_of_two(monkeypatch, compute):
     return found[2:]
 
 
+def test_processes_may_differ_in_output_alone(monkeypatch, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setattr(hosts, "connect_devices", lambda mesh: None)
+
+    def compared(*options):
+        def compare():
+            own = [option.format(jax.process_index()) for option in options]
+            return check_processes(load_config(tmp_path / "tiny.yaml", own))
+
+        return [error and str(error) for error in in_each_of_two(monkeypatch, compare)]
+
+    assert compared("output=runs/{}", "grading.workers=1{}") == [None, None]
+    expected = (
+        "config, versions or code (rollout.group_size: 41 in process 1, 40 in process 0; seed: 1 in process 1, 0 in"
+    )
+    errors = compared("seed={}", "rollout.group_size=4{}")
+    assert errors[0] == errors[1] and expected in errors[0]
+
+
 def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
     computed = []
 
@@ -258,6 +458,7 @@ def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
         return [number**2 for number in numbers]
 
     monkeypatch.setattr(hosts, "WORTH_SHARING", 5)
+    monkeypatch.setattr(hosts, "agree", lambda what, own: None)
     things = [3, 1, 4, 1, 5]
     assert in_each_of_two(monkeypatch, lambda: hosts.shared_out(squares, things)) == [[9, 1, 16, 1, 25]] * 2
     assert computed == [(0, 3), (3, 2)] * 2

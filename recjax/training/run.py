@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
+from recjax import hosts
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
@@ -33,7 +34,7 @@ from recjax.tasks.loading import load_task, require_enough
 from recjax.tasks.problems import Problem, Task, problem_key
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training import schedule
-from recjax.training.evaluation import kept_prompts
+from recjax.training.evaluation import kept_prompts, prompts_digest
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.run_lock import RunLock
@@ -201,6 +202,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
         task = load_task(config, function=reward)
+    check_problems(config, task)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -216,6 +218,9 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
+    if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
+        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
+        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -247,6 +252,36 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
     return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def check_problems(config: Config, task: Task) -> None:
+    """Compares the problems of all processes; every process must call it.
+
+    Raises:
+        ValueError: they differ; the message names files and tasks.
+    """
+    if jax.process_count() == 1:
+        return
+    pools = (task.train, task.evaluation)
+    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    hosts.agree("data", data_digests(config, *prompts, None))
+
+
+def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
+    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
+    digests = {}
+    if stored:
+        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+    of_evaluation = f"first {config.evaluation.most_problems} held-out"
+    for name, task in config.task.tasks().items():
+        block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
+        train_file = getattr(block, "train", None)
+        other_file = getattr(block, "evaluation", None) or train_file
+        for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
+            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
+            count = sum(problem.task == name for problem in prompts.problems)
+            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
+    return digests
 
 
 def untrained(config: Config) -> Config:

@@ -1,6 +1,8 @@
 """Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
+import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import platform
@@ -25,11 +27,13 @@ from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, split_step, steps_of
+from recjax.training.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+_OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
 # Settings that do not change a training step's numbers, except for the rounding of sums in another order.
 _MAY_CHANGE = {
     *"output model.remat model.logprob_chunk model.attention rollout.slots rollout.engine.url".split(),
@@ -40,6 +44,19 @@ _MAY_CHANGE = {
     *"training.resume_with training.profile_steps training.micro_batch_prompts training.tokens_per_micro_batch".split(),
     *(key for key in KEYS if key.startswith(("evaluation.", "samples.", "tracking.", "mesh."))),
 }
+
+
+def check_processes(config: Config) -> None:
+    """Compares config, versions and code of all processes of a command, and connects their devices.
+
+    Raises:
+        ValueError: they differ, apart from `output` and `grading.workers`.
+    """
+    if jax.process_count() == 1:
+        return
+    values = {name: value for name, value in _dotted(config.model_dump()).items() if name not in _OF_HOSTS}
+    hosts.agree("config, versions or code", values | _dotted(_versions()) | code_digests(config))
+    hosts.connect_devices(make_mesh(config.mesh))
 
 
 def check_run_folder(config: Config, overwrite: bool) -> None:
@@ -262,10 +279,8 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
     """
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "recjax": recjax.__version__,
-        "commit": _commit(),
+        **_versions(),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
@@ -280,15 +295,26 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
 
 
-def code_digests(config: Config) -> dict[str, str]:
-    """Digests of the files of the imported modules that a config names as module:function, by module."""
-    modules = {*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", to_yaml(config))} & {*sys.modules}
-    files = {module: Path(getattr(sys.modules[module], "__file__", None) or "") for module in sorted(modules)}
+def _versions() -> dict[str, Any]:
+    """Versions of recjax and of the packages that decide numbers, as environment.json has them."""
+    files = sorted(Path(recjax.__file__).parent.rglob("*.py"))
     return {
-        module: digest(path.read_bytes())
-        for module, path in files.items()
-        if path.is_file() and not module.startswith("recjax.")
+        "recjax": recjax.__version__,
+        "commit": _commit(),
+        "recjax_source": digest(b"".join(path.read_bytes() for path in files)),
+        "packages": {name: version(name) for name in _PACKAGES},
     }
+
+
+def code_digests(config: Config) -> dict[str, str]:
+    """Digests of the files of the modules that a config names as module:function, by module."""
+    digests = {}
+    for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", to_yaml(config))}):
+        with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
+            path = Path(getattr(sys.modules.get(module), "__file__", None) or importlib.util.find_spec(module).origin)
+            if not module.startswith("recjax."):
+                digests[module] = digest(path.read_bytes())
+    return digests
 
 
 def starts(output: Path) -> list[dict]:

@@ -17,13 +17,12 @@ from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.training import checkpoint, run_lock
 from recjax.training.demonstrations import train_on_demonstrations
-from recjax.training.evaluation import prompts_digest
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.regrading import known_problems, regraded
-from recjax.training.run import Run, State, prepare
-from recjax.training.run_folder import check_run_folder, open_run_folder, with_chat_date
+from recjax.training.run import Run, State, data_digests, prepare
+from recjax.training.run_folder import check_processes, check_run_folder, open_run_folder, with_chat_date
 from recjax.training.signs import Watched, look
 from recjax.training.sources import source_of
 from recjax.training.tracking import Trackers
@@ -50,6 +49,7 @@ def start_run(
     Raises:
         ValueError: see `begin`; also a folder that cannot be used or that another process holds.
     """
+    check_processes(config)
     check_run_folder(config, overwrite)
     config = with_chat_date(with_start(config, overwrite), overwrite)
     with contextlib.ExitStack() as stack:
@@ -147,7 +147,8 @@ def begin(
     if regrades:
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
-    manager, data = checkpoint.open_checkpoints(output / "checkpoints"), data_digests(run)
+    manager = checkpoint.open_checkpoints(output / "checkpoints")
+    data = data_digests(config, run.train, run.held_out, run.stored)
     if manager.latest_step() is not None:
         check_data(config, manager.latest_step(), data)
     params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
@@ -169,23 +170,6 @@ def begin(
     logger.info("resuming from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return run, state, manager
-
-
-def data_digests(run: Run) -> dict[str, str]:
-    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
-    config, digests = run.config, {}
-    if run.stored:
-        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = run.stored.digest
-    held_out = f"first {config.evaluation.most_problems} held-out"
-    for name, task in config.task.tasks().items():
-        block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
-        train = getattr(block, "train", None)
-        evaluation = getattr(block, "evaluation", None) or train
-        for kind, prompts, file in (("train", run.train, train), (held_out, run.held_out, evaluation)):
-            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
-            count = sum(problem.task == name for problem in prompts.problems)
-            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
-    return digests
 
 
 def check_data(config: Config, step: int, data: dict[str, str]) -> None:
