@@ -7,7 +7,6 @@ import socket
 import threading
 
 import jax
-import uvicorn
 from starlette.testclient import TestClient
 
 from recjax.hub.policy import Policy
@@ -17,7 +16,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
-from recjax.serving.running import Serving, made
+from recjax.serving.running import Serving, made, uvicorn_server
 from recjax.serving.sampler import Limits
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
@@ -59,7 +58,7 @@ def listening(folder, **options):
     """A server on a port of this machine: its port, and the server."""
     server = made(serving(folder, **options), "ready")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        runs = uvicorn.Server(uvicorn.Config(server.app, http="h11", ws="none", lifespan="on", log_level="warning"))
+        runs = uvicorn_server(server.app, options.get("guarded") or Guarded(), lifespan="on")
         thread = threading.Thread(target=runs.run, args=([listener],))
         thread.start()
         try:

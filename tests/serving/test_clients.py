@@ -1,19 +1,24 @@
 """Clients that must not get in, ask for too much, are slow, or vanish."""
 
 import asyncio
+import contextlib
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from recjax.models.sampling import Sampling
+from recjax.experience.store import Store
+from recjax.rollout.trajectory import Trajectory
+from recjax.serving import answering
 from recjax.serving.guards import Guard, Guarded
 from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, POLICY, listening, post, serve
 
-TEXT = "/v1/completions"
+TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 ENDLESS = {"policy": POLICY._replace(stop_ids=()), "limits": LIMITS._replace(context=5000, completion=4000)}
 
 
@@ -80,7 +85,7 @@ def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
 def test_places_and_distributions_have_limits(tmp_path):
     with listening(tmp_path) as (port, server):
         sampler = server.answering.sampler
-        with sampler.places(10, Sampling()):
+        with sampler.places(10):
             status, reply = ask(port, {"prompt": "a", "n": 3, "max_tokens": 1})
             assert status == 429 and reply["error"]["code"] == "rate_limit_exceeded"
             assert ask(port, {"prompt": "a", "n": 2, "max_tokens": 1})[0] == 200
@@ -115,6 +120,122 @@ def received(connection):
 
 def ask(port, body):
     return received(send(port, body))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A function that makes another one wait, from its first call to the event that it returns."""
+    ended = []
+
+    def hold(owner, name):
+        began, go_on, real = threading.Event(), threading.Event(), getattr(owner, name)
+        ended.append(go_on)
+
+        def waits(*arguments, **options):
+            began.set()
+            assert go_on.wait(60)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, waits)
+        return began, go_on
+
+    yield hold
+    for go_on in ended:
+        go_on.set()
+
+
+def in_thread(function, *arguments):
+    """The future of a call."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(function, *arguments)
+    threads.shutdown(wait=False)
+    return future
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "length"),
+    [
+        (TEXT, {"prompt": "a" * 1001}, "1001 characters"),
+        (TEXT, {"prompt": ["a", "b" * 5000]}, "5000 characters"),
+        (f"/sessions/s{TEXT}", {"prompt": "a" * 1001}, "1001 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1000}]}, "1022 characters"),
+        (TEXT, {"prompt": [5] * 200}, "200 tokens"),
+        (GENERATE, {"token_ids": [5] * 300_000}, "300000 tokens"),
+    ],
+)
+def test_prompts_beyond_the_context_are_refused_before_they_are_read(tmp_path, monkeypatch, path, body, length):
+    for name in ("decode_after", "Trajectory"):
+        monkeypatch.setattr(answering, name, None)
+    with serve(tmp_path) as client:
+        error = post(client, path, status=400, **body)["error"]
+    assert f"the prompt has {length}" in error["message"] and error["code"] == "context_length_exceeded"
+
+
+def test_the_server_answers_while_prompts_are_read_and_counts_them(tmp_path, held):
+    began, go_on = held(Trajectory, "tokens_of")
+    with listening(tmp_path) as (port, server):
+        replies = [in_thread(ask, port, {"prompt": "a", "n": 6, "max_tokens": 1}) for _ in range(2)]
+        assert began.wait(20)
+        wait_until(lambda: server.answering.sampler.under_way == 12)
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=20).status_code == 200
+        assert ask(port, {"prompt": "a"})[0] == 429
+        go_on.set()
+        assert [reply.result()[0] for reply in replies] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/feedback", {"id": "a", "reward": 1}),
+        ("/v1/feedback", {"id": "a/0", "reward": 1}),
+        ("/sessions/s/reward", {"turn": 0, "reward": 1}),
+        (f"/sessions/s{TEXT}", {"prompt": "a", "max_tokens": 1}),
+    ],
+)
+def test_the_server_answers_while_its_store_does_not(tmp_path, held, path, body):
+    began, go_on = held(Store, "numbers")
+    with listening(tmp_path) as (port, _):
+        address = f"http://127.0.0.1:{port}"
+        reply = in_thread(lambda: httpx.post(address + path, json=body, timeout=60))
+        assert began.wait(20)
+        assert httpx.get(f"{address}/health", timeout=20).status_code == 200
+        assert ask(port, {"prompt": "a", "max_tokens": 1})[0] == 200
+        go_on.set()
+        assert reply.result().status_code == (200 if TEXT in path else 404)
+
+
+HEADS = {
+    "nothing": b"",
+    "half a line": b"GET /hea",
+    "headers without an end": b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100,
+    "half of a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",
+    "a body after the refusal": b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("drips", [False, True])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_connection_without_a_request_is_closed(head, drips):
+    with listening(None, guarded=Guarded(client_seconds=0.5)) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(head)
+            connection.settimeout(0.05)
+            for _ in range(400):
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(9999):
+                        return
+                if drips:
+                    connection.sendall(b"x")
+    pytest.fail("the connection is open after 20 seconds")
+
+
+def test_requests_that_take_longer_than_a_head_may_are_answered(tmp_path, held):
+    _, go_on = held(Trajectory, "tokens_of")
+    with listening(tmp_path, guarded=Guarded(client_seconds=0.2)) as (port, _):
+        reply = in_thread(ask, port, {"prompt": "a", "max_tokens": 1})
+        time.sleep(0.6)
+        go_on.set()
+        assert reply.result()[0] == 200
 
 
 def wait_until(true, seconds=5.0):
