@@ -224,7 +224,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: b
     """Token ids of a text, without added special tokens unless `special` is true."""
     backend = _backend(tokenizer)
     try:
-        with _panics_explained():
+        with _panics_explained(tokenizer):
             if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
                 return backend.encode_batch([text], add_special_tokens=special)[0].ids
             encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
@@ -247,15 +247,18 @@ class _PatternError(ValueError):
 
 
 @contextlib.contextmanager
-def _panics_explained() -> Iterator[None]:
+def _panics_explained(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Raises an error in place of a panic of the Rust tokenizer, which is no `Exception` in Python."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        problem = f"the tokenizer fails ({error}), perhaps at a pattern in tokenizer.json that takes too many steps"
-        raise _PatternError(f"{problem}; use another text, or the tokenizer of another model") from error
+        problem = f"the tokenizer in {tokenizer.name_or_path or 'memory'} fails ({error})"
+        raise _PatternError(
+            f"{problem}, perhaps at a pattern in tokenizer.json that takes too many steps; remove this text, or use"
+            " another model"
+        ) from error
 
 
 # --- Text that follows other text. SentencePiece tokenizers add a space before a text when they encode it, and remove
@@ -345,7 +348,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, backend = [int(token) for token in tokens], _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)
-    with _panics_explained():
+    with _panics_explained(tokenizer):
         text = decode(ids)
     # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
     for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):

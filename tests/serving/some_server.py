@@ -5,6 +5,7 @@ import functools
 import json
 import socket
 import threading
+from pathlib import Path
 
 import jax
 from starlette.testclient import TestClient
@@ -39,8 +40,8 @@ def initial():
 def serving(
     folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=None, newer=None, pushed=None, **recording
 ):
-    """What a server is made of; it records in that file or folder, unless it is None."""
-    folder = folder / "store.db" if folder and folder.is_dir() else folder
+    """What a server is made of; it records in that file, folder or URL, unless it is None."""
+    folder = folder / "store.db" if isinstance(folder, Path) and folder.is_dir() else folder
     recording = Recording(str(folder), "tiny", **recording) if folder else None
     weights = Weights(initial() if params is None else params, 3)
     return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer, pushed)

@@ -15,14 +15,17 @@ from recjax.experience.store import Store
 from recjax.rollout.trajectory import Trajectory
 from recjax.serving import answering
 from recjax.serving.guards import Guard, Guarded
+from recjax.serving.running import answering_not_ready
+from recjax.serving.sampler import Sampler
 from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, POLICY, listening, post, serve
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+UNAVAILABLE = "unavailable; send the API key to read the reason"
 ENDLESS = {"policy": POLICY._replace(stop_ids=()), "limits": LIMITS._replace(context=5000, completion=4000)}
 
 
-def test_who_has_no_key_gets_nothing_but_the_health(tmp_path):
+def test_who_has_no_key_gets_nothing_but_the_health(tmp_path, monkeypatch):
     with serve(tmp_path, guarded=Guarded(keys=("one", "two"))) as client:
         for header in ({}, *({"authorization": given} for given in ("Bearer three", "Bearer ", "bearer", "Basic one"))):
             for path in ("/v1/models", "/metrics", "/nothing"):
@@ -32,6 +35,34 @@ def test_who_has_no_key_gets_nothing_but_the_health(tmp_path):
         assert client.get("/health").status_code == 200
         for given in ("Bearer one", "Bearer two", "bearer one", "BEARER two", "bearer  one"):
             assert client.get("/v1/models", headers={"authorization": given}).status_code == 200
+        monkeypatch.setattr(Sampler, "error", "postgresql://me@inner/db: FATAL")
+        for given, status in (
+            ("one", Sampler.error),
+            ("two", Sampler.error),
+            ("three", UNAVAILABLE),
+            ("", UNAVAILABLE),
+        ):
+            reply = client.get("/health", headers={"authorization": f"Bearer {given}"})
+            assert reply.status_code == 503 and reply.json() == {"status": status}
+    with serve(tmp_path / "other.db") as client:
+        assert client.get("/health").json() == {"status": Sampler.error}, "a server without keys"
+
+
+def test_a_server_that_is_not_ready_says_so():
+    waits, listener = "waits for the first checkpoint of runs/live", socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, answering_not_ready(waits, Guarded(keys=("one",)), listener):
+        for path, given, status in (
+            ("/health", "x", 503),
+            ("/health", "one", 503),
+            (TEXT, "x", 401),
+            (TEXT, "one", 503),
+        ):
+            reply = httpx.get(address + path, headers={"authorization": f"Bearer {given}"}, timeout=20)
+            assert reply.status_code == status and (waits in reply.text) == (given == "one")
+        waiting = socket.create_connection(listener.getsockname()[:2], timeout=20)  # does not keep the server
+    with waiting, contextlib.suppress(ConnectionError):
+        assert not waiting.recv(1)
 
 
 def test_a_page_of_a_browser_does_not_get_in(tmp_path):
@@ -158,7 +189,7 @@ def in_thread(function, *arguments):
         (TEXT, {"prompt": "a" * 1001}, "1001 characters"),
         (TEXT, {"prompt": ["a", "b" * 5000]}, "5000 characters"),
         (f"/sessions/s{TEXT}", {"prompt": "a" * 1001}, "1001 characters"),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 1000}]}, "1022 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1000}]}, "1017 characters"),
         (TEXT, {"prompt": [5] * 200}, "200 tokens"),
         (GENERATE, {"token_ids": [5] * 300_000}, "300000 tokens"),
     ],
@@ -199,7 +230,6 @@ def test_the_server_answers_while_its_store_does_not(tmp_path, held, path, body)
         reply = in_thread(lambda: httpx.post(address + path, json=body, timeout=60))
         assert began.wait(20)
         assert httpx.get(f"{address}/health", timeout=20).status_code == 200
-        assert ask(port, {"prompt": "a", "max_tokens": 1})[0] == 200
         go_on.set()
         assert reply.result().status_code == (200 if TEXT in path else 404)
 
