@@ -223,42 +223,34 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
     """Token ids of a text, without added special tokens unless `special` is true."""
     backend = _backend(tokenizer)
+    # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
+    with _explained(tokenizer, f"{what} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
+        if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
+            return backend.encode_batch([text], add_special_tokens=special)[0].ids
+        encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
+        return getattr(encoded, "ids", encoded)
+
+
+@contextlib.contextmanager
+def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> Iterator[None]:
+    """Raises a ValueError in place of an error of the tokenizer, also of a panic, which is no `Exception` in Python."""
     try:
-        with _panics_explained(tokenizer):
-            if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
-                return backend.encode_batch([text], add_special_tokens=special)[0].ids
-            encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
-            return getattr(encoded, "ids", encoded)
-    except _PatternError as error:
-        raise ValueError(f"{what} {text!r:.200}: {error}") from error
-    except Exception as error:
-        # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
-        raise ValueError(f"{what} {text!r:.200} has text outside the tokenizer's vocabulary") from error
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            problem = (
+                f"makes the tokenizer in {tokenizer.name_or_path or 'memory'} fail ({error}), perhaps at a pattern in"
+                " tokenizer.json that takes too many steps; remove it, or use another model"
+            )
+        elif not isinstance(error, Exception):
+            raise
+        raise ValueError(f"{what} {problem}") from error
 
 
 @functools.lru_cache(maxsize=8)
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest token's name, which has at least a character for each one that the token stands for."""
     return max(map(len, tokenizer.get_vocab()))
-
-
-class _PatternError(ValueError):
-    """A pattern of tokenizer.json takes too many steps for a text."""
-
-
-@contextlib.contextmanager
-def _panics_explained(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Raises an error in place of a panic of the Rust tokenizer, which is no `Exception` in Python."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        problem = f"the tokenizer in {tokenizer.name_or_path or 'memory'} fails ({error})"
-        raise _PatternError(
-            f"{problem}, perhaps at a pattern in tokenizer.json that takes too many steps; remove this text, or use"
-            " another model"
-        ) from error
 
 
 # --- Text that follows other text. SentencePiece tokenizers add a space before a text when they encode it, and remove
@@ -348,13 +340,13 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, backend = [int(token) for token in tokens], _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)
-    with _panics_explained(tokenizer):
+    with _explained(tokenizer, f"text of {len(ids)} tokens", "cannot be decoded"):
         text = decode(ids)
-    # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
-    for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
-        whole = decode(ids[:-count])
-        if not whole.endswith("\ufffd"):
-            return text if text.startswith(whole) else whole + "\ufffd" * count
+        # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
+        for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
+            whole = decode(ids[:-count])
+            if not whole.endswith("\ufffd"):
+                return text if text.startswith(whole) else whole + "\ufffd" * count
     return text
 
 

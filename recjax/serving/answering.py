@@ -67,8 +67,8 @@ class Answering:
             prompts = await self._prompts(asked, held)
         except ValueError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
-        self.sampler.add_distribution(asked.sampled.sampling())
         limits = [self.sampler.limit(prompt.tokens, asked.sampled.limit) for prompt in prompts]
+        self.sampler.add_distribution(asked.sampled.sampling())
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
         created, version, tokenizer = int(time.time()), self.versions.version, self.sampler.policy.tokenizer
         return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
@@ -89,8 +89,9 @@ class Answering:
         messages = [as_written(message, session) for message in asked.messages]
         given = {"tools": asked.functions, "variables": [asked.chat_template_kwargs]}
         async with self._rendering:
-            rendering = render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS
-            texts = await asyncio.to_thread(*rendering, **given)
+            texts = await asyncio.to_thread(
+                render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS, **given
+            )
         says_it_all = not (asked.functions or asked.chat_template_kwargs) and all(
             message.keys() == {"role", "content"} for message in messages
         )

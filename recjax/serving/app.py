@@ -5,8 +5,8 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,9 +26,7 @@ from recjax.serving.units import session_row
 
 logger = logging.getLogger(__name__)
 
-_LATER = {"retry-after": "10", "connection": "close"}  # of a server that is not ready
 _DEEPEST = 100  # objects and lists within each other in a body
-T = TypeVar("T")
 _SESSION = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate": "/inference/v1/generate"}
 
@@ -152,7 +150,7 @@ class Server:
     async def health(self, request: Request) -> Response:
         """Reports if requests can be served, and if not, why."""
         recorder = self.answering.recorder
-        return health(request.scope, self.answering.sampler.error or (recorder and recorder.error))
+        return health(request.scope, self.answering.sampler.error or (recorder.error if recorder else None))
 
     async def metrics(self, request: Request) -> Response:
         """Reports metrics for Prometheus."""
@@ -161,17 +159,17 @@ class Server:
 
 def health(scope: Scope, problem: str | None) -> Response:
     """The reply of /health; only a client with a key reads a problem, which may name files, URLs and users."""
+    if problem is None:
+        return JSONResponse({"status": "ok"})
     shown = problem if scope[HAS_KEY] else "unavailable; send the API key to read the reason"
-    return JSONResponse({"status": shown if problem else "ok"}, 503 if problem else 200)
+    return JSONResponse({"status": shown} | Refused(503, shown).body, 503, {"retry-after": "10"})
 
 
 def not_ready(problem: str, guarded: Guarded) -> ASGIApp:
-    """An application that answers every request with 503 and a problem."""
+    """An application that answers every request as /health, with a problem."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        refused = Refused(503, f"this server {problem}; try again later", code="not_ready", headers=_LATER)
-        reply = JSONResponse(refused.body, refused.status, refused.headers)
-        await (health(scope, problem) if scope["path"] == "/health" else reply)(scope, receive, send)
+        await health(scope, problem)(scope, receive, send)
 
     return Guard(app, guarded)
 
@@ -247,19 +245,16 @@ async def _body(request: Request) -> Any:
         raise Refused(400, "the body must be UTF-8, without half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body must be JSON ({type(error).__name__}: {str(error):.200})") from None
-    inner, depth = [values], 0
-    while inner := [value for each in inner for value in _values(each) if isinstance(value, dict | list)]:
-        depth += 1
-        if depth > _DEEPEST:
-            raise Refused(400, f"the body is nested more than {_DEEPEST} deep; send flatter objects")
+    inner = [[values]]
+    for _ in range(_DEEPEST + 1):
+        each_value = (value for each in inner for value in (each.values() if isinstance(each, dict) else each))
+        inner = [value for value in each_value if isinstance(value, dict | list)]
+    if inner:
+        raise Refused(400, f"the body is nested more than {_DEEPEST} deep; send flatter objects")
     return values
 
 
-def _values(value: dict | list | Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     """Waits for the result of `work`, and cancels it if the client disconnects."""
 
     async def gone() -> None:

@@ -28,7 +28,8 @@ from recjax.serving.units import Session, session_row, without_prompt
 
 logger = logging.getLogger(__name__)
 
-_CHANGED, _AWAY = "completion_changed", "store_unavailable"  # codes of refusals
+_CHANGED = "completion_changed"  # code of a refusal: another client was first, or the completion is gone
+_AWAY = "store_unavailable"
 _TICK_SECONDS = 5.0  # time between two looks for sessions that have waited long enough
 
 
@@ -330,12 +331,11 @@ class Recorder:
             self._writing = None
 
     async def _try(self, changes: Sequence[tuple[Change, asyncio.Future]]) -> Refused | None:
-        rows = [change for change, _ in changes]
+        arguments = [change for change, _ in changes], self.options.server, True
         try:
-            arguments = self._store.change, rows, self.options.server, True
-            await asyncio.get_running_loop().run_in_executor(self._threads, *arguments)
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._store.change, *arguments)
         except Conflict as error:
-            return Refused(409, str(error), code="session_over" if rows[0].ended else _CHANGED)
+            return Refused(409, str(error), code="session_over" if changes[0][0].ended else _CHANGED)
         except ValueError as error:
             return self._failed(error)
         self.error = None

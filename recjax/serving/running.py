@@ -94,21 +94,14 @@ class Connection(H11Protocol):
     uvicorn itself has a limit only between requests, which ends with the first byte.
     """
 
-    _waiting: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begins to wait for the first request."""
         super().connection_made(transport)
         self._wait_for_head()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the wait."""
-        self._waiting.cancel()
-        super().connection_lost(exc)
-
     def on_response_complete(self) -> None:
         """Begins to wait for the next request, which may be there already."""
-        self._waiting.cancel()
+        self._waiting.cancel()  # otherwise each request of the last minute would keep a timer
         self._wait_for_head()
         super().on_response_complete()
 
@@ -122,9 +115,18 @@ class Connection(H11Protocol):
 
 def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Server:
     """The HTTP server of an application."""
-    defaults = {"loop": "asyncio", "http": Connection, "ws": "none", "timeout_keep_alive": guarded.client_seconds}
-    defaults |= {"log_level": "warning", "access_log": False, "server_header": False}
-    return uvicorn.Server(uvicorn.Config(app, **defaults | options))
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=Connection,
+        ws="none",
+        timeout_keep_alive=guarded.client_seconds,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        **options,
+    )
+    return uvicorn.Server(config)
 
 
 @contextlib.contextmanager

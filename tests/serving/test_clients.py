@@ -43,9 +43,9 @@ def test_who_has_no_key_gets_nothing_but_the_health(tmp_path, monkeypatch):
             ("", UNAVAILABLE),
         ):
             reply = client.get("/health", headers={"authorization": f"Bearer {given}"})
-            assert reply.status_code == 503 and reply.json() == {"status": status}
+            assert reply.status_code == 503 and reply.json()["status"] == status
     with serve(tmp_path / "other.db") as client:
-        assert client.get("/health").json() == {"status": Sampler.error}, "a server without keys"
+        assert client.get("/health").json()["status"] == Sampler.error, "a server without keys"
 
 
 def test_a_server_that_is_not_ready_says_so():
