@@ -172,10 +172,10 @@ class Recorder:
         except ValueError as error:
             raise self._failed(error, isinstance(error, Unavailable)) from error
 
-    def _failed(self, error: ValueError, for_all: bool = True) -> Refused:
+    def _failed(self, error: Exception, for_all: bool = True) -> Refused:
         """The refusal of a request that has to be recorded; `for_all` if other requests would fail, too."""
         self.error = str(error) if for_all else self.error
-        logger.error("%s", error)
+        logger.error("%s", error, exc_info=not isinstance(error, ValueError))
         code = _AWAY if isinstance(error, Unavailable) else None
         return Refused(503, f"{error}; the server must record all replies", code=code)
 
@@ -336,7 +336,7 @@ class Recorder:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._store.change, *arguments)
         except Conflict as error:
             return Refused(409, str(error), code="session_over" if changes[0][0].ended else _CHANGED)
-        except ValueError as error:
+        except Exception as error:  # of any kind, since clients wait for this change
             return self._failed(error)
         self.error = None
         return None

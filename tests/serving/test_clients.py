@@ -268,7 +268,7 @@ def test_requests_that_take_longer_than_a_head_may_are_answered(tmp_path, held):
         assert reply.result()[0] == 200
 
 
-def wait_until(true, seconds=5.0):
+def wait_until(true, seconds=20.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it took too long"

@@ -363,14 +363,19 @@ FULL = sqlalchemy.exc.OperationalError("", {}, sqlite3.OperationalError("databas
 LOCKED = sqlalchemy.exc.OperationalError("", {}, sqlite3.OperationalError("database is locked"))
 
 
-@pytest.mark.parametrize(("name", "error"), [("change", FULL), ("change", LOCKED), ("numbers", LOCKED)])
+STRANGE = sqlalchemy.exc.InvalidRequestError("a strange error")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("change", FULL), ("change", LOCKED), ("change", STRANGE), ("numbers", LOCKED)]
+)
 def test_the_health_recovers_without_a_request(db, monkeypatch, name, error):
     monkeypatch.setattr(recorder, "_TICK_SECONDS", 0.05)
     with serve(db) as client:
         real = getattr(Store, name)
         monkeypatch.setattr(Store, name, fails_with(error))
         path, body = (TEXT, {"prompt": "a", "max_tokens": 1}) if name == "change" else (FEEDBACK, {"id": "a/0"})
-        assert str(error.orig) in post(client, path, status=503, **body)["error"]["message"]
+        assert str(getattr(error, "orig", error)) in post(client, path, status=503, **body)["error"]["message"]
         assert client.get("/health").status_code == 503
         monkeypatch.setattr(Store, name, real)
         wait_for_health(client, 200)
@@ -488,11 +493,11 @@ def test_turns_and_the_end_of_their_session_do_not_overtake_each_other(db, monke
     """The reward arrives while a turn is being written: the turn is in the session, or the session is over."""
     began, go_on, real = threading.Event(), threading.Event(), Store.change
 
-    def slow(self, changes, server):
+    def slow(self, changes, *arguments):
         if any(change.turns for change in changes):
             began.set()
             assert go_on.wait(10)
-        real(self, changes, server)
+        real(self, changes, *arguments)
 
     with serve(db) as client:
         post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
