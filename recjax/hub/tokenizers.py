@@ -240,7 +240,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> I
         if type(error).__name__ == "PanicException":
             problem = (
                 f"makes the tokenizer in {tokenizer.name_or_path or 'memory'} fail ({error}), perhaps at a pattern in"
-                " tokenizer.json that takes too many steps; remove it, or use another model"
+                " tokenizer.json that takes too many steps; remove this text, or use another model"
             )
         elif not isinstance(error, Exception):
             raise
