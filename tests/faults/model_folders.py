@@ -198,11 +198,11 @@ def outcome(folder, name):
     started = time.monotonic()
     try:
         tokenizer = load_tokenizer(folder)
+        if name.startswith("pattern"):
+            encode_prompts(tokenizer, ["a" * 24 + "b"])
         load_pretrained(folder)
         if name.startswith("template"):
             render_chats(tokenizer, [CHAT], seconds=3.0)
-        if name.startswith("pattern"):
-            encode_prompts(tokenizer, ["a" * 24 + "b"])
         wrong = [] if name in HARMLESS else ["was loaded"]
     except ValueError as error:
         wrong = [] if len(str(error)) < 3_000 else [f"a long message: {str(error)[:200]}"]
