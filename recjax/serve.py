@@ -23,6 +23,7 @@ from absl import flags
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config
 from recjax.console import command, start
+from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import abstract_params
@@ -99,19 +100,24 @@ def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
     return read
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket, so that clients can connect and wait before the server is ready.
+def listen(host: str, port: int, seconds: float) -> socket.socket:
+    """Opens a listening socket.
 
+    Args:
+        seconds: time after which the system closes a connection whose client does not take its reply.
     Raises:
         ValueError: the address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
             f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any free port"
         ) from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(1000 * seconds, 2**31 - 1)))
+    return listening
 
 
 def check_extra() -> None:
@@ -136,7 +142,7 @@ def main(argv: list[str]) -> None:
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
     from recjax.serving.recorder import Recording
-    from recjax.serving.running import Serving, serve
+    from recjax.serving.running import Serving, address, answering_not_ready, made, serve
     from recjax.serving.sampler import Limits
 
     keys = read_keys(FLAGS.api_key_file)
@@ -144,34 +150,39 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--push_root {FLAGS.push_root}: needs --api_key_file, or a key in ${KEY_VARIABLE}")
     if FLAGS.host not in LOOPBACK and not keys:
         logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
-    listening = listen(FLAGS.host, FLAGS.port)
+    hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
+    guarded = Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds)
+    listening = listen(FLAGS.host, FLAGS.port, FLAGS.client_seconds)
     keep_compiled_programs()
+    begins = f"waits for the first checkpoint of {FLAGS.follow}" if FLAGS.follow else "loads its model"
     with jax.set_mesh(make_mesh(Config.model_construct(output="").mesh)):
-        name, policy, weights, newer = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
-        name = FLAGS.name or name
-        recording = Recording(
-            FLAGS.record or f"served/{name}.db",
-            name,
-            FLAGS.record_prompts,
-            FLAGS.reward_seconds,
-            FLAGS.keep_days,
-            FLAGS.max_sessions,
-            FLAGS.server_name,
-        )
-        limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue, FLAGS.distributions
-        hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
-        serving = Serving(
-            name,
-            policy,
-            weights,
-            Limits(*limits),
-            Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds),
-            recording if FLAGS.recording else None,
-            secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
-            newer,
-            pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
-        )
-        serve(serving, listening)
+        with answering_not_ready(begins, guarded, listening):
+            name, policy, weights, newer = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
+            name = FLAGS.name or name
+            recording = Recording(
+                FLAGS.record or f"served/{name}.db",
+                name,
+                FLAGS.record_prompts,
+                FLAGS.reward_seconds,
+                FLAGS.keep_days,
+                FLAGS.max_sessions,
+                FLAGS.server_name,
+            )
+            limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue
+            serving = Serving(
+                name,
+                policy,
+                weights,
+                Limits(*limits, FLAGS.distributions),
+                guarded,
+                recording if FLAGS.recording else None,
+                secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
+                newer,
+                pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
+            )
+            place = f"recording in {store_name(recording.store)}" if FLAGS.recording else "recording is off"
+            server = made(serving, f"serving {name}, version {weights.version}, at {address(listening)}; {place}")
+        serve(server, guarded, listening)
 
 
 def define_flags() -> None:
@@ -193,7 +204,7 @@ def define_flags() -> None:
         "distributions", 16, "Most combinations of temperature, top_k, top_p and min_p; each compiles programs.", 1
     )
     flags.DEFINE_integer("max_body_bytes", 2**20, "Most bytes of a request's body.", lower_bound=1)
-    limit = "Time limit for a client to send its body, and to receive each piece of a reply."
+    limit = "Time limit for a client to send its request, and to receive each piece of a reply."
     flags.DEFINE_float("client_seconds", 60, limit, lower_bound=0.1)
     flags.DEFINE_integer("max_sessions", 1024, "Most active sessions.", lower_bound=1)
     flags.DEFINE_integer("seed", None, "Seed for requests without one; default: random at each start.", lower_bound=0)

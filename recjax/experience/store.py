@@ -130,6 +130,10 @@ REWARDS = sql.Table(
 )
 
 
+class Conflict(ValueError):
+    """A completion that a change adds is there already, or one that it reads or grades is gone or has a reward."""
+
+
 class Record(NamedTuple):
     """A completion as a store keeps it.
 
@@ -332,7 +336,7 @@ class Store:
                         check_records(records, "record {}".format)
                     last = self._append(connection, last, records)
                 if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
-                    raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+                    raise Conflict(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
                 last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
                     last = last._replace(turn=last.turn + 1, turns=last.turns + 1)
@@ -388,7 +392,7 @@ class Store:
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
         if gone := [number for number in numbers if number not in rows]:
-            raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {RESTORE}")
+            raise Conflict(f"{self.contents.name}: completion {gone[0]} is gone; {RESTORE}")
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
@@ -631,7 +635,7 @@ class Store:
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
-            raise ValueError(f"{self.name}: {problem}") from error
+            raise Conflict(f"{self.name}: {problem}") from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):
@@ -668,7 +672,7 @@ class Store:
             try:
                 self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
-                raise ValueError(
+                raise Conflict(
                     f"{self.name}: a completion already has a reward of {grader!r}; rewards cannot change"
                 ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))

@@ -65,6 +65,10 @@ def render_chats(
         if error.reason == "timeout":
             raise ValueError(f"{name} has not rendered {len(chats)} chats in {limit:.0f} s; {remedy}") from None
         raise ValueError(f"{name} failed: it took all of its memory, or died; {remedy}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{name} gets messages, tools or variables that are nested too deep; give flatter ones"
+        ) from None
     if isinstance(texts, str):
         raise ValueError(f"{name} {texts}")
     return texts

@@ -1,11 +1,12 @@
 """Loads Hugging Face tokenizers, builds a character tokenizer, and converts text to token ids and back."""
 
+import contextlib
 import functools
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
 _CONTEXT = 32  # preceding tokens that can change how tokens decode
 _PARTS = 3  # most tokens that can make up an incomplete character
+LONG_TEXT = 4096  # characters of a text that is tokenized while other threads run
+_CONFIG_BYTES = 2**18  # transformers takes minutes to check the lists of larger configs
 _BEFORE = ("\n", "a", "0", ".", "(")  # texts to encode a text after; few tokens span both
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
@@ -80,7 +83,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
     # Without this check, transformers may build an empty tokenizer from config.json.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
-    check_no_code(folder)
+    check_configs(folder)
     _check_readable(folder)
     # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
     options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
@@ -117,12 +120,16 @@ def _check_readable(folder: Path) -> None:
         )
 
 
-def check_no_code(folder: Path) -> None:
-    """Refuses a model folder that needs its own Python code: a JSON file in it has `auto_map`.
+def check_configs(folder: Path) -> None:
+    """Refuses a model folder that needs its own Python code (`auto_map`), or has a config far larger than any model's.
 
     Raises:
-        ValueError: a file has `auto_map`; the message quotes it.
+        ValueError: a file has `auto_map`, which the message quotes, or is too large.
     """
+    for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
+        if (size := file.stat().st_size) > _CONFIG_BYTES:
+            problem = f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most"
+            raise ValueError(f"{file}: {problem}; fetch the file again, or remove long lists such as eos_token_id")
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -215,12 +222,35 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
     """Token ids of a text, without added special tokens unless `special` is true."""
-    try:
-        encoded = (_backend(tokenizer) or tokenizer).encode(text, add_special_tokens=special)
+    backend = _backend(tokenizer)
+    # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
+    with _explained(tokenizer, f"{what} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
+        if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
+            return backend.encode_batch([text], add_special_tokens=special)[0].ids
+        encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
         return getattr(encoded, "ids", encoded)
-    except Exception as error:
-        # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
-        raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
+
+
+@contextlib.contextmanager
+def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> Iterator[None]:
+    """Raises a ValueError in place of an error of the tokenizer, also of a panic, which is no `Exception` in Python."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            problem = (
+                f"makes the tokenizer in {tokenizer.name_or_path or 'memory'} fail ({error}), perhaps at a pattern in"
+                " tokenizer.json that takes too many steps; remove this text, or use another model"
+            )
+        elif not isinstance(error, Exception):
+            raise
+        raise ValueError(f"{what} {problem}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token's name, which has at least a character for each one that the token stands for."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 # --- Text that follows other text. SentencePiece tokenizers add a space before a text when they encode it, and remove
@@ -265,7 +295,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
         return alone
     last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
     for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
-        head, whole = (tokenizer.encode(each, add_special_tokens=False) for each in (earlier, earlier + text))
+        head, whole = (_encode(tokenizer, each, what) for each in (earlier, earlier + text))
         if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
             return whole[len(head) :]
     return alone
@@ -310,12 +340,13 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, backend = [int(token) for token in tokens], _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)
-    text = decode(ids)
-    # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
-    for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
-        whole = decode(ids[:-count])
-        if not whole.endswith("\ufffd"):
-            return text if text.startswith(whole) else whole + "\ufffd" * count
+    with _explained(tokenizer, f"text of {len(ids)} tokens", "cannot be decoded"):
+        text = decode(ids)
+        # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
+        for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
+            whole = decode(ids[:-count])
+            if not whole.endswith("\ufffd"):
+                return text if text.startswith(whole) else whole + "\ufffd" * count
     return text
 
 

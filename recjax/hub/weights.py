@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from recjax.config import LoraConfig
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
-from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
+from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
@@ -167,7 +167,7 @@ def read_config(folder: Path) -> DecoderConfig:
             " weights; move the adapter's files to another folder and name it in model.adapter, or delete them if the"
             " weights contain the adapter already"
         )
-    check_no_code(folder)
+    check_configs(folder)
     try:
         text = text_fields(written)
         check_fields(text)

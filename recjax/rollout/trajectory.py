@@ -33,7 +33,8 @@ class Trajectory:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         """Creates a trajectory without turns."""
         self._tokenizer = tokenizer
-        self._texts: list[str | None] = []  # texts of whole rows; None if the prompt was given as tokens
+        # Texts of whole rows; None if the prompt was given as tokens. Not a list, so that a copy keeps its texts.
+        self._texts: tuple[str | None, ...] = ()
         self.rows: tuple[Row, ...] = ()
         self.turns: list[Sampled] = []
         self.ends: list[tuple[int, int]] = []
@@ -95,7 +96,7 @@ class Trajectory:
         self.rows = *self.rows[:place], row, *self.rows[place + 1 :]
         self.ends.append((place, len(row.tokens)))
         written = decode_after(self._tokenizer, prompt, sampled.tokens)
-        self._texts[place : place + 1] = [None if text is None else text + written]
+        self._texts = *self._texts[:place], None if text is None else text + written, *self._texts[place + 1 :]
         return written
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import copy
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +15,8 @@ import numpy as np
 from recjax.experience.group import Completion, Group, Row, runs_of
 from recjax.experience.store import PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
-from recjax.hub.tokenizers import encode_prompts
+from recjax.hub.tokenizers import LONG_TEXT, decode_after
+from recjax.rollout.trajectory import Trajectory
 from recjax.serving.bodies import Chat, Generate, ReplyBody, Text, read_body
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
@@ -37,25 +40,35 @@ class Answering:
         """
         self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
         self._rendering, self._numbers = asyncio.Lock(), numbers
+        self._long_prompts = ThreadPoolExecutor(1, "long prompts")
 
-    async def job(self, kind: str, body: Any, session: str | None) -> Job:
-        """Checks a request and prepares its prompts.
+    def asked(self, kind: str, body: Any) -> ReplyBody:
+        """Checks the body of a request.
 
         Raises:
             Refused: the request is invalid.
         """
-        began, asked = time.monotonic(), read_body(BODIES[kind], body)
+        asked = read_body(BODIES[kind], body)
         if asked.model not in (None, self.name):
             raise Refused(404, f"model = {asked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
-        held = None
+        return asked
+
+    async def job(self, kind: str, asked: ReplyBody, session: str | None) -> Job:
+        """Prepares the prompts of a request.
+
+        Raises:
+            Refused: the request is invalid.
+        """
+        began, held = time.monotonic(), None
         if session is not None:
-            held = self.require_recorder().session(session)
+            held = await self.require_recorder().session(session)
             check_sampling(held, session, asked.sampled.sampling())
         try:
             prompts = await self._prompts(asked, held)
         except ValueError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
         limits = [self.sampler.limit(prompt.tokens, asked.sampled.limit) for prompt in prompts]
+        self.sampler.add_distribution(asked.sampled.sampling())
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
         created, version, tokenizer = int(time.time()), self.versions.version, self.sampler.policy.tokenizer
         return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
@@ -71,27 +84,41 @@ class Answering:
         return self.recorder
 
     async def _prompts(self, asked: ReplyBody, session: Session | None) -> list[Prompt]:
-        tokenizer = self.sampler.policy.tokenizer
         if not isinstance(asked, Chat):
-            return [
-                Prompt(self._tokens(prompt, session), prompt, None)
-                if isinstance(prompt, str)
-                else Prompt(prompt, tokenizer.decode(prompt), None)
-                for prompt in asked.prompts
-            ]
+            return await self._read(asked.prompts, session)
         messages = [as_written(message, session) for message in asked.messages]
         given = {"tools": asked.functions, "variables": [asked.chat_template_kwargs]}
         async with self._rendering:
-            (text,) = await asyncio.to_thread(render_chats, tokenizer, [messages], TURN_SECONDS, **given)
+            texts = await asyncio.to_thread(
+                render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS, **given
+            )
         says_it_all = not (asked.functions or asked.chat_template_kwargs) and all(
             message.keys() == {"role", "content"} for message in messages
         )
-        return [Prompt(self._tokens(text, session, rendered=True), text, messages if says_it_all else None)]
+        (prompt,) = await self._read(texts, session, rendered=True)
+        return [prompt._replace(messages=messages if says_it_all else None)]
 
-    def _tokens(self, text: str, session: Session | None, rendered: bool = False) -> np.ndarray:
-        if session is not None:
-            return session.trajectory.tokens_of(text, rendered)
-        return np.array(encode_prompts(self.sampler.policy.tokenizer, [text], rendered=rendered)[0], np.int32)
+    async def _read(
+        self, prompts: Sequence[str | np.ndarray], session: Session | None, rendered: bool = False
+    ) -> list[Prompt]:
+        """Tokenizes texts, and decodes tokens."""
+        for prompt in prompts:
+            self.sampler.check_length(prompt)
+        tokenizer = self.sampler.policy.tokenizer
+        # A copy, because turns that end in the meantime change the session's own trajectory.
+        trajectory = Trajectory(tokenizer) if session is None else copy.copy(session.trajectory)
+
+        def read() -> list[Prompt]:
+            return [
+                Prompt(trajectory.tokens_of(prompt, rendered), prompt, None)
+                if isinstance(prompt, str)
+                else Prompt(prompt, decode_after(tokenizer, (), prompt), None)
+                for prompt in prompts
+            ]
+
+        # Long prompts wait for each other, and short ones do not wait for them.
+        threads = self._long_prompts if sum(map(len, prompts)) > LONG_TEXT else None
+        return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     # --- Completions.
 
@@ -101,7 +128,7 @@ class Answering:
         The whole completions come last, in order, once all are on disk.
         """
         asked, held = job.asked.sampled, [CALL_BEGINS] if job.asked.functions else []
-        keys = self.sampler.keys(asked.seed, job.count)
+        keys = self.sampler.keys(asked.seed, job.asked.count)
         queue: asyncio.Queue = asyncio.Queue()
 
         async def follow(index: int) -> None:
@@ -115,10 +142,10 @@ class Answering:
             except Exception as error:
                 queue.put_nowait((index, error))
 
-        tasks = [asyncio.create_task(follow(index)) for index in range(job.count)]
+        tasks = [asyncio.create_task(follow(index)) for index in range(job.asked.count)]
         done, is_first = {}, True
         try:
-            while len(done) < job.count:
+            while len(done) < job.asked.count:
                 index, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
@@ -133,7 +160,7 @@ class Answering:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        whole = [done[index] for index in range(job.count)]
+        whole = [done[index] for index in range(job.asked.count)]
         await self._record(job, whole)
         for index, piece in enumerate(whole):
             yield index, piece

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recjax.serving.answering import Answering
 from recjax.serving.bodies import CompletionReward, PushedWeights, RewardBody, SessionReward, read_body
-from recjax.serving.guards import Guard, Guarded
+from recjax.serving.guards import HAS_KEY, Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
 from recjax.serving.replies import Chunks, Job, full_reply, last_chunk
@@ -26,6 +26,7 @@ from recjax.serving.units import session_row
 
 logger = logging.getLogger(__name__)
 
+_DEEPEST = 100  # objects and lists within each other in a body
 _SESSION = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate": "/inference/v1/generate"}
 
@@ -71,9 +72,10 @@ class Server:
 
     def _answers(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            job = await self.answering.job(kind, await _body(request), _session(request))
+            asked = self.answering.asked(kind, await _body(request))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.answering.sampler.places(job.count, job.asked.sampled.sampling()))
+                stack.enter_context(self.answering.sampler.places(asked.count))
+                job = await _unless_gone(request, self.answering.job(kind, asked, _session(request)))
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
@@ -87,7 +89,7 @@ class Server:
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        chunks, whole = [Chunks(job, index) for index in range(job.count)], []
+        chunks, whole = [Chunks(job, index) for index in range(job.asked.count)], []
         for one in chunks:
             for chunk in one.first():
                 yield chunk
@@ -106,7 +108,7 @@ class Server:
         recorder, body = self.answering.require_recorder(), read_body(CompletionReward, await _body(request))
         if "/" in body.id:
             return await self._rewarded(body.id, None, body)
-        return await self._rewarded(*recorder.place_of(body.id, body.index), body)
+        return await self._rewarded(*await recorder.place_of(body.id, body.index), body)
 
     async def session_reward(self, request: Request) -> Response:
         """Takes the reward of a session, or of one of its turns."""
@@ -148,12 +150,28 @@ class Server:
     async def health(self, request: Request) -> Response:
         """Reports if requests can be served, and if not, why."""
         recorder = self.answering.recorder
-        wrong = self.answering.sampler.error or (recorder and recorder.error)
-        return JSONResponse({"status": wrong or "ok"}, 503 if wrong else 200)
+        return health(request.scope, self.answering.sampler.error or (recorder.error if recorder else None))
 
     async def metrics(self, request: Request) -> Response:
         """Reports metrics for Prometheus."""
         return Response(self._numbers.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def health(scope: Scope, problem: str | None) -> Response:
+    """The reply of /health; only a client with a key reads a problem, which may name files, URLs and users."""
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    shown = problem if scope[HAS_KEY] else "unavailable; send the API key to read the reason"
+    return JSONResponse({"status": shown} | Refused(503, shown).body, 503, {"retry-after": "10"})
+
+
+def not_ready(problem: str, guarded: Guarded) -> ASGIApp:
+    """An application that answers every request as /health, with a problem."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await health(scope, problem)(scope, receive, send)
+
+    return Guard(app, guarded)
 
 
 class _Events(StreamingResponse):
@@ -227,10 +245,16 @@ async def _body(request: Request) -> Any:
         raise Refused(400, "the body must be UTF-8, without half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body must be JSON ({type(error).__name__}: {str(error):.200})") from None
+    inner = [[values]]
+    for _ in range(_DEEPEST + 1):
+        each_value = (value for each in inner for value in (each.values() if isinstance(each, dict) else each))
+        inner = [value for value in each_value if isinstance(value, dict | list)]
+    if inner:
+        raise Refused(400, f"the body is nested more than {_DEEPEST} deep; send flatter objects")
     return values
 
 
-async def _unless_gone(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     """Waits for the result of `work`, and cancels it if the client disconnects."""
 
     async def gone() -> None:

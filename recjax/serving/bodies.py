@@ -180,6 +180,11 @@ class ReplyBody(Body):
         return self
 
     @property
+    def count(self) -> int:
+        """Number of completions."""
+        return self.sampled.n
+
+    @property
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""
         return None
@@ -273,6 +278,11 @@ class Text(ReplyBody, SampledBody):
             if not (isinstance(one, str) and one) and not _are_token_ids(one):
                 raise ValueError(f"{one!r:.100} takes token ids, at least one")
         return prompts
+
+    @property
+    def count(self) -> int:
+        """Number of completions."""
+        return len(self.prompt) * self.n
 
     @property
     def prompts(self) -> list[str | np.ndarray]:

@@ -16,6 +16,7 @@ from recjax.serving.refusals import Refused
 
 logger = logging.getLogger(__name__)
 
+HAS_KEY = "recjax.has_key"  # key of a request's scope: True if it has an API key, or the server has none
 _MOST_DISCARDED = 2**28  # bytes of a refused body that are read so that the client receives the refusal
 
 
@@ -63,16 +64,16 @@ class Guard:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
             raise Refused(403, f"Host = {host!r:.100}: unknown; use one of {', '.join(guarded.hosts)}")
-        if guarded.keys and scope["path"] != "/health":
-            given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
-            # Compares all keys, so that the response time reveals no key.
-            if not any([hmac.compare_digest(given, key.encode()) for key in guarded.keys]):
-                raise Refused(
-                    401,
-                    "no valid API key; send one as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
+        given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
+        # Compares all keys, so that the response time reveals no key.
+        scope[HAS_KEY] = not guarded.keys or any([hmac.compare_digest(given, key.encode()) for key in guarded.keys])
+        if not scope[HAS_KEY] and scope["path"] != "/health":
+            raise Refused(
+                401,
+                "no valid API key; send one as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
         if scope["method"] == "POST":
             # A web page can send other types to any server without a preflight request.
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -8,17 +8,18 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-import sqlalchemy
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.database import Unavailable
 from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
-from recjax.experience.store import Change, Record, Store, record_from_plain, record_to_plain
+from recjax.experience.store import Change, Conflict, Record, Store, record_from_plain, record_to_plain
+from recjax.experience.store_checks import check_records
 from recjax.experience.tokenize import tokenizer_name
 from recjax.models.sampling import Sampling
 from recjax.serving.bodies import RewardBody
@@ -27,6 +28,8 @@ from recjax.serving.units import Session, session_row, without_prompt
 
 logger = logging.getLogger(__name__)
 
+_CHANGED = "completion_changed"  # code of a refusal: another client was first, or the completion is gone
+_AWAY = "store_unavailable"
 _TICK_SECONDS = 5.0  # time between two looks for sessions that have waited long enough
 
 
@@ -74,6 +77,8 @@ class Recorder:
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
         self._ticking: asyncio.Task | None = None
+        # A database that does not answer holds these threads, and those of prompts stay free.
+        self._threads = ThreadPoolExecutor(8, "recorder")
         with contextlib.ExitStack() as opened:
             self._store = opened.enter_context(Store(options.store, create=True))
             self._store.reserve(options.server)
@@ -98,6 +103,9 @@ class Recorder:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(_TICK_SECONDS)
+                if self.error:
+                    with contextlib.suppress(Refused):
+                        await self._write(Change())  # nothing; clears the error if that can be written
                 await asyncio.shield(self.end_sessions(self.options.reward_seconds))
 
         self._ticking = asyncio.get_running_loop().create_task(tick())
@@ -115,7 +123,7 @@ class Recorder:
 
     # --- Queries.
 
-    def session(self, name: str) -> Session:
+    async def session(self, name: str) -> Session:
         """An open session, or a new one, which is kept once its first turn is recorded.
 
         Raises:
@@ -124,7 +132,7 @@ class Recorder:
         row = session_row(name)
         if row in self.sessions:
             return self.sessions[row]
-        if self._number(row) is not None:
+        if await self._number(row) is not None:
             raise Refused(
                 409,
                 f"session {name!r} is over: it has its reward, waited too long for one, or the server has stopped"
@@ -135,14 +143,14 @@ class Recorder:
             raise Refused(429, f"{len(self.sessions)} sessions are active; reward one, or try again later")
         return Session(name, self._tokenizer)
 
-    def place_of(self, reply: str, index: int | None) -> tuple[str, int | None]:
+    async def place_of(self, reply: str, index: int | None) -> tuple[str, int | None]:
         """The id of the completion that feedback on a reply belongs to, and the number of the turn in a session.
 
         Raises:
             Refused: the reply has several choices and `index` is missing, or a turn's reply has no such choice.
         """
         session, row = self._turns.get(f"{reply}/0"), f"{reply}/{index or 0}"
-        has_more = f"{reply}/1" in self._turns if session else self._number(f"{reply}/1") is not None
+        has_more = f"{reply}/1" in self._turns if session else await self._number(f"{reply}/1") is not None
         if index is None and has_more:
             raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
         if session is None:
@@ -151,21 +159,25 @@ class Recorder:
             raise Refused(404, f"index = {index}: {reply!r} has no such choice", param="index")
         return session.name, turn
 
-    def _number(self, row: str) -> int | None:
-        with self._reading():
-            return next((number for number, *_ in self._store.numbers("id", [row]).values()), None)
+    async def _number(self, row: str) -> int | None:
+        numbers = await self._read(self._store.numbers, "id", [row])
+        return next((number for number, *_ in numbers.values()), None)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    async def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of the store in a thread, as a database may block for minutes."""
         try:
-            yield
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read, *arguments)
+        except Conflict as error:
+            raise Refused(409, str(error), code=_CHANGED) from error
         except ValueError as error:
-            raise self._failed(error) from error
+            raise self._failed(error, isinstance(error, Unavailable)) from error
 
-    def _failed(self, error: ValueError) -> Refused:
-        self.error = str(error)
-        logger.error("%s", self.error)
-        return Refused(503, f"{self.error}; the server must record all replies")
+    def _failed(self, error: Exception, for_all: bool = True) -> Refused:
+        """The refusal of a request that has to be recorded; `for_all` if other requests would fail, too."""
+        self.error = str(error) if for_all else self.error
+        logger.error("%s", error, exc_info=not isinstance(error, ValueError))
+        code = _AWAY if isinstance(error, Unavailable) else None
+        return Refused(503, f"{error}; the server must record all replies", code=code)
 
     # --- Changes; each returns when it is on disk.
 
@@ -177,14 +189,16 @@ class Recorder:
             session: name of the session whose turns they are; None: independent completions.
         Raises:
             Refused: the store cannot be written, or the session is over or has another distribution.
+            ValueError: a completion cannot be recorded, for example because its log-probs are not finite.
         """
         has_prompts = self.options.prompts
         kept = records if has_prompts else list(map(without_prompt, records))
+        check_records(kept, "completion {}".format)
         if session is None:
             await self._write(Change(kept))
             return
         async with self._lock(session):
-            check_sampling(self.session(session), session, records[0].completion.sampling)
+            check_sampling(await self.session(session), session, records[0].completion.sampling)
             plain = [
                 {"prompt": text if has_prompts else None, "turn": record_to_plain(turn)}
                 for turn, text in zip(kept, texts, strict=True)
@@ -206,7 +220,7 @@ class Recorder:
         name = row.removeprefix("session/")
         async with self._lock(name) if row in self.sessions else contextlib.nullcontext():
             if (session := self.sessions.get(row)) is None:
-                code, problem = (404, "is unknown") if self._number(row) is None else (409, "is over")
+                code, problem = (404, "is unknown") if await self._number(row) is None else (409, "is over")
                 remedy = "send the rewards of its turns as turn_rewards, with its reward"
                 raise Refused(code, f"session {name!r} {problem}; {remedy}", code="session_over")
             if turn >= (count := len(session.turns)):
@@ -233,30 +247,34 @@ class Recorder:
                 grade = given.grade(len(session.turns), session.turn_rewards)
                 await self._end(session, grade, given.comment)
                 return grade.reward, True
-        number = self._number(row)
-        if number is None:
-            raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
-        for _ in range(2):  # another client may give the reward first
-            with self._reading():
-                rewards = self._store.rewards([number])
-                before, known = rewards.get(number), known_turns(self._store, [number], rewards)
-                (record,) = self._store.read([number], None)
-            grade = given.grade(len(record.completion.turns) or 1, known.get(number, ()))
-            if before == (grade, given.comment):
-                return grade.reward, False
-            if before is not None:
-                raise Refused(
-                    409,
-                    f"{row!r} already has another reward, {before[0].reward:g}; rewards cannot change",
-                    code="reward_given",
-                )
+        for tries in (1, 0):  # another client may give the reward first, or the completion may be deleted
+            number = await self._number(row)
+            if number is None:
+                raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
             try:
-                await self._write(Change(rewards={number: (grade, given.comment)}))
-                return grade.reward, True
+                return await self._reward(row, number, given)
             except Refused as error:
-                if error.status != 409:
+                if error.code != _CHANGED or not tries:
                     raise
-        raise Refused(409, f"{row!r} was deleted", code="reward_given")
+
+    async def _reward(self, row: str, number: int, given: RewardBody) -> tuple[float, bool]:
+        def known() -> tuple[Any, tuple[float, ...], int]:
+            rewards, (record,) = self._store.rewards([number]), self._store.read([number], None)
+            turns = known_turns(self._store, [number], rewards).get(number, ())
+            return rewards.get(number), turns, len(record.completion.turns) or 1
+
+        before, of_turns, count = await self._read(known)
+        grade = given.grade(count, of_turns)
+        if before == (grade, given.comment):
+            return grade.reward, False
+        if before is not None:
+            raise Refused(
+                409,
+                f"{row!r} already has another reward, {before[0].reward:g}; rewards cannot change",
+                code="reward_given",
+            )
+        await self._write(Change(rewards={number: (grade, given.comment)}))
+        return grade.reward, True
 
     async def end_sessions(self, seconds: float) -> None:
         """Ends the sessions without a turn for `seconds`, without rewards; deletes old completions."""
@@ -268,8 +286,8 @@ class Recorder:
                         await self._end(one)
         if self.options.keep_days is not None:
             oldest = datetime.now(UTC) - timedelta(days=self.options.keep_days)
-            with contextlib.suppress(Refused), self._reading():
-                await asyncio.to_thread(lambda: self._store.delete(self._store.older_than(oldest)))
+            with contextlib.suppress(Refused):
+                await self._read(lambda: self._store.delete(self._store.older_than(oldest)))
 
     async def _end(self, session: Session, grade: Grade | None = None, comment: str | None = None) -> None:
         record, name = session.record(self.options.prompts, grade, comment), session.name.removeprefix("session/")
@@ -302,8 +320,10 @@ class Recorder:
             while self._changes:
                 changes, self._changes = self._changes, []
                 error = await self._try(changes)
-                # If one cannot be made, none is; so each gets its own error.
-                errors = [error and await self._try([change]) for change in changes] if len(changes) > 1 else [error]
+                errors = [error] * len(changes)
+                if error and error.code != _AWAY and len(changes) > 1:
+                    # If one cannot be made, none is; so each gets its own error.
+                    errors = [await self._try([change]) for change in changes]
                 for (_, future), error in zip(changes, errors, strict=True):
                     if not future.done():
                         future.set_result(None) if error is None else future.set_exception(error)
@@ -311,14 +331,13 @@ class Recorder:
             self._writing = None
 
     async def _try(self, changes: Sequence[tuple[Change, asyncio.Future]]) -> Refused | None:
+        arguments = [change for change, _ in changes], self.options.server, True
         try:
-            await asyncio.to_thread(self._store.change, [change for change, _ in changes], self.options.server)
-        except ValueError as error:
-            is_trouble = isinstance(error.__cause__, sqlalchemy.exc.DBAPIError)
-            is_trouble = is_trouble and not isinstance(error.__cause__, sqlalchemy.exc.IntegrityError)
-            if is_trouble or isinstance(error, Unavailable):
-                return self._failed(error)
-            return Refused(409, str(error), code="reward_given")
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._store.change, *arguments)
+        except Conflict as error:
+            return Refused(409, str(error), code="session_over" if changes[0][0].ended else _CHANGED)
+        except Exception as error:  # of any kind, since clients wait for this change
+            return self._failed(error)
         self.error = None
         return None
 

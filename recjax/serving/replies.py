@@ -52,11 +52,6 @@ class Job(NamedTuple):
     session: str | None
     began: float
 
-    @property
-    def count(self) -> int:
-        """Number of completions."""
-        return len(self.prompts) * self.asked.sampled.n
-
 
 def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dict[str, Any]:
     """The complete reply to a request.

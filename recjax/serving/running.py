@@ -1,21 +1,24 @@
 """Runs the server process: takes a policy and limits, and answers requests until a signal ends it."""
 
+import asyncio
 import contextlib
 import dataclasses
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Weights
 from recjax.serving.answering import Answering
-from recjax.serving.app import Server
+from recjax.serving.app import Server, not_ready
 from recjax.serving.guards import Guarded
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, Recording
@@ -85,28 +88,74 @@ def made(serving: Serving, when_ready: str) -> Server:
     return Server(answering, numbers, serving.guarded, lifespan)
 
 
-def serve(serving: Serving, listening: socket.socket) -> None:
+class Connection(H11Protocol):
+    """A connection that closes without a whole request head within `timeout_keep_alive`.
+
+    uvicorn itself has a limit only between requests, which ends with the first byte.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begins to wait for the first request."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def on_response_complete(self) -> None:
+        """Begins to wait for the next request, which may be there already."""
+        self._waiting.cancel()  # otherwise each request of the last minute would keep a timer
+        self._wait_for_head()
+        super().on_response_complete()
+
+    def _wait_for_head(self) -> None:
+        self._waiting = self.loop.call_later(self.timeout_keep_alive, self._close_idle, self.cycle)
+
+    def _close_idle(self, before: Any) -> None:
+        if self.cycle is before:  # each request has a cycle of its own
+            self.timeout_keep_alive_handler()
+
+
+def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Server:
+    """The HTTP server of an application."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=Connection,
+        ws="none",
+        timeout_keep_alive=guarded.client_seconds,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        **options,
+    )
+    return uvicorn.Server(config)
+
+
+@contextlib.contextmanager
+def answering_not_ready(problem: str, guarded: Guarded, listening: socket.socket) -> Iterator[None]:
+    """Answers all requests with 503 and a problem until the block ends, while the model is loaded."""
+    server = uvicorn_server(not_ready(problem, guarded), guarded, lifespan="off", timeout_graceful_shutdown=1)
+    thread = threading.Thread(target=server.run, args=([listening.dup()],), name="not ready")
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def address(listening: socket.socket) -> str:
+    """The URL of a server, for messages."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def serve(server: Server, guarded: Guarded, listening: socket.socket) -> None:
     """Serves until SIGTERM, SIGHUP or Ctrl-C; then finishes open requests and writes all records to the store.
 
     Args:
         listening: bound socket for requests.
-    Raises:
-        ValueError: see `made`.
     """
-    host, port = listening.getsockname()[:2]
-    place = f"recording in {store_name(serving.recording.store)}" if serving.recording else "recording is off"
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    server = made(serving, f"serving {serving.name}, version {serving.weights.version}, at {where}; {place}")
-    options = {
-        "loop": "asyncio",
-        "http": "h11",
-        "ws": "none",
-        "lifespan": "on",
-        "log_level": "warning",
-        "access_log": False,
-    }
     # uvicorn raises the signal again when it ends; ignoring it lets the process exit without failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    uvicorn.Server(uvicorn.Config(server.app, server_header=False, **options)).run(sockets=[listening])
+    uvicorn_server(server.app, guarded, lifespan="on").run(sockets=[listening])

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import longest_token
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
@@ -67,11 +68,11 @@ class Sampler:
         return None if self._live.error is None else f"the engine has failed: {self._live.error!r}"
 
     @contextlib.contextmanager
-    def places(self, count: int, sampling: Sampling) -> Iterator[None]:
-        """Reserves places for `count` completions.
+    def places(self, count: int) -> Iterator[None]:
+        """Reserves places for `count` completions, from the reading of their prompts on.
 
         Raises:
-            Refused: too few places are free or exist, or the request needs one distribution too many.
+            Refused: too few places are free or exist.
         """
         most = self.limits.slots + self.limits.queue
         if count > most:
@@ -83,6 +84,18 @@ class Sampler:
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
+        self.under_way += count
+        try:
+            yield
+        finally:
+            self.under_way -= count
+
+    def add_distribution(self, sampling: Sampling) -> None:
+        """Notes the distribution of a request, which compiles programs if it is new.
+
+        Raises:
+            Refused: the server has its most distributions.
+        """
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
             known = ", ".join("/".join(f"{value:g}" for value in one) for one in sorted(self._distributions))
             raise Refused(
@@ -92,11 +105,6 @@ class Sampler:
                 param="temperature",
             )
         self._distributions.add(sampling)
-        self.under_way += count
-        try:
-            yield
-        finally:
-            self.under_way -= count
 
     def keys(self, seed: int | None, count: int) -> list[UInt32[np.ndarray, " words"]]:
         """Keys of a request's completions: from its seed, or unique keys if it has no seed."""
@@ -106,6 +114,22 @@ class Sampler:
             origin = f"request {seed}"
         digests = [hashlib.sha512(f"{origin} {place}".encode()).digest() for place in range(count)]
         return [np.frombuffer(digest, np.uint32)[: self._words].copy() for digest in digests]
+
+    def check_length(self, prompt: str | Int[np.ndarray, " time"]) -> None:
+        """Refuses a prompt that leaves no room for a completion; of a text, without reading it.
+
+        Raises:
+            Refused: the prompt is too long.
+        """
+        context, unit = self.limits.context, "characters" if isinstance(prompt, str) else "tokens"
+        most = context * longest_token(self.policy.tokenizer) if isinstance(prompt, str) else context - 1
+        if len(prompt) > most:
+            raise Refused(
+                400,
+                f"the prompt has {len(prompt)} {unit}, and prompt and completion share {context} tokens; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def limit(self, prompt: Int[np.ndarray, " time"], asked: int | None) -> int:
         """The most tokens that a completion may have.
@@ -120,14 +144,8 @@ class Sampler:
             raise Refused(
                 400, f"max_tokens = {asked}: this server samples {limits.completion} at most", param="max_tokens"
             )
-        if (room := limits.context - len(prompt)) < 1:
-            raise Refused(
-                400,
-                f"the prompt has {len(prompt)} tokens, and prompt and completion share {limits.context}; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return min(room, limits.completion, asked or limits.completion)
+        self.check_length(prompt)
+        return min(limits.context - len(prompt), limits.completion, asked or limits.completion)
 
     async def follow(
         self,

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.export import export_model, write_base
-from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
+from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
@@ -104,6 +104,15 @@ def _link(name, weights=True):
     return change
 
 
+def _pattern(text):
+    def change(folder):
+        file = folder / "tokenizer.json"
+        split = {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": split}))
+
+    return change
+
+
 def _template(text):
     return _file("chat_template.jinja", text)
 
@@ -153,6 +162,8 @@ FOLDERS = {
     "config is cut": _file("config.json", '{"model_type": "llama", '),
     "config is deep": _file("config.json", "[" * 100_000),
     "config is bytes": _file("config.json", b"\xff\xfe"),
+    "config of a million ends": _config(eos_token_id=[*range(BIG)]),
+    "pattern of endless steps": _pattern("(a+)+$"),
     "NaN weight": _value(np.nan),
     "infinite weight": _value(np.inf),
     "negative infinite weight": _value(-np.inf),
@@ -187,6 +198,8 @@ def outcome(folder, name):
     started = time.monotonic()
     try:
         tokenizer = load_tokenizer(folder)
+        if name.startswith("pattern"):
+            encode_prompts(tokenizer, ["a" * 24 + "b"])
         load_pretrained(folder)
         if name.startswith("template"):
             render_chats(tokenizer, [CHAT], seconds=3.0)

@@ -14,6 +14,7 @@ from recjax.experience.tokenize import tokenized
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import (
+    LONG_TEXT,
     character_tokenizer,
     decode_after,
     encode_after,
@@ -24,6 +25,7 @@ from recjax.hub.tokenizers import (
     token_bytes,
     token_texts,
 )
+from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from tests.experience.rows import text_row
@@ -427,3 +429,46 @@ def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monke
         load_tokenizer(tmp_path)
     llama_like().save_pretrained(tmp_path)
     assert len(load_tokenizer(tmp_path)) == len(llama_like()), "with a tokenizer.json it is not needed"
+
+
+@pytest.mark.parametrize("text", ["a" * 24 + "b", "b" * LONG_TEXT + "a" * 24 + "b"])
+def test_a_pattern_that_takes_too_long_is_an_error_of_that_text(text):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, "<unk>"))
+    pattern = tokenizers.Regex("(a+)+$")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    fuse = tokenizers.decoders.Fuse()
+    made.decoder = tokenizers.decoders.Sequence([fuse, tokenizers.decoders.Replace(pattern, "x"), fuse])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    with pytest.raises(
+        ValueError, match="prompt 3, '[ab]+' makes the tokenizer in memory fail .Onig.*at a pattern in token"
+    ):
+        encode_prompts(tokenizer, [text], 3)
+    with pytest.raises(ValueError, match="text '[ab]+' makes the tokenizer in memory fail"):
+        encode_after(tokenizer, [1], text)
+    with pytest.raises(ValueError, match="text of 25 tokens makes the tokenizer"):
+        decode_after(tokenizer, (), [1] * 24 + [2])
+    assert encode_prompts(tokenizer, ["a"]) == [[1]] and decode_after(tokenizer, (), [2]) == "b"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(monkeypatch):
+    """`encode` of the Rust tokenizer holds Python's global lock, and `encode_batch` does not."""
+    tokenizer, text = character_tokenizer("ab"), "ab" * LONG_TEXT
+    backend = tokenizer.backend_tokenizer
+
+    class Backend:
+        def encode(self, text, **options):
+            assert len(text) <= LONG_TEXT
+            return backend.encode(text, **options)
+
+        encode_batch = staticmethod(backend.encode_batch)
+
+    monkeypatch.setattr("recjax.hub.tokenizers._backend", lambda _: Backend())
+    assert encode_prompts(tokenizer, [text, text[:9]]) == [[1, 2] * LONG_TEXT, [1, 2, 1, 2, 1, 2, 1, 2, 1]]
+
+
+def test_a_config_that_is_far_too_large_is_refused_at_once(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": list(range(10**6))}))
+    for load in (load_tokenizer, read_config):
+        with pytest.raises(ValueError, match="config.json: has 7888908 bytes, .* 262144 at most; .* eos_token_id"):
+            load(tmp_path)

@@ -1,5 +1,7 @@
 """Turns become rows: what was sampled stays as it was, and is in one row once."""
 
+import copy
+
 import numpy as np
 import pytest
 import tokenizers
@@ -53,6 +55,15 @@ def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
     assert row.mask.tolist() == [True, True, True, False, False, True]
     assert row.behavior_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
     assert made.oldest_version == 2 and not made.truncated
+
+
+def test_a_copy_keeps_its_rows_while_turns_are_added():
+    made = Trajectory(tokenizer())
+    made.add(made.tokens_of("c"), turn(A, B, EOS), "c")
+    before = copy.copy(made)
+    made.add(made.tokens_of("cab<eos>d"), turn(C), "cab<eos>d")
+    assert before.tokens_of("cab<eos>dcd").tolist() == [C, A, B, EOS, D, C, D]
+    assert len(before.rows[0].tokens) == 3 and before._texts == ("cab<eos>",)
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECES)

@@ -5,9 +5,9 @@ import functools
 import json
 import socket
 import threading
+from pathlib import Path
 
 import jax
-import uvicorn
 from starlette.testclient import TestClient
 
 from recjax.hub.policy import Policy
@@ -17,7 +17,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
-from recjax.serving.running import Serving, made
+from recjax.serving.running import Serving, made, uvicorn_server
 from recjax.serving.sampler import Limits
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
@@ -40,8 +40,8 @@ def initial():
 def serving(
     folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=None, newer=None, pushed=None, **recording
 ):
-    """What a server is made of; it records in that file or folder, unless it is None."""
-    folder = folder / "store.db" if folder and folder.is_dir() else folder
+    """What a server is made of; it records in that file, folder or URL, unless it is None."""
+    folder = folder / "store.db" if isinstance(folder, Path) and folder.is_dir() else folder
     recording = Recording(str(folder), "tiny", **recording) if folder else None
     weights = Weights(initial() if params is None else params, 3)
     return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer, pushed)
@@ -59,7 +59,7 @@ def listening(folder, **options):
     """A server on a port of this machine: its port, and the server."""
     server = made(serving(folder, **options), "ready")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        runs = uvicorn.Server(uvicorn.Config(server.app, http="h11", ws="none", lifespan="on", log_level="warning"))
+        runs = uvicorn_server(server.app, options.get("guarded") or Guarded(), lifespan="on")
         thread = threading.Thread(target=runs.run, args=([listener],))
         thread.start()
         try:

@@ -377,11 +377,25 @@ def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a", "temperature": NaN}'],
+    [
+        *(b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a", "temperature": NaN}'),
+        *(b'{"prompt": "a", "%s": %s}' % (key, b"[" * 900 + b"]" * 900) for key in (b"stop", b"metadata", b"x")),
+    ],
 )
 def test_a_body_that_is_none_is_refused(client, body):
     reply = client.post(TEXT, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["chat_template_kwargs", "tools", "messages"])
+@pytest.mark.parametrize("depth", [90, 900])
+def test_deep_values_are_templates_or_refused(client, key, depth):
+    deep = json.loads('{"a":' * depth + "1" + "}" * depth)
+    call = {"type": "function", "function": {"name": "f", "parameters": deep, "arguments": deep}}
+    said = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    more = {"chat_template_kwargs": {"x": deep}, "tools": [call], "messages": [*HELLO, said, *HELLO]}[key]
+    error = post(client, CHAT, status=200 if depth < 100 else 400, **{"messages": HELLO, "max_tokens": 1, key: more})
+    assert depth < 100 or "nested more than 100 deep" in error["error"]["message"]
 
 
 def test_what_else_there_is(client):

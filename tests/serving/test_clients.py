@@ -1,23 +1,31 @@
 """Clients that must not get in, ask for too much, are slow, or vanish."""
 
 import asyncio
+import contextlib
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from recjax.models.sampling import Sampling
+from recjax.experience.store import Store
+from recjax.rollout.trajectory import Trajectory
+from recjax.serving import answering
 from recjax.serving.guards import Guard, Guarded
+from recjax.serving.running import answering_not_ready
+from recjax.serving.sampler import Sampler
 from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, POLICY, listening, post, serve
 
-TEXT = "/v1/completions"
+TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+UNAVAILABLE = "unavailable; send the API key to read the reason"
 ENDLESS = {"policy": POLICY._replace(stop_ids=()), "limits": LIMITS._replace(context=5000, completion=4000)}
 
 
-def test_who_has_no_key_gets_nothing_but_the_health(tmp_path):
+def test_who_has_no_key_gets_nothing_but_the_health(tmp_path, monkeypatch):
     with serve(tmp_path, guarded=Guarded(keys=("one", "two"))) as client:
         for header in ({}, *({"authorization": given} for given in ("Bearer three", "Bearer ", "bearer", "Basic one"))):
             for path in ("/v1/models", "/metrics", "/nothing"):
@@ -27,6 +35,34 @@ def test_who_has_no_key_gets_nothing_but_the_health(tmp_path):
         assert client.get("/health").status_code == 200
         for given in ("Bearer one", "Bearer two", "bearer one", "BEARER two", "bearer  one"):
             assert client.get("/v1/models", headers={"authorization": given}).status_code == 200
+        monkeypatch.setattr(Sampler, "error", "postgresql://me@inner/db: FATAL")
+        for given, status in (
+            ("one", Sampler.error),
+            ("two", Sampler.error),
+            ("three", UNAVAILABLE),
+            ("", UNAVAILABLE),
+        ):
+            reply = client.get("/health", headers={"authorization": f"Bearer {given}"})
+            assert reply.status_code == 503 and reply.json()["status"] == status
+    with serve(tmp_path / "other.db") as client:
+        assert client.get("/health").json()["status"] == Sampler.error, "a server without keys"
+
+
+def test_a_server_that_is_not_ready_says_so():
+    waits, listener = "waits for the first checkpoint of runs/live", socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, answering_not_ready(waits, Guarded(keys=("one",)), listener):
+        for path, given, status in (
+            ("/health", "x", 503),
+            ("/health", "one", 503),
+            (TEXT, "x", 401),
+            (TEXT, "one", 503),
+        ):
+            reply = httpx.get(address + path, headers={"authorization": f"Bearer {given}"}, timeout=20)
+            assert reply.status_code == status and (waits in reply.text) == (given == "one")
+        waiting = socket.create_connection(listener.getsockname()[:2], timeout=20)  # does not keep the server
+    with waiting, contextlib.suppress(ConnectionError):
+        assert not waiting.recv(1)
 
 
 def test_a_page_of_a_browser_does_not_get_in(tmp_path):
@@ -80,7 +116,7 @@ def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
 def test_places_and_distributions_have_limits(tmp_path):
     with listening(tmp_path) as (port, server):
         sampler = server.answering.sampler
-        with sampler.places(10, Sampling()):
+        with sampler.places(10):
             status, reply = ask(port, {"prompt": "a", "n": 3, "max_tokens": 1})
             assert status == 429 and reply["error"]["code"] == "rate_limit_exceeded"
             assert ask(port, {"prompt": "a", "n": 2, "max_tokens": 1})[0] == 200
@@ -117,7 +153,122 @@ def ask(port, body):
     return received(send(port, body))
 
 
-def wait_until(true, seconds=5.0):
+@pytest.fixture
+def held(monkeypatch):
+    """A function that makes another one wait, from its first call to the event that it returns."""
+    ended = []
+
+    def hold(owner, name):
+        began, go_on, real = threading.Event(), threading.Event(), getattr(owner, name)
+        ended.append(go_on)
+
+        def waits(*arguments, **options):
+            began.set()
+            assert go_on.wait(60)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, waits)
+        return began, go_on
+
+    yield hold
+    for go_on in ended:
+        go_on.set()
+
+
+def in_thread(function, *arguments):
+    """The future of a call."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(function, *arguments)
+    threads.shutdown(wait=False)
+    return future
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "length"),
+    [
+        (TEXT, {"prompt": "a" * 1001}, "1001 characters"),
+        (TEXT, {"prompt": ["a", "b" * 5000]}, "5000 characters"),
+        (f"/sessions/s{TEXT}", {"prompt": "a" * 1001}, "1001 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1000}]}, "1017 characters"),
+        (TEXT, {"prompt": [5] * 200}, "200 tokens"),
+        (GENERATE, {"token_ids": [5] * 300_000}, "300000 tokens"),
+    ],
+)
+def test_prompts_beyond_the_context_are_refused_before_they_are_read(tmp_path, monkeypatch, path, body, length):
+    for name in ("decode_after", "Trajectory"):
+        monkeypatch.setattr(answering, name, None)
+    with serve(tmp_path) as client:
+        error = post(client, path, status=400, **body)["error"]
+    assert f"the prompt has {length}" in error["message"] and error["code"] == "context_length_exceeded"
+
+
+def test_the_server_answers_while_prompts_are_read_and_counts_them(tmp_path, held):
+    began, go_on = held(Trajectory, "tokens_of")
+    with listening(tmp_path) as (port, server):
+        replies = [in_thread(ask, port, {"prompt": "a", "n": 6, "max_tokens": 1}) for _ in range(2)]
+        assert began.wait(20)
+        wait_until(lambda: server.answering.sampler.under_way == 12)
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=20).status_code == 200
+        assert ask(port, {"prompt": "a"})[0] == 429
+        go_on.set()
+        assert [reply.result()[0] for reply in replies] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/feedback", {"id": "a", "reward": 1}),
+        ("/v1/feedback", {"id": "a/0", "reward": 1}),
+        ("/sessions/s/reward", {"turn": 0, "reward": 1}),
+        (f"/sessions/s{TEXT}", {"prompt": "a", "max_tokens": 1}),
+    ],
+)
+def test_the_server_answers_while_its_store_does_not(tmp_path, held, path, body):
+    began, go_on = held(Store, "numbers")
+    with listening(tmp_path) as (port, _):
+        address = f"http://127.0.0.1:{port}"
+        reply = in_thread(lambda: httpx.post(address + path, json=body, timeout=60))
+        assert began.wait(20)
+        assert httpx.get(f"{address}/health", timeout=20).status_code == 200
+        go_on.set()
+        assert reply.result().status_code == (200 if TEXT in path else 404)
+
+
+HEADS = {
+    "nothing": b"",
+    "half a line": b"GET /hea",
+    "headers without an end": b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100,
+    "half of a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",
+    "a body after the refusal": b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("drips", [False, True])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_connection_without_a_request_is_closed(head, drips):
+    with listening(None, guarded=Guarded(client_seconds=0.5)) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(head)
+            connection.settimeout(0.05)
+            for _ in range(400):
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(9999):
+                        return
+                if drips:
+                    connection.sendall(b"x")
+    pytest.fail("the connection is open after 20 seconds")
+
+
+def test_requests_that_take_longer_than_a_head_may_are_answered(tmp_path, held):
+    _, go_on = held(Trajectory, "tokens_of")
+    with listening(tmp_path, guarded=Guarded(client_seconds=0.2)) as (port, _):
+        reply = in_thread(ask, port, {"prompt": "a", "max_tokens": 1})
+        time.sleep(0.6)
+        go_on.set()
+        assert reply.result()[0] == 200
+
+
+def wait_until(true, seconds=20.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it took too long"

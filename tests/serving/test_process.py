@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,6 +189,35 @@ def test_two_servers_record_into_one_database_that_a_run_follows(run, database_u
     assert [row["reward"] for row in metrics[1:]] == [1.5] * 4 and 1 <= metrics[-1]["follow/rewarded_groups"] <= 4
     rows = read_columns(store)
     assert len({row.id for row in rows}) == 2 * 8 * 4 and all(row.reward is not None for row in rows)
+
+
+def test_a_server_that_waits_for_its_first_checkpoint_says_so(run, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = [f"--follow={tmp_path / 'later'}", f"--port={port}", f"--record={tmp_path / 'store.db'}"]
+    process = Command(["-m", "recjax.serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+
+            def health():
+                with contextlib.suppress(httpx.TransportError):
+                    return client.get("/health")
+                assert process.poll() is None, process.communicate()[1]
+
+            while (reply := health()) is None:
+                time.sleep(0.1)
+            waits = f"waits for the first checkpoint of {tmp_path / 'later'}"
+            assert reply.status_code == 503 and reply.json()["status"] == waits
+            reply = client.post(TEXT, json={"prompt": "1+2="})
+            assert reply.status_code == 503 and waits in reply.json()["error"]["message"]
+            shutil.copytree(run[0], tmp_path / "copy")
+            (tmp_path / "copy").rename(tmp_path / "later")
+            assert process.stdout.readline().startswith("serving later, version 2")
+            assert health().status_code == 200
+            post(client, TEXT, prompt="1+2=", max_tokens=2)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, process.communicate()[1]
 
 
 def test_what_it_cannot_begin_with(run, tmp_path):

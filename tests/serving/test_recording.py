@@ -1,9 +1,11 @@
 """What is served is recorded: whole, once, durably, with the rewards that come later."""
 
 import asyncio
+import contextlib
 import shutil
 import sqlite3
 import threading
+import time
 from datetime import UTC, datetime
 
 import jax
@@ -17,18 +19,21 @@ from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.following import Follower
 from recjax.experience.group import Grade, has_sets, sets_to_lists, turn_rewards
-from recjax.experience.store import PROMPT_LEFT_OUT, Store
+from recjax.experience.store import PROMPT_LEFT_OUT, Change, Store
 from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.rollout.requests import Sampled
+from recjax.serving import recorder
 from recjax.serving.bodies import RewardBody
 from recjax.serving.recorder import Recorder, Recording
+from recjax.serving.running import made
 from tests.experience.rows import read, same
 from tests.experience.test_feedback import give_rewards
-from tests.serving.some_server import POLICY, TOKENIZER, post, serve
+from tests.serving.some_server import POLICY, TOKENIZER, TestClient, post, serve, serving
 from tests.training.tiny_run import TINY
 
 TEXT, CHAT, FEEDBACK = "/v1/completions", "/v1/chat/completions", "/v1/feedback"
@@ -338,6 +343,115 @@ def test_what_cannot_be_recorded_is_not_served(db, monkeypatch):
     assert rewards(db) == {f"{name}/0": 0}
 
 
+def wait_for_health(client, status):
+    """Without another request."""
+    end = time.monotonic() + 20
+    while client.get("/health").status_code != status:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def fails_with(error, verb="read"):
+    def fails(self, *_):
+        with self._trying(verb):
+            raise error
+
+    return fails
+
+
+FULL = sqlalchemy.exc.OperationalError("", {}, sqlite3.OperationalError("database or disk is full"))
+LOCKED = sqlalchemy.exc.OperationalError("", {}, sqlite3.OperationalError("database is locked"))
+
+
+STRANGE = sqlalchemy.exc.InvalidRequestError("a strange error")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("change", FULL), ("change", LOCKED), ("change", STRANGE), ("numbers", LOCKED)]
+)
+def test_the_health_recovers_without_a_request(db, monkeypatch, name, error):
+    monkeypatch.setattr(recorder, "_TICK_SECONDS", 0.05)
+    with serve(db) as client:
+        real = getattr(Store, name)
+        monkeypatch.setattr(Store, name, fails_with(error))
+        path, body = (TEXT, {"prompt": "a", "max_tokens": 1}) if name == "change" else (FEEDBACK, {"id": "a/0"})
+        assert str(getattr(error, "orig", error)) in post(client, path, status=503, **body)["error"]["message"]
+        assert client.get("/health").status_code == 503
+        monkeypatch.setattr(Store, name, real)
+        wait_for_health(client, 200)
+
+
+def test_a_row_that_cannot_be_read_is_no_failure_of_the_server(db, monkeypatch):
+    with serve(db) as client:
+        name = post(client, TEXT, prompt="a", max_tokens=1)["id"]
+        with contextlib.closing(sqlite3.connect(db, isolation_level=None)) as other:
+            other.execute("update completions set completion = 'x'")
+        assert "match its checksum" in post(client, FEEDBACK, status=503, id=name, reward=1)["error"]["message"]
+        assert client.get("/health").status_code == 200
+
+
+def test_a_completion_that_cannot_be_recorded_fails_alone(db, monkeypatch):
+    sampled = Sampled.row_columns.fget
+    columns = property(lambda self: (*sampled(self)[:2], np.full(len(self.tokens), np.nan, np.float32), {}))
+    with TestClient(made(serving(db), "ready").app, raise_server_exceptions=False) as client:
+        monkeypatch.setattr(Sampled, "row_columns", columns)
+        for path in (TEXT, f"/sessions/s{TEXT}"):
+            error = post(client, path, status=500, prompt="a", max_tokens=1)["error"]
+            assert error["type"] == "server_error" and error["code"] is None
+        assert client.get("/health").status_code == 200
+    assert not read(db)
+
+
+def test_a_completion_that_is_deleted_while_it_gets_its_reward_is_unknown(db, monkeypatch):
+    for name in ("rewards", "change"):
+        real = getattr(Store, name)
+
+        def deleted(self, *arguments, real=real):
+            self.delete([*self.numbers("id").values()][0] if self.last().completions else [])
+            return real(self, *arguments)
+
+        with serve(db) as client:
+            row = post(client, TEXT, prompt="a", max_tokens=1)["id"]
+            monkeypatch.setattr(Store, name, deleted)
+            assert post(client, FEEDBACK, status=404, id=row, reward=1)["error"]["param"] == "id"
+            assert client.get("/health").status_code == 200
+            monkeypatch.setattr(Store, name, real)
+
+
+def test_writes_that_a_database_does_not_take_fail_together(db, monkeypatch):
+    tried = []
+
+    def away(self, changes, *_):
+        tried.append(len(changes))
+        fails_with(LOCKED)(self)
+
+    async def main():
+        async with recorder_of(db) as recording:
+            monkeypatch.setattr(Store, "change", away)
+            return await asyncio.gather(*(recording._write(Change()) for _ in range(5)), return_exceptions=True)
+
+    assert {error.status for error in asyncio.run(main())} == {503} and tried[:1] == [5] and len(tried) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "PostgreSQL"])
+def test_strange_values_of_a_client_are_its_own(db, database_url, kind):
+    place = db if kind == "file" else database_url()
+    with serve(place) as client:
+        for name in ("a\0/0", "a" * 512, "\U0001f600" * 512):
+            post(client, FEEDBACK, status=404, id=name, reward=1)
+        post(client, FEEDBACK, status=400, id="a" * 513, reward=1)
+        post(client, FEEDBACK, status=400, id="a", index=2**31, reward=1)
+        options = {"max_tokens": 1, "user": "\0", "metadata": {"\0": "\0\x1a"}}
+        row = post(client, TEXT, prompt="a", **options)["id"]
+        given = {"reward": 1, "comment": "a\0\x1a", "reward_parts": {"\0": 1.0}}
+        assert post(client, FEEDBACK, id=row, **given)["new"] and not post(client, FEEDBACK, id=row, **given)["new"]
+        assert post(client, FEEDBACK, status=409, id=row, reward=0)["error"]["code"] == "reward_given"
+        assert client.get("/health").status_code == 200
+    (record,) = read(place)
+    assert record.completion.metadata["comment"] == "a\0\x1a" and record.completion.metadata["user"] == "\0"
+
+
 def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
     with serve(db) as client:
         post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
@@ -346,14 +460,14 @@ def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
             recorder_of(db)
 
     async def later():
-        async with recorder_of(again, reward_seconds=0.2) as recorder:
-            await recorder.end_sessions(60.0)
+        async with recorder_of(again, reward_seconds=0.2) as opened:
+            await opened.end_sessions(60.0)
             assert not read(again)
             await asyncio.sleep(0.25)
-            await recorder.end_sessions(0.2)
-            assert rewards(again) == {"session/s": None} and not recorder.sessions
-            assert await recorder.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, True)
-            assert await recorder.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, False)
+            await opened.end_sessions(0.2)
+            assert rewards(again) == {"session/s": None} and not opened.sessions
+            assert await opened.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, True)
+            assert await opened.reward("session/s", RewardBody(reward=0.0, comment="late")) == (0.0, False)
             assert rewards(again) == {"session/s": 0.0}
 
     asyncio.run(later())
@@ -379,11 +493,11 @@ def test_turns_and_the_end_of_their_session_do_not_overtake_each_other(db, monke
     """The reward arrives while a turn is being written: the turn is in the session, or the session is over."""
     began, go_on, real = threading.Event(), threading.Event(), Store.change
 
-    def slow(self, changes, server):
+    def slow(self, changes, *arguments):
         if any(change.turns for change in changes):
             began.set()
             assert go_on.wait(10)
-        real(self, changes, server)
+        real(self, changes, *arguments)
 
     with serve(db) as client:
         post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
