@@ -22,9 +22,9 @@ from recjax.planning.dry_run import (
     dry_run,
     first_steps,
     least_seconds,
+    memory_savings,
     print_dry_run,
     show_dry_run,
-    memory_savings,
     warn_of_memory,
 )
 from recjax.planning.programs import batch_arrays

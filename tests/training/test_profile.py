@@ -14,7 +14,6 @@ from tests.commands import said, two_of
 from tests.training.counting import count, killed
 from tests.training.tiny_run import without_times
 
-
 # Processes that trace a step with a mark in it.
 MARKED = """
 import sys
