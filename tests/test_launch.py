@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import jsonschema
@@ -49,6 +50,7 @@ VOLUME = closed(
 POD = closed(
     ["restartPolicy", "containers"],
     restartPolicy={"enum": ["Never", "OnFailure"]},
+    terminationGracePeriodSeconds=COUNT,
     containers={"type": "array", "items": CONTAINER, "minItems": 1},
     volumes={"type": "array", "items": VOLUME},
 )
@@ -128,6 +130,24 @@ def test_the_jobset_is_one_and_its_numbers_and_names_agree():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("slurm_gpu.sh", "#SBATCH --signal=TERM@"),
+        ("kubernetes_jobset.yaml", "terminationGracePeriodSeconds: "),
+        ("cuda.Dockerfile", "--stop-timeout "),
+        ("tpu.Dockerfile", "--stop-timeout "),
+    ],
+)
+def test_a_run_that_is_stopped_has_time_for_a_checkpoint(name, key):
+    """The defaults are 30 s of SLURM and Kubernetes, and 10 s of Docker."""
+    text = (LAUNCH / name).read_text()
+    (seconds,) = re.findall(rf"{key}(\d+)", text)
+    assert int(seconds) >= 300
+    # A requeued job would overwrite the log of its first start.
+    assert ("--requeue" in text) == ("--open-mode=append" in text)
+
+
 @pytest.mark.parametrize("fault", ["extra field", "wrong kind", "no container", "text for a number"])
 def test_a_faulty_jobset_is_refused(fault):
     jobset = yaml.safe_load(JOBSET.read_text())
@@ -166,6 +186,23 @@ def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
     done = local_processes(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.slow
+def test_the_local_one_ends_after_the_checkpoint_of_its_processes(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    options = ["training.steps=4000", "training.checkpoint_every=4000", "evaluation.every=0", "warm_start=null"]
+    command = [LAUNCH / "local_processes.sh", tmp_path / "tiny.yaml", f"output={tmp_path / 'run'}", *options]
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as script:
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        script.terminate()
+        script.wait(120)
+        steps = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+        assert max(steps) == len(metrics.read_text().splitlines()) - 1 > 0, script.stderr.read()
 
 
 @pytest.mark.slow
