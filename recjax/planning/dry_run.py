@@ -40,6 +40,22 @@ from recjax.training.schedule import expected_staleness
 
 logger = logging.getLogger(__name__)
 
+_UPDATE = "model.remat=full and a smaller training.micro_batch_prompts or training.tokens_per_micro_batch"
+_SAMPLING = "a smaller rollout.slots or rollout.max_completion_tokens"
+_WEIGHTS = "mesh.fsdp=-1 over more devices, or model.lora={}"
+# For each part of the memory, changes with which it needs less.
+_SAVINGS = {
+    "activations": _UPDATE,
+    "chunk of vocabulary scores": "a smaller model.logprob_chunk",
+    "keys and values": _SAMPLING,
+    "scores of the next token": _SAMPLING,
+    "trained parameters": _WEIGHTS,
+    "optimizer's state": _WEIGHTS,
+    "gradients: their sum, a micro-batch's": _WEIGHTS,
+    "frozen parameters": "mesh.fsdp=-1 over more devices",
+    COPY: _WEIGHTS,
+}
+
 
 class Item(NamedTuple):
     """Memory of each device: its content, the formula of its size on all devices, and its size in bytes.
@@ -322,34 +338,16 @@ def warn_of_memory(run: Run) -> None:
             phase,
             phases[phase] / GIB,
             available / GIB,
-            " or ".join(memory_savings(config, items)),
+            ", or ".join(memory_savings(items)),
         )
 
 
-def memory_savings(config: Config, memory: Sequence[Item]) -> list[str]:
-    """Changes of the config with which the largest phase needs less memory, the one for the largest part first."""
-    update = [] if config.model.remat == "full" else ["model.remat=full"]
-    if budget := config.training.tokens_per_micro_batch:
-        update.append(f"training.tokens_per_micro_batch={budget // 2}")
-    elif config.training.micro_batch_prompts != 1:
-        update.append("training.micro_batch_prompts=1")
-    sampling = ["a smaller rollout.slots", "a smaller rollout.max_completion_tokens"]
-    weights = ["mesh.fsdp=-1 over more devices"] + ([] if config.model.lora else ["model.lora={}"])
-    changes = {
-        "activations": update,
-        "chunk of vocabulary scores": ["a smaller model.logprob_chunk"],
-        "keys and values": sampling,
-        "scores of the next token": sampling,
-        "trained parameters": weights,
-        "optimizer's state": weights,
-        "gradients: their sum, a micro-batch's": weights,
-        "frozen parameters": weights[:1],
-        COPY: weights[:1],
-    }
+def memory_savings(memory: Sequence[Item]) -> list[str]:
+    """Changes with which the largest phase needs less memory, the one for the largest part first."""
     phases = _in_phases(memory)
     largest = max(phases, key=phases.get)
     parts = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
-    return list(dict.fromkeys(change for part in parts for change in changes.get(part.name, ())))
+    return list(dict.fromkeys(_SAVINGS[part.name] for part in parts if part.name in _SAVINGS))
 
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
@@ -417,7 +415,7 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
         has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
         speed = f"; {kind.bandwidth:g} GB/s, {kind.teraflops:g} TFLOP/s" if kind else ""
         print(f"it {fits} {place}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}{speed}")
-        for change in [] if can_run else memory_savings(config, result.memory):
+        for change in [] if can_run else memory_savings(result.memory):
             print(f"needs less memory: {change}")
         if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
             print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")

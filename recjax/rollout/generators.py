@@ -186,13 +186,14 @@ class Generators:
         return [number for number, place in enumerate(self._places) if table(place)["state"] == "CREATED"]
 
     def _log_waiting(self) -> None:
-        free, kinds = self._ray.available_resources(), "CPU and GPU" if self._options["num_gpus"] else "CPU"
+        free = self._ray.available_resources()
         logger.warning(
-            "the Ray cluster has room for %d of %d generators; the rest start when it has a free %s for each (now: CPU"
-            " %g, GPU %g). `ray status` shows what the cluster runs; add nodes, or lower regime.generators",
+            "the Ray cluster has room for %d of %d generators, which need a CPU and %g GPUs each; it has %g CPUs and %g"
+            " GPUs free, and the other generators wait. `ray status` shows what it runs; add nodes, or lower"
+            " regime.generators",
             len(self._placed()),
             self._regime.generators,
-            kinds,
+            self._options["num_gpus"],
             free.get("CPU", 0),
             free.get("GPU", 0),
         )

@@ -150,7 +150,7 @@ def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_
     with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2)) as apart:
         apart.start(quick, tmp_path)
         (line,) = said
-        assert "room for 0 of 2 generators" in line and "free CPU for each (now: CPU 0, GPU 0)" in line
+        assert "room for 0 of 2 generators" in line and "a CPU and 0 GPUs each; it has 0 CPUs" in line
         apart.publish(0, {"w": np.ones(3)})
         for number in (1, 2):
             apart.issue(number)
