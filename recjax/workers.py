@@ -96,7 +96,7 @@ class Workers:
                 self._calls.put(None)
             self._control.close()
             with contextlib.suppress(ProcessLookupError):  # the program has already ended
-                os.kill(self._program.pid, signal.SIGSTOP)  # it starts no more workers, and adopts what they started
+                os.kill(self._program.pid, signal.SIGSTOP)  # no more workers; it still adopts
                 _end_descendants(self._program.pid)
                 os.killpg(self._program.pid, signal.SIGKILL)
             self._program.wait()
@@ -224,7 +224,7 @@ def _keep_worker(descriptor: int, memory: int | None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         _set_process(_PR_SET_CHILD_SUBREAPER, 1)
-        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # should the program be killed alone
+        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed alone
         worker = os.fork()
         if worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

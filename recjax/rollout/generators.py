@@ -260,7 +260,12 @@ class Generators:
                 # Every answer has been read, so a generator past its deadline has really not answered.
                 for generator in sorted({one.generator for one in self._assigned.values()}):
                     if time.monotonic() - self._since[generator] > self._seconds:
-                        self._late(generator)
+                        if generator in self._placed():
+                            limit = f"regime.generator_seconds = {self._seconds:g}"
+                            self._restart(generator, f"has not answered for {limit}")
+                        else:
+                            self._log_waiting()
+                            self._since[generator] = time.monotonic()
             elif found or not wait:
                 break
         self.waited_seconds += time.monotonic() - started if wait else 0.0
@@ -289,14 +294,6 @@ class Generators:
         del self._assigned[reference]
         self._since[generator], self._failures[generator] = time.monotonic(), 0
         return [(number, result)]
-
-    def _late(self, generator: int) -> None:
-        """Restarts a generator that has not answered, or waits on if the cluster has had no room for it."""
-        if generator in self._placed():
-            self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
-        else:
-            self._log_waiting()
-            self._since[generator] = time.monotonic()
 
     def _restart(self, generator: int, why: str) -> None:
         numbers, name = self._at(generator), f"generator {generator + 1} of {self._regime.generators}"
