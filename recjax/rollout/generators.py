@@ -142,8 +142,9 @@ class Generators:
         if hosts.is_first() and self._begun_here:
             self._ray.shutdown()
         else:
-            for actor, place in zip(self._actors, self._places, strict=True):
+            for actor in self._actors:
                 self._ray.kill(actor)
+            for place in self._places:
                 self._ray.util.remove_placement_group(place)
 
     def start(self, sampler: Sampler, *arguments: Any) -> None:
@@ -176,14 +177,13 @@ class Generators:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(place)
-        return (
-            self._ray.remote(Generator).options(scheduling_strategy=strategy, **self._options).remote(*self._arguments)
-        )
+        actor = self._ray.remote(Generator).options(scheduling_strategy=strategy, **self._options)
+        return actor.remote(*self._arguments)
 
     def _placed(self) -> list[int]:
         """The generators for which the cluster has room."""
-        table = self._ray.util.placement_group_table
-        return [number for number, place in enumerate(self._places) if table(place)["state"] == "CREATED"]
+        states = [self._ray.util.placement_group_table(place)["state"] for place in self._places]
+        return [generator for generator, state in enumerate(states) if state == "CREATED"]
 
     def _log_waiting(self) -> None:
         free = self._ray.available_resources()
@@ -206,8 +206,8 @@ class Generators:
         self._version = version
         if hosts.is_first():
             self._weights = self._ray.put(weights)
-            for actor in self._actors if self._regime.swap_within else ():
-                actor.replace_weights.remote(version, self._weights)
+            for generator in self._placed() if self._regime.swap_within else ():
+                self._actors[generator].replace_weights.remote(version, self._weights)
 
     def issue(self, number: int) -> None:
         """Assigns a batch to the generator with the fewest batches of those for which the cluster has room."""
