@@ -109,12 +109,12 @@ def commands_of(path: Path) -> list[Command]:
     return [Command(path, program, arguments(more)) for program, more in _PROGRAM.findall(text)]
 
 
-def launched(path: Path, script: str, given: str, image_arguments: str) -> Command:
+def launched(path: Path, script: str, typed: str, image_arguments: str) -> Command:
     """The command that a launch script runs in the end for these arguments."""
     if image_arguments:
         return Command(path, "recjax.train", arguments(image_arguments))
     (line,) = re.findall(r"python -m recjax.train(.*)", (ROOT / "launch" / script).read_text(encoding="utf-8"))
-    config, *rest = arguments(given)
+    config, *rest = arguments(typed)
     stand_ins = {
         "$arguments": f" --config {config} {shlex.join(rest)}",
         '"$config"': config,

@@ -343,13 +343,13 @@ def test_a_run_without_its_model_or_data_is_not_shown_as_one_to_start(
     tiny()
     no_activations()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    beside = {
+    also_needs = {
         "model.path": ["model.decoder=null"],
         "task.gsm8k": ["task.arithmetic=null", "task.reward=null"],
         "experience.store": ["algorithm.preset=opmd"],
         "model.reference": ["algorithm.reference_kl.coefficient=0.1"],
     }
-    options = [*beside.get(missing.partition("=")[0], []), missing, "rollout.max_prompt_tokens=9"]
+    options = [*also_needs.get(missing.partition("=")[0], []), missing, "rollout.max_prompt_tokens=9"]
     assert print_dry_run(str(tmp_path / "tiny.yaml"), options, device) == 1
     printed, errors = capsys.readouterr()
     assert re.search(remedy, errors) and "to run it" not in printed and "staleness" in printed
