@@ -191,8 +191,8 @@ def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
 # Stands for Python: it chooses a port, or trains until it is asked to stop, and then takes a moment for a checkpoint.
 SLOW_TO_STOP = """#!/usr/bin/env bash
 if [ "$1" = -c ]; then echo 8476; exit; fi
-trap 'sleep 3; touch "$FOLDER/saved${@:9:1}"; exit 143' TERM
-touch "$FOLDER/started${@:9:1}"
+trap 'sleep 3; touch "$FOLDER/saved${10}"; exit 143' TERM
+touch "$FOLDER/started${10}"
 while :; do sleep 0.05; done
 """
 
