@@ -8,8 +8,8 @@ shift
 export JAX_PLATFORMS=cpu XLA_FLAGS="--xla_force_host_platform_device_count=2"
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 processes=()
-# Whichever way this ends, nothing stays behind.
-trap 'kill "${processes[@]}" 2> /dev/null || true' EXIT
+# Whichever way this ends, both write a checkpoint if they can, and nothing stays behind.
+trap 'kill "${processes[@]}" 2> /dev/null || true; wait' EXIT
 for number in 0 1; do
   python -m recjax.train --config "$config" --coordinator "127.0.0.1:$port" --processes 2 --process_id "$number" "$@" &
   processes+=($!)

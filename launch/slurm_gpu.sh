@@ -4,14 +4,17 @@
 #   that all nodes see; nodes with a CUDA 13 driver. Set --nodes and both 8s to the GPUs of a node; submit it from
 #   the repository's root:
 #   sbatch launch/slurm_gpu.sh experiments/gsm8k/sync_interval.yaml mesh.fsdp=-1 [key=value ...]
-# A job that was requeued goes on from its newest checkpoint.
+# A job that was requeued goes on from its newest checkpoint. 10 minutes before its time limit a job gets SIGTERM, writes
+# a checkpoint and ends; submit it again to go on.
 #SBATCH --job-name=recjax
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
 #SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
 config=${1:?give a config file}

@@ -5,7 +5,7 @@
 #   Python 3.11 or newer on its hosts; an `output` that all of them see, such as a mounted Filestore or bucket;
 #   what is to run, committed: HEAD is copied. Run it from the repository's root.
 #   TPU=NAME ZONE=us-west4-a launch/tpu_pod.sh experiments/gsm8k/sync_interval.yaml output=/mnt/shared/run [key=value ...]
-# Given again, it copies HEAD again and goes on from the newest checkpoint.
+# Given again, it copies HEAD again and goes on from the newest checkpoint. A preempted TPU has 30 s for a checkpoint.
 set -euo pipefail
 : "${TPU:?give the name of the TPU VM as TPU}" "${ZONE:?give its zone as ZONE}"
 config=${1:?give a config file}

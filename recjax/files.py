@@ -39,6 +39,13 @@ def writing(path: str | Path) -> Iterator[None]:
         ) from error
 
 
+def short_error(error: Exception) -> str:
+    """An error's type, and the first line of its message without the middle, because the reason is often at the end."""
+    first = str(error).strip().partition("\n")[0]
+    shown = first if len(first) <= 300 else f"{first[:100]} … {first[-200:]}"
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
 def partial_of(name: str) -> str:
     """Temporary name, in the same folder, of a file during writing."""
     return f".{name}.partial"

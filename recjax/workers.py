@@ -6,6 +6,8 @@ JAX nor the training process's threads and main module, and a new worker needs o
 
 import collections
 import contextlib
+import ctypes
+import glob
 import importlib
 import multiprocessing
 import os
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -25,6 +28,8 @@ from typing import Any, NamedTuple
 from recjax.streams import outlast_readers
 
 _MOST_CALLS = 16  # that a worker gets at once
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class CallFailed(Exception):
@@ -46,7 +51,9 @@ class Workers:
     """Calls functions in worker processes; kills and replaces a worker that exceeds the time limit.
 
     The processes run in a session of their own, so that Ctrl-C in a terminal reaches only the training process. All of
-    them, and the processes that they start, end with the context or with this process, even if it is killed.
+    them, and the processes that they start, end with the context or with this process, even if it is killed. On Linux,
+    all processes that a worker started end with the worker, even those in a session of their own. On other systems they
+    outlive a worker that exceeds its time limit, and those in a process group of their own also outlive the context.
     """
 
     def __init__(
@@ -89,6 +96,8 @@ class Workers:
                 self._calls.put(None)
             self._control.close()
             with contextlib.suppress(ProcessLookupError):  # the program has already ended
+                os.kill(self._program.pid, signal.SIGSTOP)  # no more workers; it still adopts
+                _end_descendants(self._program.pid)
                 os.killpg(self._program.pid, signal.SIGKILL)
             self._program.wait()
 
@@ -181,7 +190,7 @@ class Workers:
 
 
 def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> None:
-    """Runs in the program: forks a worker for each connection that arrives; ends the process group at the end of input.
+    """Runs in the program: forks a worker for each connection that arrives; ends everything at the end of input.
 
     Args:
         control: file descriptor of a socket that receives connections.
@@ -190,6 +199,7 @@ def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> No
     with contextlib.suppress(OSError):  # standard error is closed
         os.dup2(2, 1)
     outlast_readers()
+    _set_process(_PR_SET_CHILD_SUBREAPER, 1)
     for module in modules:
         importlib.import_module(module)
     if held := sys.stdin.buffer.read():
@@ -199,15 +209,73 @@ def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> No
         while descriptors := socket.recv_fds(connections, 1, 1)[1]:
             if os.fork() == 0:
                 connections.close()
-                _work(Connection(descriptors[0]), memory)
+                _keep_worker(descriptors[0], memory)
             os.close(descriptors[0])
+    _end_descendants(os.getpid())
     os.killpg(0, signal.SIGKILL)
+
+
+def _keep_worker(descriptor: int, memory: int | None) -> None:
+    """Runs in a process for each worker: starts the worker, and ends with it, after everything that it started.
+
+    A process whose parent has ended gets this process as its parent, in whichever group or session it is.
+    """
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        _set_process(_PR_SET_CHILD_SUBREAPER, 1)
+        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed alone
+        worker = os.fork()
+        if worker == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if sys.platform == "linux":
+                # A tool that kills its own group then ends no other worker.
+                os.setpgid(0, 0)
+                _set_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _work(Connection(descriptor), memory)
+        os.close(descriptor)
+        while os.wait()[0] != worker:  # this also removes orphans that have ended
+            pass
+    finally:
+        _end_descendants(os.getpid())
+        os._exit(0)
+
+
+def _set_process(option: int, value: int) -> None:
+    """Sets an option of this process by Linux's prctl; other systems have none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_descendants(root: int) -> None:
+    """Kills all processes that descend from a process; does nothing on systems without /proc."""
+    for _ in range(500):  # processes may start others before they are killed
+        running = _descendants(root)
+        if not running:
+            return
+        for pid in running:
+            with contextlib.suppress(OSError):  # it has already ended, or belongs to another user
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _descendants(root: int) -> list[int]:
+    """The processes that descend from a process and have not ended."""
+    children = collections.defaultdict(list)
+    for path in glob.iglob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # the process has ended
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                children[int(parent)].append(int(path.split("/")[2]))
+    descendants = [*children[root]]
+    for pid in descendants:
+        descendants += children[pid]
+    return descendants
 
 
 def _work(connection: Connection, memory: int | None) -> None:
     """Runs in a worker: answers calls until the connection closes, then exits."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # The system may have no such files or limits, or a lower limit is already set.
         with contextlib.suppress(OSError, ValueError):
             if memory is not None:

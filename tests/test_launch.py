@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import jsonschema
@@ -49,6 +50,7 @@ VOLUME = closed(
 POD = closed(
     ["restartPolicy", "containers"],
     restartPolicy={"enum": ["Never", "OnFailure"]},
+    terminationGracePeriodSeconds=COUNT,
     containers={"type": "array", "items": CONTAINER, "minItems": 1},
     volumes={"type": "array", "items": VOLUME},
 )
@@ -128,6 +130,24 @@ def test_the_jobset_is_one_and_its_numbers_and_names_agree():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("slurm_gpu.sh", "#SBATCH --signal=TERM@"),
+        ("kubernetes_jobset.yaml", "terminationGracePeriodSeconds: "),
+        ("cuda.Dockerfile", "--stop-timeout "),
+        ("tpu.Dockerfile", "--stop-timeout "),
+    ],
+)
+def test_a_run_that_is_stopped_has_time_for_a_checkpoint(name, key):
+    """The defaults are 30 s of SLURM and Kubernetes, and 10 s of Docker."""
+    text = (LAUNCH / name).read_text()
+    (seconds,) = re.findall(rf"{key}(\d+)", text)
+    assert int(seconds) >= 300
+    # A requeued job would overwrite the log of its first start.
+    assert ("--requeue" in text) == ("--open-mode=append" in text)
+
+
 @pytest.mark.parametrize("fault", ["extra field", "wrong kind", "no container", "text for a number"])
 def test_a_faulty_jobset_is_refused(fault):
     jobset = yaml.safe_load(JOBSET.read_text())
@@ -166,6 +186,28 @@ def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
     done = local_processes(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+# Stands for Python: it chooses a port, or trains until it is asked to stop, and then takes a moment for a checkpoint.
+SLOW_TO_STOP = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then echo 8476; exit; fi
+trap 'sleep 3; touch "$FOLDER/saved${10}"; exit 143' TERM
+touch "$FOLDER/started${10}"
+while :; do sleep 0.05; done
+"""
+
+
+def test_the_local_one_ends_after_the_checkpoints_of_its_processes(tmp_path):
+    (tmp_path / "python").write_text(SLOW_TO_STOP)
+    (tmp_path / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(tmp_path)}
+    with subprocess.Popen([LAUNCH / "local_processes.sh", "tiny.yaml"], cwd=ROOT, env=environment) as script:
+        while len([*tmp_path.glob("started*")]) < 2:
+            assert script.poll() is None
+            time.sleep(0.05)
+        script.terminate()
+        script.wait(60)
+        assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from recjax import hosts
 from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.console import plain_console
 from recjax.experience.batch import sampled_shape
+from recjax.experience.database import MAKE
 from recjax.experience.packing import shape_for
 from recjax.experience.stored import stored_per_batch
 from recjax.models.decoder import REMAT, abstract_params
@@ -27,9 +29,9 @@ from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import combine, split_params
 from recjax.planning import programs
-from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
+from recjax.planning.programs import CAST, COPY, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions, sampling_of
-from recjax.planning.targets import ACCELERATORS, GIB, Devices, device_memory, named_devices
+from recjax.planning.targets import ACCELERATORS, GIB, MEMORY_FRACTION, Devices, device_memory, named_devices
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
@@ -37,6 +39,22 @@ from recjax.training.run import Run
 from recjax.training.schedule import expected_staleness
 
 logger = logging.getLogger(__name__)
+
+_UPDATE = "model.remat=full and a smaller training.micro_batch_prompts or training.tokens_per_micro_batch"
+_SAMPLING = "a smaller rollout.slots or rollout.max_completion_tokens"
+_WEIGHTS = "mesh.fsdp=-1 over more devices, or model.lora={}"
+# For each part of the memory, changes with which it needs less.
+_SAVINGS = {
+    "activations": _UPDATE,
+    "chunk of vocabulary scores": "a smaller model.logprob_chunk",
+    "keys and values": _SAMPLING,
+    "scores of the next token": _SAMPLING,
+    "trained parameters": _WEIGHTS,
+    "optimizer's state": _WEIGHTS,
+    "gradients: their sum, a micro-batch's": _WEIGHTS,
+    "frozen parameters": "mesh.fsdp=-1 over more devices",
+    COPY: _WEIGHTS,
+}
 
 
 class Item(NamedTuple):
@@ -52,12 +70,16 @@ class Item(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """Facts about a run before it starts; unknown ones are None or empty, and `notes` explain why."""
+    """Facts about a run before it starts; unknown ones are None or empty, and `notes` explain why.
+
+    `missing` has an error with its remedy for each part that the run needs to start: model, tokenizer, data or store.
+    """
 
     model: Model | None
     task: Task | None
     prompt_tokens: int | None
     notes: list[str]
+    missing: list[str]
     memory: Sequence[Item] = ()
     activations: Mapping[str, int] = MappingProxyType({})
     checkpoint_bytes: int | None = None
@@ -71,7 +93,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     Args:
         devices: devices that split the run by `mesh`; None: one device that holds everything.
     Raises:
-        ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
+        ValueError: an invalid config.
     """
     result = DryRun(*programs.resolve_shapes(config))
     model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
@@ -93,6 +115,8 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
         notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
     if experience and (folder := experience.store or experience.mix and experience.mix.store):
         notes.append(f"sizes of the groups in {folder}; the sizes above are those of sampled groups")
+        if not experience.follow and "://" not in folder and not Path(folder).expanduser().exists():
+            result.missing.append(f"{folder} is not an experience store (no such file); {MAKE}")
     if regime.mode == "sync" and experience and (experience.store or experience.late or experience.replay):
         notes.append("staleness, which depends on reward delays, the replay buffer and the store: the run measures it")
     elif regime.mode == "sync":
@@ -268,7 +292,10 @@ def first_steps(regime: RegimeConfig, steps: int, updates: int = 1) -> int:
 
 
 def print_dry_run(path: str, overrides: list[str], device: str | None = None) -> int:
-    """Prints a dry run and returns its exit status: 0, or 2 for an invalid config, with the reason on standard error.
+    """Prints a dry run and returns its exit status.
+
+    The status is 0 if the run can start, 1 if a part is missing or the given devices are too small, and 2 for an
+    invalid config. Errors are on standard error.
 
     Args:
         device: name of devices to plan for, for `recjax.planning.targets.named_devices`; None: one of this machine's.
@@ -280,12 +307,16 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         result = dry_run(config, devices)
         show_dry_run(config, result)
-        if phases := _in_phases(result.memory):
-            _show_devices(config, result, max(phases.values()), devices)
-        print("to run it there:", shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides]))
+        fits = _show_devices(config, result, devices) if _in_phases(result.memory) else True
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for message in result.missing:
+        print(f"error: {message}", file=sys.stderr)
+    if result.missing or not fits:
+        return 1
+    command = shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides])
+    print(f"to run it{' there' if device else ''}: {command}")
     return 0
 
 
@@ -302,12 +333,21 @@ def warn_of_memory(run: Run) -> None:
     phase = max(phases, key=phases.get)
     if phases[phase] > available and hosts.is_first():
         logger.warning(
-            "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, --dry_run"
-            " shows the parts; set training.micro_batch_prompts=1, model.remat=full or model.lora={}",
+            "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, set %s;"
+            " --dry_run shows the parts",
             phase,
             phases[phase] / GIB,
             available / GIB,
+            ", or ".join(memory_savings(items)),
         )
+
+
+def memory_savings(memory: Sequence[Item]) -> list[str]:
+    """Changes with which the largest phase needs less memory, the one for the largest part first."""
+    phases = _in_phases(memory)
+    largest = max(phases, key=phases.get)
+    parts = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
+    return list(dict.fromkeys(_SAVINGS[part.name] for part in parts if part.name in _SAVINGS))
 
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
@@ -360,15 +400,25 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     return seconds
 
 
-def _show_devices(config: Config, result: DryRun, needed: int, devices: Devices | None) -> None:
-    """Prints whether the devices have enough memory, and a lower bound of a step's seconds; or devices that have it."""
+def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bool:
+    """Prints whether the devices have enough memory, and a lower bound of a step's seconds; or devices that have it.
+
+    Returns:
+        False if the given devices are too small.
+    """
+    needed, can_run = max(_in_phases(result.memory).values()), True
     if devices:
         kind, usable = devices.kind, devices.usable / GIB
-        fits = "fits" if needed <= devices.usable else "does not fit"
+        can_run = needed <= devices.usable
+        fits = "fits" if can_run else "does not fit"
         place = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
         has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
         speed = f"; {kind.bandwidth:g} GB/s, {kind.teraflops:g} TFLOP/s" if kind else ""
         print(f"it {fits} {place}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}{speed}")
+        for change in [] if can_run else memory_savings(result.memory):
+            print(f"needs less memory: {change}")
+        if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
+            print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")
         if kind and result.prompt_tokens:
             seconds = least_seconds(config, result, devices)
             shown = ", ".join(f"{name} {number:.2g} s" for name, number in seconds.items())
@@ -380,6 +430,7 @@ def _show_devices(config: Config, result: DryRun, needed: int, devices: Devices 
         if config.model.dtype == "auto" and jax.default_backend() == "cpu":
             print("planned in float32, the default on this CPU; --device NAME plans for another device")
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
+    return can_run
 
 
 def show_dry_run(config: Config, result: DryRun) -> None:

@@ -6,6 +6,7 @@ Dry runs and compile checks read the same shapes. This file reads no weights.
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -100,13 +101,15 @@ class Program(NamedTuple):
     refusal: str | None = None
 
 
-def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str]]:
-    """The model's shapes, the task, the length of prompts, and notes on unknown values.
+def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str], list[str]]:
+    """The model's shapes, the task, the length of prompts, notes on unknown values, and what is missing.
+
+    Missing are files that are neither here nor can be downloaded; without them the run cannot start.
 
     Raises:
-        ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
+        ValueError: an invalid config.
     """
-    config, notes, model = with_start(config), [], None
+    config, notes, missing, model = with_start(config), [], [], None
 
     def reached(load: Callable) -> Any:
         try:
@@ -115,7 +118,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
             # A failed download is an OSError within the ValueError that names the remedy.
             if not isinstance(error.__cause__, OSError):
                 raise
-            notes.append(str(error))
+            missing.append(str(error))
             return None
 
     def tokenizer():
@@ -134,6 +137,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         return Model(decoder, *split_params(abstract_params(shape), config.model))
 
     task = reached(lambda: load_task(config))
+    if (reference := config.model.reference) and not Path(reference).exists():
+        reached(lambda: model_folder(reference, ("config.json",)))
     if config.task.keep:
         notes.append("number of problems to train on: task.keep measures pass rates when the run starts")
     # A decoder made from scratch has the task's characters as its vocabulary.
@@ -144,11 +149,11 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         try:
             encoder = tokenizer()
         except ValueError as error:
-            notes.append(f"length of prompts: {error}")
+            missing.append(str(error))
         else:
             problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
             prompt_tokens = encode_problems(problems, encoder, None, vocabulary).tokens.shape[1]
-    return model, task, prompt_tokens, notes
+    return model, task, prompt_tokens, notes, missing
 
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
@@ -226,9 +231,9 @@ def plan(config: Config, target: Target) -> Plan:
     require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-    model, _, prompt_tokens, notes = resolve_shapes(config)
+    model, _, prompt_tokens, _, missing = resolve_shapes(config)
     if model is None or prompt_tokens is None:
-        raise ValueError("; ".join([*notes, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
+        raise ValueError("; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
     kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
     model = model._replace(decoder=decoder.clone(attention=kernel))

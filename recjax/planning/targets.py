@@ -11,7 +11,8 @@ import jax
 from jax.experimental import topologies
 
 GIB = 2**30
-GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)
+GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's environment variable for another share
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs in a topology; a host has up to 8
@@ -63,7 +64,8 @@ class Accelerator(NamedTuple):
     @property
     def usable_bytes(self) -> float:
         """Bytes of the memory that JAX takes."""
-        return self.usable * GIB if self.usable else GPU_SHARE * self.gigabytes * 1e9
+        share = float(os.environ.get(MEMORY_FRACTION, GPU_SHARE))
+        return self.usable * GIB if self.usable else share * self.gigabytes * 1e9
 
 
 # From the smallest to the largest. libtpu 0.0.42 states the usable memory of a TPU when a program is too large; the

@@ -25,6 +25,7 @@ AT_A_TIME = 2  # batches per generator: one is sampled while the second is grade
 logger = logging.getLogger(__name__)
 
 RESTARTS = 5  # restarts of one generator in a row, without a batch in between, before the run ends
+_PLACED_SECONDS = 3  # within which Ray finds room for a generator if there is any
 
 
 # Opens a context that yields a function from (number, version, weights, newest) to a batch; newest() returns the latest
@@ -75,7 +76,8 @@ class Generators:
     """The generators of an asynchronous run, as a context; it knows the batches of each generator.
 
     A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
-    its batches again with the newest weights. So every issued batch arrives exactly once.
+    its batches again with the newest weights. So every issued batch arrives exactly once. A generator for which the
+    cluster has no room waits and gets no batches; all other generators sample them.
 
     All processes of a trainer make the same calls in the same order. Only the first process has Ray and the generators;
     all other processes receive its results, its errors and the state that decides which batches are issued next.
@@ -90,6 +92,7 @@ class Generators:
         """Stores the config; `start` starts the processes."""
         self._regime = regime
         self._actors: list[Any] = []
+        self._places: list[Any] = []  # Ray's placement group of each generator, which reserves its CPU and GPU
         self._assigned: dict[Any, Assignment] = {}
         self._since = [0.0] * regime.generators
         self._failures = [0] * regime.generators
@@ -141,6 +144,8 @@ class Generators:
         else:
             for actor in self._actors:
                 self._ray.kill(actor)
+            for place in self._places:
+                self._ray.util.remove_placement_group(place)
 
     def start(self, sampler: Sampler, *arguments: Any) -> None:
         """Starts the processes; in each, `sampler(*arguments)` of the first process opens the function that samples."""
@@ -155,14 +160,43 @@ class Generators:
             variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
             least = jax.config.jax_persistent_cache_min_compile_time_secs
             variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(least)
-        self._actor = self._ray.remote(Generator).options(
-            num_cpus=1,
-            num_gpus=gpus,
-            max_concurrency=AT_A_TIME + self._regime.swap_within,  # new weights arrive while batches are sampled
-            runtime_env={"env_vars": variables},
-        )
+        needs = {"CPU": 1.0} | ({"GPU": gpus} if gpus > 0 else {})
+        self._options = {
+            "num_cpus": 1,
+            "num_gpus": gpus,
+            "max_concurrency": AT_A_TIME + self._regime.swap_within,  # new weights arrive while batches are sampled
+            "runtime_env": {"env_vars": variables},
+        }
         self._arguments = sampler, self._ray.put(arguments)
-        self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
+        self._places = [self._ray.util.placement_group([needs]) for _ in range(self._regime.generators)]
+        self._actors = [self._new_actor(place) for place in self._places]
+        if not all(place.wait(_PLACED_SECONDS) for place in self._places):
+            self._log_waiting()
+
+    def _new_actor(self, place: Any) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(place)
+        actor = self._ray.remote(Generator).options(scheduling_strategy=strategy, **self._options)
+        return actor.remote(*self._arguments)
+
+    def _placed(self) -> list[int]:
+        """The generators for which the cluster has room."""
+        states = [self._ray.util.placement_group_table(place)["state"] for place in self._places]
+        return [generator for generator, state in enumerate(states) if state == "CREATED"]
+
+    def _log_waiting(self) -> None:
+        free = self._ray.available_resources()
+        logger.warning(
+            "the Ray cluster has room for %d of %d generators, which need a CPU and %g GPUs each; it has %g CPUs and %g"
+            " GPUs free, and the other generators wait. `ray status` shows what it runs; add nodes, or lower"
+            " regime.generators",
+            len(self._placed()),
+            self._regime.generators,
+            self._options["num_gpus"],
+            free.get("CPU", 0),
+            free.get("GPU", 0),
+        )
 
     def publish(self, version: int, weights: dict) -> None:
         """Sets the first process's weights, held on the host, for batches issued from here on.
@@ -172,17 +206,17 @@ class Generators:
         self._version = version
         if hosts.is_first():
             self._weights = self._ray.put(weights)
-            for actor in self._actors if self._regime.swap_within else ():
-                actor.replace_weights.remote(version, self._weights)
+            for generator in self._placed() if self._regime.swap_within else ():
+                self._actors[generator].replace_weights.remote(version, self._weights)
 
     def issue(self, number: int) -> None:
-        """Assigns a batch to the generator with the fewest batches."""
+        """Assigns a batch to the generator with the fewest batches of those for which the cluster has room."""
         self.in_flight = {**self.in_flight, number: self._version}
         if not hosts.is_first():
             return
-        loads = [self._at(generator) for generator in range(self._regime.generators)]
-        generator = min(range(len(loads)), key=lambda place: len(loads[place]))
-        if not loads[generator]:
+        placed = self._placed() or [0]  # Ray places them in order
+        generator = min(placed, key=lambda generator: len(self._at(generator)))
+        if not self._at(generator):
             self._since[generator] = time.monotonic()
         self._send(number, generator)
 
@@ -226,7 +260,12 @@ class Generators:
                 # Every answer has been read, so a generator past its deadline has really not answered.
                 for generator in sorted({one.generator for one in self._assigned.values()}):
                     if time.monotonic() - self._since[generator] > self._seconds:
-                        self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
+                        if generator in self._placed():
+                            limit = f"regime.generator_seconds = {self._seconds:g}"
+                            self._restart(generator, f"has not answered for {limit}")
+                        else:
+                            self._log_waiting()
+                            self._since[generator] = time.monotonic()
             elif found or not wait:
                 break
         self.waited_seconds += time.monotonic() - started if wait else 0.0
@@ -263,12 +302,12 @@ class Generators:
         if self._failures[generator] > RESTARTS:
             raise RuntimeError(
                 f"{name} {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}; raise"
-                " regime.generator_seconds or its memory, and give the cluster a free CPU for each generator. Ray has"
-                " its logs in /tmp/ray/session_latest/logs"
+                " regime.generator_seconds or its memory. Ray has its logs in /tmp/ray/session_latest/logs"
             )
         logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
         self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
-        self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()
+        self._actors[generator] = self._new_actor(self._places[generator])
+        self._since[generator] = time.monotonic()
         for number in numbers:
             self._send(number, generator)

@@ -24,6 +24,7 @@ from recjax.algorithms.options import did_you_mean
 from recjax.config import TrainingConfig
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
+from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
 from recjax.training.metrics import read_metrics
 from recjax.training.run import State
@@ -74,10 +75,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
         items[BATCH] = ocp.args.StandardSave(batch)
     if groups:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(groups, np.uint8)})
-    folder, logs = Path(manager.directory), logging.getLogger("absl")
-    level = logs.level
-    if level > logging.INFO:  # Orbax also logs a traceback of each error that it raises; --verbosity shows it
-        logs.setLevel(logging.CRITICAL)
+    folder = Path(manager.directory)
     try:
         manager.save(state.step, args=ocp.args.Composite(**items), force=True)
         manager.wait_until_finished()
@@ -86,11 +84,9 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
     except Exception as error:
         # Tensorstore raises its own exception types, for example for a full disk.
         raise ValueError(
-            f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); free space, or"
+            f"{folder}: the checkpoint of step {state.step} cannot be written ({short_error(error)}); free space, or"
             " allow writing there; the same command then resumes from the previous checkpoint"
         ) from error
-    finally:
-        logs.setLevel(level)
     hosts.wait_for_all("the checkpoint's manifest")
     best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
     for step in sorted(manager.all_steps())[: -training.keep_checkpoints]:
@@ -145,7 +141,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     except Exception as error:
         # The manifest was checked, so the cause is the model or the code.
         raise ValueError(
-            f"{place} cannot be read ({_short(error)}); if the model or the problems have changed, restore them"
+            f"{place} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     batch = restored[BATCH] if in_batch else {}
@@ -180,7 +176,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.Opt
             state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
     except Exception as error:
         remedy = "set optimizer.state=new to begin with a new state"
-        raise ValueError(f"{folder}: its optimizer state does not fit ({_short(error)}); {remedy}") from error
+        raise ValueError(f"{folder}: its optimizer state does not fit ({short_error(error)}); {remedy}") from error
     is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
     return jax.tree.map(lambda new, old: new if is_count(new) else old, fresh, state, is_leaf=is_count)
 
@@ -264,6 +260,10 @@ def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
     )
 
 
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+def _is_shown(record: logging.LogRecord) -> bool:
+    """False for tracebacks that Orbax's threads log, some of them after the same error was raised."""
+    absl = logging.getLogger("absl")
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname or absl.level <= logging.INFO  # --verbosity
+
+
+logging.getLogger("absl").addFilter(_is_shown)

@@ -20,7 +20,7 @@ def profiled_steps(
     Args:
         first, last: first and last step of this part of the run.
         traced: first and last step to trace; steps before `first` are not traced. None: no trace.
-        folder: folder of the traces.
+        folder: folder of the traces; each process of a run with several makes a folder of its own there.
         wait: function that returns once the devices are idle, so that a trace has only its own steps, and these whole.
     """
     begins, ends = (max(first, traced[0]), traced[1]) if traced else (0, 0)
@@ -38,7 +38,9 @@ def profiled_steps(
 def _trace(begins: int, ends: int, folder: Path, wait: Callable[[], object]) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a trace of every Python call would hide the phases
-    options.session_id = f"steps_{begins}_to_{ends}"  # equal on all hosts of a run
+    options.session_id = f"steps_{begins}_to_{ends}"
+    if jax.process_count() > 1:  # JAX names files after the host, which may run several processes
+        options.session_id += f"_process_{jax.process_index()}"
     wait()
     with jax.profiler.trace(folder, profiler_options=options):
         yield

@@ -21,7 +21,7 @@ from recjax.cache import cache_folder
 from recjax.config import Config, OptimizerConfig, WarmStartConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Grade, Group, Turn
-from recjax.files import check_manifest, locked_file, write_manifest
+from recjax.files import check_manifest, locked_file, short_error, write_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, reads_variable, render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after
@@ -100,7 +100,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         except Exception as error:
             # Tensorstore raises its own exception types, for example for a full disk.
             raise ValueError(
-                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); free space"
+                f"{folder}: the base policy cannot be written to the cache ({short_error(error)}); free space"
                 " there, or set RECJAX_CACHE to another folder"
             ) from error
     logger.info("base policy written to the cache: %s", folder)

@@ -76,4 +76,4 @@ def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
     if path.parent.name in ("gsm8k", "math", "toolace", "guru_math"):
         last = config.training.steps - 1 if path.stem == "offline" else LAST[path.stem]
         assert result.staleness[-1] == last == max(result.staleness)
-        assert result.task is None and "hf download" in printed
+        assert result.task is None and "hf download" in result.missing[0]

@@ -22,6 +22,7 @@ from recjax.planning.dry_run import (
     dry_run,
     first_steps,
     least_seconds,
+    memory_savings,
     print_dry_run,
     show_dry_run,
     warn_of_memory,
@@ -98,21 +99,23 @@ def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path
     assert result.prompt_tokens is None and {item.phase for item in result.memory} == {"always"}
     show_dry_run(config, result)
     printed = capsys.readouterr().out
-    assert "holds no tokenizer" in printed and "set rollout.max_prompt_tokens" in printed
+    (missing,) = result.missing
+    assert "holds no tokenizer" in missing and "set rollout.max_prompt_tokens" in printed
     assert "54 problems to train on" in printed and "in all" not in printed
 
 
-def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights, monkeypatch, capsys):
+def test_the_rest_is_told_where_the_network_does_not_bring_the_model(tiny, tmp_path, no_weights, monkeypatch, capsys):
     def unreachable(*args, **options):
         raise OSError("no network here")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    config = tiny("model.decoder=null", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "regime.sync_interval=3")
-    result = dry_run(config)
-    assert result.model is None and len(result.notes) == 1
-    show_dry_run(config, result)
-    printed = capsys.readouterr().out
-    assert "not known: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in printed
+    options = ["model.decoder=null", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "regime.sync_interval=3"]
+    result = dry_run(tiny(*options))
+    assert result.model is None and len(result.missing) == 1 and not result.notes
+    assert print_dry_run(str(tmp_path / "tiny.yaml"), options) == 1
+    printed, errors = capsys.readouterr()
+    assert "error: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in errors and "to run it" not in printed
+    assert "give a local folder" in errors
     assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
 
 
@@ -317,6 +320,77 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_acti
     assert print_dry_run(path, ["output=x"]) == 0
 
 
+@pytest.mark.parametrize("device", [None, "h100-80"])
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("model.path=models/none", "error: model 'models/none' is no local folder.*give a local folder with config"),
+        ("task.gsm8k={train: nowhere}", "error: .*nowhere.*hf download"),
+        ("experience.store=nowhere.db", "error: nowhere.db is not an experience store .no such file.; create one"),
+        ("experience.mix.store=nowhere.db", "error: nowhere.db is not an experience store .no such file.; create one"),
+        ("model.reference=models/none", "error: model 'models/none' is no local folder.*give a local folder with"),
+    ],
+)
+def test_a_run_without_its_model_or_data_is_not_shown_as_one_to_start(
+    tiny, tmp_path, monkeypatch, capsys, no_activations, device, missing, remedy
+):
+    def unreachable(*args, **options):
+        raise OSError("no network here")
+
+    tiny()
+    no_activations()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    also_needs = {
+        "model.path": ["model.decoder=null"],
+        "task.gsm8k": ["task.arithmetic=null", "task.reward=null"],
+        "experience.store": ["algorithm.preset=opmd"],
+        "model.reference": ["algorithm.reference_kl.coefficient=0.1"],
+    }
+    options = [*also_needs.get(missing.partition("=")[0], []), missing, "rollout.max_prompt_tokens=9"]
+    assert print_dry_run(str(tmp_path / "tiny.yaml"), options, device) == 1
+    printed, errors = capsys.readouterr()
+    assert re.search(remedy, errors) and "to run it" not in printed and "staleness" in printed
+
+
+def test_a_run_that_does_not_fit_is_told_what_needs_less(tiny, tmp_path, monkeypatch, capsys):
+    tiny()
+    path, last = str(tmp_path / "tiny.yaml"), None
+    for size, device, status, said in (
+        (2**10, "h100-80", 0, "to run it there: python -m recjax.train"),
+        (
+            65 * 2**30,
+            "h100-80",
+            1,
+            "JAX takes more of a GPU with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION",
+        ),
+        (75 * 2**30, "h100-80", 1, "needs less memory: model.remat=full and a smaller training.micro_batch_prompts"),
+        (75 * 2**30, "v5p-95", 0, "it fits one v5p-95"),
+    ):
+        monkeypatch.setattr(planning, "_activations", lambda *_, size=size: size)
+        assert print_dry_run(path, [], device) == status
+        last = capsys.readouterr().out
+        assert said in last and ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
+    assert "MEM_FRACTION" not in last
+    monkeypatch.setattr(planning, "_activations", lambda *_: 65 * 2**30)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    assert print_dry_run(path, [], "h100-80") == 0  # as the remedy said
+
+
+def test_the_first_remedy_is_that_of_the_largest_part(tiny, untraced):
+    items = dry_run(tiny("model.freeze=[embedding]", "regime.sync_interval=2")).memory
+    for largest, first in (
+        ("activations", "model.remat=full"),
+        ("keys and values", "a smaller rollout.slots"),
+        ("chunk of vocabulary scores", "a smaller model.logprob_chunk"),
+        ("trained parameters", "mesh.fsdp=-1 over more devices, or model.lora"),
+        ("frozen parameters", "mesh.fsdp=-1 over more devices"),
+    ):
+        grown = [item._replace(bytes=2**40 if item.name == largest else item.bytes) for item in items]
+        assert memory_savings(grown)[0].startswith(first), largest
+    # A change of the config says nothing of parts that it has no name for.
+    assert {*planning._SAVINGS} <= {item.name for item in items}
+
+
 @pytest.mark.slow
 def test_a_mesh_splits_the_memory(tiny, capsys):
     wide = "{hidden_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}"
@@ -390,11 +464,11 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
     assert print_dry_run(path, ["output=x"]) == 0
     said = capsys.readouterr().out
     assert f"one device is enough: {', '.join(ACCELERATORS)}\n" in said and "planned in float32" in said
-    assert "to run it there: python -m recjax.train --config" in said
+    assert "to run it: python -m recjax.train --config" in said
     wide = ["output=x", "model.decoder={hidden_size: 4096, num_layers: 6, intermediate_size: 16384}"]
     needed = {}
     for device in ("v5e-16", "h100-80"):
-        assert print_dry_run(path, wide, device) == 0
+        assert print_dry_run(path, wide, device) == (0 if device == "h100-80" else 1)
         said = capsys.readouterr().out
         needed[device] = float(re.search(rf"one {device}: ([\d.]+) GiB of", said)[1])
         assert ("it fits" in said) == (device == "h100-80") and "compute in bfloat16" in said

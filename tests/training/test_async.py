@@ -141,6 +141,40 @@ def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_t
             collected(apart, 1)
 
 
+@pytest.mark.slow
+def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_others(ray, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(generators.logger, "warning", lambda text, *values: said.append(text % values))
+    taken = [ray.util.placement_group([{"CPU": 1}]) for _ in range(2)]
+    assert all(place.wait(30) for place in taken)
+    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2)) as apart:
+        apart.start(quick, tmp_path)
+        (line,) = said
+        assert "room for 0 of 2 generators" in line and "a CPU and 0 GPUs each; it has 0 CPUs" in line
+        apart.publish(0, {"w": np.ones(3)})
+        for number in (1, 2):
+            apart.issue(number)
+        apart._since = [began - 1000 for began in apart._since]
+        assert apart.receive(wait=False) == []
+        apart._since = [time.monotonic()] * 2
+        assert apart.restarts == 0 and "room for 0 of 2" in said.pop()
+        ray.util.remove_placement_group(taken.pop())
+        assert len({pid for *_, pid in collected(apart, 2).values()}) == 1
+        for number in range(3, 7):
+            apart.issue(number)
+        assert apart.are_busy and len({pid for *_, pid in collected(apart, 4).values()}) == 1
+        ray.util.remove_placement_group(taken.pop())
+        assert all(place.wait(30) for place in apart._places)
+        for number in range(7, 11):
+            apart.issue(number)
+        assert len({pid for *_, pid in collected(apart, 4).values()}) == 2
+        assert apart.restarts == 0
+    taken = [ray.util.placement_group([{"CPU": 1}]) for _ in range(2)]
+    assert all(place.wait(30) for place in taken)  # nothing of the generators is left
+    for place in taken:
+        ray.util.remove_placement_group(place)
+
+
 def dies(folder):
     """Something that never comes up."""
     raise OSError("no room")

@@ -272,6 +272,29 @@ def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run):
     assert not folder.exists()
 
 
+def test_a_long_error_keeps_its_reason_at_the_end():
+    """As tensorstore writes it, with the names of two files before the reason."""
+    file = "/runs/" + "a_long_name/" * 20 + "checkpoints/2.orbax-checkpoint-tmp/state/d/0ce8f391cb205f"
+    reason = "Failed to write 11485184 bytes to file 20: No space left on device [os_error_code='28']"
+    error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "count/0" in OCDBT database at "{file}": "{file}": {reason}')
+    shown = files.short_error(error)
+    assert shown.startswith("ValueError: RESOURCE_EXHAUSTED: Error writing") and shown.endswith(reason)
+    assert len(shown) < 330
+    assert files.short_error(KeyError("a")) == "KeyError: 'a'" and files.short_error(OSError()) == "OSError"
+
+
+def test_threads_of_orbax_log_no_error_that_the_run_raises(caplog):
+    shown, logs = [], logging.getLogger("absl")
+    caplog.set_level(logging.WARNING, "absl")  # as in commands
+    handler = logging.Handler()
+    handler.emit = shown.append
+    logs.addHandler(handler)
+    for file, level in (("site-packages/orbax/future.py", 40), ("site-packages/orbax/future.py", 30), ("a.py", 40)):
+        logs.handle(logging.LogRecord("absl", level, f"/{file}", 1, "it failed", (), None))
+    logs.removeHandler(handler)
+    assert [record.levelno for record in shown] == [30, 40]
+
+
 def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkeypatch):
     config, folder = run
 

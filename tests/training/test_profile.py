@@ -10,8 +10,23 @@ import pytest
 
 from recjax.training import loop
 from recjax.training.profile import profiled_steps
+from tests.commands import said, two_of
 from tests.training.counting import count, killed
 from tests.training.tiny_run import without_times
+
+# Processes that trace a step with a mark in it.
+MARKED = """
+import sys
+from pathlib import Path
+import jax
+from recjax import hosts
+from recjax.training.profile import profiled_steps
+folder, coordinator, processes, number = sys.argv[1:]
+with hosts.together(coordinator, int(processes), int(number)):
+    for step in profiled_steps(1, 3, [2, 2], Path(folder), lambda: None):
+        with jax.profiler.TraceAnnotation(f"mark of process {number}"):
+            hosts.wait_for_all(f"step {step}")
+"""
 
 
 def events(folder, name):
@@ -32,6 +47,19 @@ def test_a_trace_has_the_named_steps_and_their_phases(tiny):
     # The dispatch of two updates, and the reading of the first; the second is waited for by the trace itself.
     assert len(events(folder, "checkpoint")) == 1 and len(events(folder, "update")) >= 3
     assert without_times(rows) == without_times(count(tiny("plain", "training.steps=4", "evaluation.every=0")))
+
+
+@pytest.mark.slow
+def test_processes_of_one_host_write_traces_of_their_own(tmp_path, ended):
+    ended += (processes := two_of(tmp_path, ["-c", MARKED, tmp_path / "profile"]))
+    assert [process.wait(240) for process in processes] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    sessions = sorted((tmp_path / "profile" / "plugins" / "profile").iterdir())
+    assert [path.name for path in sessions] == ["steps_2_to_2_process_0", "steps_2_to_2_process_1"]
+    for number, session in enumerate(sessions):
+        (trace,) = session.glob("*.trace.json.gz")
+        assert list(session.glob("*.xplane.pb"))
+        names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        assert {name for name in names if str(name).startswith("mark")} == {f"mark of process {number}"}
 
 
 def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypatch):

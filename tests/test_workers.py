@@ -1,0 +1,71 @@
+"""What a worker starts ends with it, whichever way the worker ends; other workers go on."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recjax.workers import CallFailed, Workers
+from tests import leftovers
+
+
+@pytest.fixture
+def pids(tmp_path):
+    """A file of process ids; whatever a test leaves is gone after it."""
+    path = tmp_path / "pids"
+    path.touch()
+    yield str(path)
+    for pid in [pid for file in tmp_path.iterdir() for pid in leftovers.alive(file)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"), [("hang", "timeout"), ("crash", "crash"), ("end its group", "crash"), ("return", None)]
+)
+def test_what_a_call_starts_ends_with_its_worker(pids, then, reason):
+    others = f"{pids}_of_the_other"
+    Path(others).touch()
+    with Workers(2, 20.0, "tests.leftovers") as workers:
+        # Each worker takes one of the two calls.
+        call = workers.call(leftovers.leave, pids, then, seconds=3.0)
+        other = workers.call(leftovers.leave, others, "return")
+        assert other.result() == "left"
+        if reason:
+            with pytest.raises(CallFailed) as failure:
+                call.result()
+            assert failure.value.reason == reason
+            assert leftovers.alive_after(pids, 20) == []
+        else:
+            assert call.result() == "left"
+            assert len(leftovers.alive(pids)) == leftovers.WAYS
+        # A worker that has not ended keeps what it started.
+        assert len(leftovers.alive(others)) == leftovers.WAYS
+        assert workers.call(len, "abc").result() == 3
+    assert leftovers.alive(pids) == [] == leftovers.alive(others)
+
+
+def test_what_a_call_starts_ends_when_the_program_is_killed_alone(pids):
+    with Workers(1, 20.0, "tests.leftovers") as workers:
+        assert workers.call(leftovers.leave, pids, "return").result() == "left"
+        os.kill(workers._program.pid, signal.SIGKILL)
+        assert leftovers.alive_after(pids, 20) == []
+        with pytest.raises(RuntimeError, match="ended by themselves"):
+            workers.call(len, "abc").result()
+
+
+@pytest.mark.parametrize("then", ["return", "hang"])
+def test_what_a_call_starts_ends_with_a_killed_parent(pids, then):
+    program = (
+        "import time\nfrom recjax.workers import Workers\nfrom tests import leftovers\n"
+        "workers = Workers(1, None, 'tests.leftovers')\n"
+        f"workers.call(leftovers.leave, {pids!r}, {then!r})\n"
+        f"while len(leftovers.alive({pids!r})) < leftovers.WAYS: time.sleep(0.05)\n"
+        "print('left', flush=True)\ntime.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "left\n"
+        parent.kill()
+    assert leftovers.alive_after(pids, 20) == []
