@@ -51,9 +51,11 @@ jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
 
 
 def pytest_configure(config):
-    """Leaves the choice of device to JAX where the tests of a GPU, and no others, are run."""
+    """Tests for GPUs leave the choice of device to JAX; a test of the campaign is in no other set, whatever else it is."""
     if config.option.markexpr == "gpu":
         jax.config.update("jax_platforms", None)
+    if config.option.markexpr == "slow":
+        config.option.markexpr = "slow and not campaign"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests

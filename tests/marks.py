@@ -1,4 +1,4 @@
-"""Parameters of tests that run with the slow tests only."""
+"""Parameters of tests that only the slow set or only the campaign runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +11,32 @@ def slow(*values: Any) -> list:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def campaign(*values: Any) -> list:
+    """Values of one parameter that only the campaign tests."""
+    return [pytest.param(value, marks=pytest.mark.campaign) for value in values]
+
+
 def slow_except(values: Iterable, *quick: Any) -> list:
     """The values of one parameter in their order; only the slow set tests the values that are not in `quick`."""
-    values = list(values)
-    if unknown := [value for value in quick if value not in values]:
+    return _marked_except(pytest.mark.slow, list(values), quick)
+
+
+def campaign_except(values: Iterable, *quick: Any, slow: Iterable = ()) -> list:
+    """The values of one parameter in their order; only the campaign tests the values that are in neither set.
+
+    Args:
+        quick: the values that carry no marker of their own.
+        slow: the values for the slow set.
+    """
+    values, slow = list(values), list(slow)
+    marked = _marked_except(pytest.mark.campaign, values, [*quick, *slow])
+    return [
+        pytest.param(value, marks=pytest.mark.slow) if value in slow else mark
+        for value, mark in zip(values, marked, strict=True)
+    ]
+
+
+def _marked_except(marker, values: list, bare: Iterable) -> list:
+    if unknown := [value for value in bare if value not in values]:
         raise ValueError(f"{unknown}: not among {values}; name values that there are")
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [value if value in bare else pytest.param(value, marks=marker) for value in values]
