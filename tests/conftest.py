@@ -42,6 +42,7 @@ import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+import tests.marks  # noqa: E402
 import tests.shape_checking  # noqa: E402
 
 # Not by an environment variable: what a test starts has one device, unless it asks for more.
@@ -51,7 +52,7 @@ jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
 
 
 def pytest_configure(config):
-    """Tests for GPUs leave the choice of device to JAX; a test of the campaign is in no other set, whatever else it is."""
+    """Leaves the choice of device to JAX for the tests of a GPU. The slow set has no test of the campaign."""
     if config.option.markexpr == "gpu":
         jax.config.update("jax_platforms", None)
     if config.option.markexpr == "slow":
@@ -59,11 +60,12 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Only the slow set tests losses and advantages under `jax.pmap`, except one loss."""
     for item in items:
         if item.name.endswith("__with_pmap") and "rec_one_side_nois" not in item.name:
             item.add_marker("slow")
+    config.stash[tests.marks.SETS] = {item.nodeid: tests.marks.set_of(item) for item in items}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,9 +1,16 @@
-"""Parameters of tests that only the slow set or only the campaign runs."""
+"""The sets of tests, and parameters that only the slow set or only the campaign tests."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+SETS = pytest.StashKey[dict[str, str]]()  # in pytest's config: the set of each collected test, by its id
+
+
+def set_of(item: pytest.Item) -> str:
+    """The set of a test: campaign, slow or quick. A test that has both markers is of the campaign."""
+    return next((name for name in ("campaign", "slow") if item.get_closest_marker(name)), "quick")
 
 
 def slow(*values: Any) -> list:
