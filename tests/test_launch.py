@@ -160,7 +160,7 @@ def local_processes(tmp_path, *options):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
     options = ["training.steps=1", "evaluation.every=0", "evaluation.problems=4", "mesh.fsdp=4", "mesh.data=1"]
     done = local_processes(tmp_path, *options)
@@ -168,7 +168,7 @@ def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_process_that_fails_ends_the_local_one(tmp_path):
     done = local_processes(tmp_path, "model.remat=some")
     assert done.returncode == 1 and "model.remat = 'some'" in done.stderr

@@ -58,7 +58,7 @@ def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
     pd.testing.assert_frame_equal(claims_map.collect(runs, path), table, check_dtype=False)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_runs_are_the_trainers(tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     extra = [*SMALL, "training.checkpoint_every=8"]

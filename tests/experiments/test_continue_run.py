@@ -16,7 +16,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_is_continued_and_resumed_with_other_rates(tmp_path):
     script = ["-m", "experiments.day.continue_run", "--output", str(tmp_path / "runs")]
     done = commands.run([*script, "--config", "experiments/quickstart.yaml", *SMALL])

@@ -20,7 +20,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_algorithms_are_trained_and_compared(tmp_path):
     program = "import runpy; runpy.run_path('experiments/day/verdict.py', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RECJAX_CACHE": str(tmp_path / "cache")}

@@ -40,7 +40,7 @@ def activations(config, model, inputs, remat):
     return KNOWN[key]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
     def unreachable(*args, **options):

@@ -189,7 +189,7 @@ def test_real_logits_are_those_of_transformers(real):
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_real_model_answers(real):
     folder, config, params, tokenizer = real
     text = render_chat(tokenizer, [{"role": "user", "content": "What is the capital of France?"}])
@@ -211,7 +211,7 @@ def test_real_model_answers(real):
     assert "The capital of France is Paris" in decoded, decoded
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_real_tokenizer_is_the_files_own_but_for_digits(real):
     from transformers import AutoTokenizer
 

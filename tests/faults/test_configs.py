@@ -5,6 +5,6 @@ import pytest
 from tests.faults import configs
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_hostile_values_are_refused_with_their_key_or_taken(capsys):
     assert configs.main(150, seed=0) == 0, capsys.readouterr().out

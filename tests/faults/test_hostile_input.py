@@ -5,7 +5,7 @@ import pytest
 from tests import commands
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(("name", "least"), [("data_files", 100), ("model_folders", 60), ("completions", 82)])
 def test_nothing_hostile_is_taken(name, least):
     done = commands.run(["-m", f"tests.faults.{name}"], timeout=900)

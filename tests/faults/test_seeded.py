@@ -37,7 +37,7 @@ def test_the_set_of_each_fault_holds_a_test_that_it_names(request):
         assert fault.set in SETS and fault.set in named, (name, named)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_tests_that_see_a_fault_are_listed_and_the_file_is_as_before(tmp_path, monkeypatch):
     (tmp_path / "sums.py").write_text("def total(a, b):\n    return a + b\n")
     tests = "from sums import total\n\ndef test_one():\n    assert total(1, 1) == 2\n\n"
