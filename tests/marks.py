@@ -35,7 +35,8 @@ def campaign_except(values: Iterable, *quick: Any, slow: Iterable = ()) -> list:
         quick: the values that carry no marker of their own.
         slow: the values for the slow set.
     """
-    values, slow = list(values), list(slow)
+    values = list(values)
+    slow = [value for value in slow if value not in quick]
     marked = _marked_except(pytest.mark.campaign, values, [*quick, *slow])
     return [
         pytest.param(value, marks=pytest.mark.slow) if value in slow else mark

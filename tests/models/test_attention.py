@@ -14,7 +14,7 @@ from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
 from recjax.models.decoder import Decoder, Tokens, init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
@@ -87,7 +87,7 @@ def kernels_here(monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "padding, one kv head", "segments, cap and scale"))
+@pytest.mark.parametrize("case", campaign_except(CASES, "padding, one kv head", "segments, cap and scale"))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
     options = {"window": None, "cap": None, "scale": 0.5, "kv_heads": 2} | CASES[case]
@@ -175,9 +175,9 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
 @pytest.mark.parametrize(
     ("kernel", "windows"),
     [
-        pytest.param("cudnn", (2, None), marks=pytest.mark.slow),
+        pytest.param("cudnn", (2, None), marks=pytest.mark.campaign),
         ("splash", ()),
-        pytest.param("splash", (2, None), marks=pytest.mark.slow),
+        pytest.param("splash", (2, None), marks=pytest.mark.campaign),
     ],
 )
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):

@@ -129,7 +129,11 @@ THINKS = (
 
 @pytest.mark.parametrize(
     ("agent", "opening"),
-    [("one_chat", "<think>"), *(pytest.param(agent, "", marks=pytest.mark.slow) for agent in ("talks", "one_turn"))],
+    [
+        ("one_chat", "<think>"),
+        pytest.param("talks", "", marks=pytest.mark.campaign),
+        pytest.param("one_turn", "", marks=pytest.mark.campaign),
+    ],
 )
 def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
     config, policy, params = made(agent)
@@ -233,9 +237,9 @@ scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
     ("agent", "lora"),
     [
         pytest.param("several_turns", False, id="several_turns"),
-        pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.slow),
-        pytest.param("at_once", False, id="at_once", marks=pytest.mark.slow),
-        pytest.param("talks", False, id="talks", marks=pytest.mark.slow),
+        pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.campaign),
+        pytest.param("at_once", False, id="at_once", marks=pytest.mark.campaign),
+        pytest.param("talks", False, id="talks", marks=pytest.mark.campaign),
         pytest.param("talks", True, id="talks-lora", marks=pytest.mark.slow),
     ],
 )
@@ -246,7 +250,7 @@ def test_the_trainers_logprobs_are_the_engines(made, agent, lora):
 CALLS = f"task.tools=['{TOOLS}add']"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 1)], ids=["data-tensor", "fsdp"])
 @pytest.mark.parametrize(
     ("agent", "lora", "options"),

@@ -14,7 +14,7 @@ import math_verify
 import pytest
 
 from recjax.tasks.grading.math_answers import guru_math, math
-from tests.marks import slow
+from tests.marks import campaign
 from tests.tasks.reward_cases import BOX
 
 TABLE, KINDS, TRUTHS = (
@@ -22,7 +22,7 @@ TABLE, KINDS, TRUTHS = (
 )
 
 
-PARTS = [0, *slow(*range(1, 8))]
+PARTS = [0, *campaign(*range(1, 8))]
 
 
 def cases():
@@ -122,7 +122,7 @@ def test_the_table_is_what_the_documents_say():
     assert int(stated[1].replace(",", "")) == len(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_math_verify_alone_errs_as_often_as_the_documents_say():
     wrong = errors(theirs)
     text = Path("experiments/math/README.md").read_text(encoding="utf-8")
