@@ -191,7 +191,7 @@ def test_checkpoints_from_before_a_change_are_read_after_it(tiny):
 
 
 @pytest.mark.slow
-def test_a_continued_run_trains_and_resumes(tiny):
+def test_a_continued_run_trains_with_its_own_schedule(tiny):
     train(tiny("first", "training.steps=4"))
     schedule = "optimizer.schedule={name: linear_schedule, end_value: 0.0}"
     second = continued(tiny, "second", schedule, "optimizer.learning_rate=0.02", "algorithm.preset=grpo", KL)

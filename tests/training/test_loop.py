@@ -108,14 +108,6 @@ def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
     assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
 
 
-def test_kill_and_resume_equals_straight_through(tiny):
-    """With real weights, once; test_resume.py has every source and every moment of a kill."""
-    straight, config = train(tiny("straight", *REGIMES["both"])), tiny("stopped", *REGIMES["both"])
-    train_until_killed(config)
-    assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4  # past the checkpoint of step 3
-    assert without_times(train(config)) == without_times(straight)
-
-
 @pytest.fixture
 def at_a_terminal():
     """Ctrl-C and hanging up interrupt, which they do not if the tests run in a shell's background or under nohup."""
