@@ -59,6 +59,14 @@ def pytest_configure(config):
         config.option.markexpr = "slow and not campaign"
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Other sets do not even import the files of the campaign, whose imports take long."""
+    if collection_path.suffix == ".py" and config.option.markexpr.endswith("not campaign"):
+        text = collection_path.read_text(encoding="utf-8")
+        return True if "\npytestmark = pytest.mark.campaign\n" in text else None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config, items):
     """Only the slow set tests losses and advantages under `jax.pmap`, except one loss."""
