@@ -29,9 +29,9 @@ class Example(NamedTuple):
     entropy: np.ndarray
 
 
-def first_of_each_set_of_axes() -> list[str]:
-    """The first preset of each set of axes that a preset sets."""
-    return [*{frozenset(PRESETS[name]): name for name in reversed(PRESETS)}.values()]
+def first_of_each_set_of_axes(names=tuple(PRESETS)) -> list[str]:
+    """The first preset, among the names, of each set of axes that a preset sets."""
+    return [*{frozenset(PRESETS[name]): name for name in reversed(names)}.values()]
 
 
 def make_example(seed=0, time=4, spread=0.8) -> Example:
