@@ -69,9 +69,9 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config, items):
-    """Only the slow set tests losses and advantages under `jax.pmap`, except one loss."""
+    """Only the slow set tests losses and advantages under `jax.pmap` and on a named device, except one loss."""
     for item in items:
-        if item.name.endswith("__with_pmap") and "rec_one_side_nois" not in item.name:
+        if item.name.endswith(("__with_pmap", "__with_device")) and "rec_one_side_nois" not in item.name:
             item.add_marker("slow")
     config.stash[tests.marks.SETS] = {item.nodeid: tests.marks.set_of(item) for item in items}
 

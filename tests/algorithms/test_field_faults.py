@@ -249,7 +249,7 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
 
 
 @pytest.mark.parametrize("source", ["policy", "behavior", "both"])
-@pytest.mark.parametrize("name", campaign_except(PRESETS, *[*PRESETS][::8], slow=first_of_each_set_of_axes()))
+@pytest.mark.parametrize("name", campaign_except(PRESETS, *[*PRESETS][::16], slow=first_of_each_set_of_axes()))
 def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
     algorithm = build_algorithm(name, {})
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)

@@ -93,6 +93,7 @@ def write_gguf(file, weights, quantization="F32", **changes):
     return stored
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_1"])
 def test_weights_come_back_in_hugging_face_order(tmp_path, quantization, tied):

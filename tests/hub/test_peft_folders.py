@@ -126,10 +126,19 @@ def noisy_adapters(config, lora):
 @pytest.mark.parametrize(
     ("model_type", "config", "targets"),
     [
-        *itertools.product(["llama"], [CONFIG, FUSED, EXPERTS_CONFIG], [["query", "value", "up"], ["gate"]]),
-        ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
-        ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
-        *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
+        ("llama", CONFIG, ["query", "value", "up"]),
+        ("llama", EXPERTS_CONFIG, ["gate"]),
+        *(
+            pytest.param(*each, marks=pytest.mark.campaign)
+            for each in (
+                ("llama", CONFIG, ["gate"]),
+                *itertools.product(["llama"], [FUSED], [["query", "value", "up"], ["gate"]]),
+                ("llama", EXPERTS_CONFIG, ["query", "value", "up"]),
+                ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+                ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+                *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
+            )
+        ),
     ],
 )
 def test_exported_adapters_come_back_bit_equal(tmp_path, model_type, config, targets):

@@ -96,7 +96,7 @@ def check_logits(folder, model, side="right"):
 
 
 @pytest.mark.parametrize("side", campaign_except(["left", "right"], "left"))
-@pytest.mark.parametrize("name", campaign_except(MODELS, "grouped, tied", "wide heads", "llama3"))
+@pytest.mark.parametrize("name", campaign_except(MODELS, "grouped, tied", slow=["wide heads", "llama3"]))
 def test_logits_are_those_of_transformers(tmp_path, name, side):
     model = torch_model(tmp_path, MODELS[name], {})
     assert load_pretrained(tmp_path)[0].tie_embeddings == model.config.tie_word_embeddings

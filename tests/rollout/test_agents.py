@@ -127,6 +127,7 @@ THINKS = (
 )
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("agent", "opening"),
     [
@@ -145,6 +146,7 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
     assert [one.opening for one in seen] == [opening] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "template", "begin"),
     [
@@ -173,6 +175,7 @@ def same(ours, theirs, tolerance=0.0):
             np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, rtol=0, atol=tolerance)
 
 
+@pytest.mark.campaign
 def test_nothing_holds_a_batchs_engine_any_more(made, monkeypatch):
     """Its copy of the weights and its cache are gone at once, not when Python next looks for cycles."""
     engines = []
@@ -236,7 +239,7 @@ scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
 @pytest.mark.parametrize(
     ("agent", "lora"),
     [
-        pytest.param("several_turns", False, id="several_turns"),
+        pytest.param("several_turns", False, id="several_turns", marks=pytest.mark.slow),
         pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.campaign),
         pytest.param("at_once", False, id="at_once", marks=pytest.mark.campaign),
         pytest.param("talks", False, id="talks", marks=pytest.mark.campaign),
@@ -398,6 +401,7 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
             assert all(len(one.turns) == 2 for one in completions_of(groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
 def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
     asked = [
@@ -530,6 +534,7 @@ def test_an_environment_is_played_to_its_end(made):
         assert [*grade.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
+@pytest.mark.slow
 def test_environments_are_closed_whatever_comes_of_them(made):
     does = {
         "fine": "none", "end later": "none", "break at the end": "none",

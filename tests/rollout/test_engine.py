@@ -125,6 +125,7 @@ def cosines(jaxpr, in_loop=False):
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_ids", campaign_except([(), EARLY, AT_ONCE], EARLY), ids=["never", "early", "at once"])
 def test_stops(stop_ids):
     sampled = assert_same(5, group_size=4, stop_ids=stop_ids)
@@ -143,6 +144,7 @@ def test_distributions(sampling):
     assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", campaign_except([(1, 5), (2, 5), (6, 5), (6, None), (1, None)], (1, 5)))
 def test_short_limits(limits):
     max_tokens, slots = limits
@@ -346,6 +348,7 @@ def test_a_batch_comes_in_while_others_are_under_way():
     assert_completions([found[ticket] for ticket in tickets], alone([*requests, *requests[4:6], *requests[3:9]]))
 
 
+@pytest.mark.slow
 def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
     decoder, params, *_ = problem(PLAIN)
     engine, run, prefill = engine_of(decoder, params), [], decoding.prefill

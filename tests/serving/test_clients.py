@@ -47,6 +47,7 @@ def test_bodies_have_a_limit_whether_or_not_they_say_how_long_they_are(tmp_path)
         post(client, TEXT, prompt="a", max_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "path", "header"),
     [
@@ -124,6 +125,7 @@ def wait_until(true, seconds=5.0):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_frees_its_slots_and_leaves_no_record(tmp_path, stream):
     with listening(tmp_path, **ENDLESS) as (port, server):

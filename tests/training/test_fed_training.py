@@ -113,6 +113,7 @@ def test_rewards_at_random_times_arrive_all_unless_the_deadline_has_passed(tiny)
     assert len(sizes) > 1 and max(sizes) <= 16  # groups are ragged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [*slow("initial"), "current"])
 def test_half_of_every_group_is_the_experts(tiny, expert, missing, monkeypatch):
     seen, pad = [], loop.pad
@@ -187,6 +188,7 @@ def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny
         prepare(subtraction)
 
 
+@pytest.mark.campaign
 def test_a_dry_run_says_what_only_the_run_will_know(tiny, expert, capsys):
     config = tiny("run", "experience.replay.max_reuse=2")
     show_dry_run(config, dry_run(config))

@@ -48,6 +48,7 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     assert any(row["gradient_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
     sample_groups = sources.sample_groups
 
@@ -165,6 +166,7 @@ def test_what_changes_no_number_may_change_when_a_run_goes_on(tiny):
                 np.testing.assert_allclose(found.get(key, 0), expected.get(key, 0), **close)
 
 
+@pytest.mark.slow
 def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
     pads, calls = loop.to_learn_from, []
 
@@ -306,6 +308,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     assert load_config(output / "config.yaml") == config
 
 
+@pytest.mark.slow
 def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once(tiny):
     learner.update.clear_cache()
     before = learner.update._cache_size()  # below 0 after `jax.clear_caches`

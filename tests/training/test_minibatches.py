@@ -144,6 +144,7 @@ def test_the_first_of_several_passes_is_the_only_update_of_one():
     chex.assert_trees_all_close(first, once, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", campaign_except(["grpo", "reinforce_pp", "red_drop"], "red_drop"))
 def test_minibatch_gradients_add_up_to_that_of_the_batch(preset):
     """With advantages and drops of the whole batch; token means weigh each minibatch by its number of tokens."""
@@ -195,6 +196,7 @@ def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_grou
     assert padding_waste(batch, layout) < 1
 
 
+@pytest.mark.slow
 def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update():
     batch = off_policy_batch()
     algorithm = build_algorithm("tis", {"mask": {"name": "second_moment"}})

@@ -98,12 +98,10 @@ REAL = {
     ),
 }
 
-QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
-QUICK += ("updates", "updates, late, replay, mix", "updates, follow", "mixture, curriculum, offset, late")
+QUICK = ("on policy", "interval", "store", "late, replay, mix, record, interval")
+QUICK += ("updates, late, replay, mix", "mixture, curriculum, offset, late")
 QUICK += (
     "agents, late, replay, record",
-    "agents, a store of trajectories",
-    "agents, mix of rows",
     "mix of trajectories",
     "real weights, interval and offset",
 )

@@ -102,6 +102,7 @@ def test_padding_changes_nothing():
     chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", campaign_except(["dots", "full"], "full"))
 def test_remat_and_chunks_change_nothing(remat):
     batch = make_batch()
@@ -131,6 +132,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     campaign_except(itertools.product(ALIKE, (False, True)), ("red_drop", True)),
@@ -190,6 +192,7 @@ IN_THE_PROGRAM = ["optimizer.weight_decay=0.1", "optimizer.beta2=0.99", "algorit
 IN_THE_PROGRAM += ["algorithm.entropy.coefficient=0.1", "algorithm.reference_kl.coefficient=0.0", "rollout.top_p=0.9"]
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_numbers_share_a_program(tiny):
     def program(*overrides):
         config = tiny("run", KL, *overrides)
