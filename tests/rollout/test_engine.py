@@ -23,7 +23,7 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from tests.hub.test_tokenizers import sentencepiece_like
-from tests.marks import campaign, campaign_except
+from tests.marks import campaign, campaign_except, slow
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.padded import sample_completions
 from tests.rollout.reference_sampler import sample
@@ -290,7 +290,7 @@ def assert_completions(found, expected):
         assert one.truncated == other.truncated
 
 
-@pytest.mark.parametrize("slots", [4, *campaign(None)])
+@pytest.mark.parametrize("slots", [*slow(4), *campaign(None)])
 def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
     samplings = Sampling(), Sampling(0.8, top_k=5)
     requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
