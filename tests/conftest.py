@@ -69,10 +69,12 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config, items):
-    """Only the slow set tests losses and advantages under `jax.pmap` and on a named device, except one loss."""
+    """Losses and advantages, except one loss: on a named device slow, under `jax.pmap` in the campaign."""
+    elsewhere = {"__with_device": "slow", "__with_pmap": "campaign"}
     for item in items:
-        if item.name.endswith(("__with_pmap", "__with_device")) and "rec_one_side_nois" not in item.name:
-            item.add_marker("slow")
+        if "rec_one_side_nois" not in item.name:
+            for variant in filter(item.name.endswith, elsewhere):
+                item.add_marker(elsewhere[variant])
     config.stash[tests.marks.SETS] = {item.nodeid: tests.marks.set_of(item) for item in items}
 
 

@@ -121,7 +121,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
     "options",
     [
         ["model.lora={rank: 2}"],
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ([], ["model.freeze=[embedding]"])),
+        *campaign([], ["model.freeze=[embedding]"]),
     ],
 )
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_activations):
@@ -225,7 +225,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     assert 0.6 < foretold / planned < 1.4
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_activations_grow_with_what_they_are_of(tiny):
     def activations(*options):
         return memory(dry_run(tiny(*options)))["activations"]
@@ -249,7 +249,7 @@ def test_activations_grow_with_what_they_are_of(tiny):
 @pytest.mark.parametrize(
     "regime",
     [
-        pytest.param(RegimeConfig(sync_interval=m, sync_offset=n), marks=[pytest.mark.slow] * (m == 3 or n == 2))
+        pytest.param(RegimeConfig(sync_interval=m, sync_offset=n), marks=[pytest.mark.campaign] * (m == 3 or n == 2))
         for m in (1, 3, 20)
         for n in (0, 2, 10)
     ],
@@ -321,7 +321,7 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_acti
     assert print_dry_run(path, ["output=x"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_mesh_splits_the_memory(tiny, capsys):
     wide = "{hidden_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}"
     options = [f"model.decoder={wide}", "rollout.prompts_per_step=8", "model.dtype=float32", "mesh.data=1"]
@@ -387,7 +387,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, pack
     assert device_memory() > 2**28
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
     tiny()
     path = str(tmp_path / "tiny.yaml")

@@ -15,6 +15,7 @@ from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
 from tests.hub.test_families import random_model
+from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
 
 CONFIG = DecoderConfig(
@@ -42,7 +43,7 @@ def small_sizes(monkeypatch):
         monkeypatch.setattr(plan, name, value)
 
 
-@pytest.fixture(params=["scanned", "unrolled"])
+@pytest.fixture(params=["scanned", *campaign("unrolled")])
 def engine(request, monkeypatch):
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 4 if request.param == "unrolled" else 3)

@@ -227,7 +227,7 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     assert forward_passes(masked, proximal) == forward_passes(masked, None) == forward_passes({}, None)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_minibatches_under_pmap_have_their_share_of_every_device():
     batch = make_batch(prompts=8, group=SIZE)
     rows = np.tile(np.repeat([True, False], SIZE), 4)  # the first of two prompts on each of four devices

@@ -85,7 +85,7 @@ def test_micro_batches_packing_and_devices_change_nothing():
     assert 0 < whole[1]["clip_fraction/all"] < 1 and whole[1]["gradient_norm"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_observations_count_once_however_a_batch_is_cut():
     """The mean of −log π over the tokens between an agent's turns, by hand; packed into one micro-batch and several."""
     batch = make_batch()

@@ -62,7 +62,7 @@ def test_packing_changes_nothing(preset):
         assert metrics["gradient_norm"] > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("layers", [(True, False), (True, False, False, True, True, False)])
 def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
     delta = DeltaNet(layers, key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4)
