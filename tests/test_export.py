@@ -85,6 +85,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
         np.testing.assert_array_equal(answered[row][: len(tokens)], tokens)
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
     run, config, prepared, _ = finished
     older, (_, policy, newer, version, *_) = open_checkpoint(run, 1).params, open_checkpoint(run)

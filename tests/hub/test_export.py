@@ -66,7 +66,7 @@ def our_logits(config, params, tokens=TOKENS):
     return forward(jax.tree.map(jnp.asarray, params), config, tokens, positions, np.ones(tokens.shape, bool))
 
 
-@pytest.fixture(scope="module", params=campaign_except(FAMILIES, "llama, tied", "gemma3", slow=["qwen3_moe"]))
+@pytest.fixture(scope="module", params=campaign_except(FAMILIES, "llama, tied", slow=["gemma3", "qwen3_moe"]))
 def base(request, tmp_path_factory):
     """A random checkpoint of a family, and what it holds."""
     folder = tmp_path_factory.mktemp("base")

@@ -117,6 +117,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
     assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -286,6 +286,7 @@ def test_a_template_that_drops_something_gives_a_further_row(made):
     assert max(rows) == 2 and [grade.reward_parts["rows"] for grade in grades] == rows
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
     parts = made("several_turns")
     first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))

@@ -78,6 +78,7 @@ def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
         assert asyncio.run(main(port)) == [status] * 12
 
 
+@pytest.mark.slow
 def test_places_and_distributions_have_limits(tmp_path):
     with listening(tmp_path) as (port, server):
         sampler = server.answering.sampler

@@ -151,6 +151,7 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
     assert same(merged["norm"], whole["norm"]), "adapters change projections alone"
 
 
+@pytest.mark.slow
 def test_the_reference_is_another_policy(tiny):
     _, before = trained(tiny("first"))
     run, state = begun(tiny("second", KL, f"model.reference={tiny('first').output}", "evaluation.initial_kl=true"))

@@ -120,7 +120,7 @@ def at_a_terminal():
 
 
 @pytest.mark.usefixtures("at_a_terminal")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
 @pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]

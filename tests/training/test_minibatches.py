@@ -22,7 +22,7 @@ from recjax.models.sampling import Sampling
 from recjax.training import learner
 from recjax.training.checkpoint import progress
 from recjax.training.update import Recipe, TrainState, update
-from tests.marks import campaign_except
+from tests.marks import campaign, campaign_except, slow
 from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
 from tests.training.tiny_run import train
@@ -269,7 +269,7 @@ def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
 # --- The loop.
 
 
-@pytest.mark.parametrize("preset", campaign_except(["decoupled_ppo", "grpo"], "decoupled_ppo"))
+@pytest.mark.parametrize("preset", [*slow("decoupled_ppo"), *campaign("grpo")])
 def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
     seen, recipes, original = [], [], learner.update
 

@@ -98,11 +98,9 @@ REAL = {
     ),
 }
 
-QUICK = ("on policy", "interval", "store", "late, replay, mix, record, interval")
-QUICK += ("updates, late, replay, mix", "mixture, curriculum, offset, late")
+QUICK = ("on policy", "interval", "late, replay, mix, record, interval", "updates, late, replay, mix")
 QUICK += (
     "agents, late, replay, record",
-    "mix of trajectories",
     "real weights, interval and offset",
 )
 

@@ -126,6 +126,7 @@ def trajectories(tmp_path_factory):
     return folder / "run" / "experience.db"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -317,6 +318,7 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
     np.testing.assert_allclose(initial[0]["loss"], current[0]["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch, tmp_path):
     options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
     straight = count(tiny("straight", *options))
