@@ -16,13 +16,12 @@ def answer_parser(reward):
     return resolve_name(GRADERS[reward].parse)
 
 
-VERDICTS = [case[1:5] for case in CASES]
-VERDICTS += [(case[1], whole_reply(opening_tag(case[2]), case[3]), *case[4:6]) for case in THOUGHTS]
-
-
 @pytest.mark.parametrize(
     ("reward", "completion", "answer", "verdict"),
-    [pytest.param(*case, marks=[pytest.mark.campaign] * bool(number % 6)) for number, case in enumerate(VERDICTS)],
+    [
+        *(case[1:5] for case in CASES),
+        *((case[1], whole_reply(opening_tag(case[2]), case[3]), *case[4:6]) for case in THOUGHTS),
+    ],
     ids=[f"{reward}-{name}" for name, reward, *_ in [*CASES, *THOUGHTS]],
 )
 def test_the_verdict_is_the_right_one(reward, completion, answer, verdict):
