@@ -172,6 +172,7 @@ def test_a_gpu_has_a_copy_of_few_layers_which_it_unrolls(tiny, no_activations, d
     assert found.get("unrolled layers", 0) == copies * layers * (2 * kernels + 4 * norms)
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_those_of_the_sampler(tiny):
     config = tiny("evaluation.samples=6")  # more rows than training has
     result = dry_run(config)

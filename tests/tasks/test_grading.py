@@ -18,7 +18,7 @@ from recjax.tasks.grading import reward as reward_module
 from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
-from tests.marks import slow
+from tests.marks import slow, slow_except
 
 CONFIG = Config.model_construct(
     grading=GradingConfig(seconds=2.5, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
@@ -366,7 +366,7 @@ KINDS = {  # the function or its name, and the parts that it returns
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, *[*KINDS][::4]))
 def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monkeypatch):
     function, parts = KINDS[kind]
     # A classifier's scores are numbers of a batch, as this function's are.

@@ -96,7 +96,7 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("updates", [1, *slow(3)])
 def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
     used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}", *WITHOUT_PAUSES]
 

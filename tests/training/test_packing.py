@@ -178,6 +178,7 @@ def gsm8k_like(generator) -> Batch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2048, 8192, 16384])
 def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
     for seed in range(3):

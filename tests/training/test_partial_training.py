@@ -84,6 +84,7 @@ def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, 
     assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 
+@pytest.mark.slow
 def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"
