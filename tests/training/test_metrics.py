@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from recjax.analysis.collect import read_folders
 from recjax.plots.training import draw_experience, draw_training
