@@ -42,6 +42,7 @@ import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+import tests.marks  # noqa: E402
 import tests.shape_checking  # noqa: E402
 
 # Not by an environment variable: what a test starts has one device, unless it asks for more.
@@ -51,17 +52,30 @@ jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
 
 
 def pytest_configure(config):
-    """Leaves the choice of device to JAX where the tests of a GPU, and no others, are run."""
+    """Leaves the choice of device to JAX for the tests of a GPU. The slow set has no test of the campaign."""
     if config.option.markexpr == "gpu":
         jax.config.update("jax_platforms", None)
+    if config.option.markexpr == "slow":
+        config.option.markexpr = "slow and not campaign"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Other sets do not even import the files of the campaign, whose imports take long."""
+    if collection_path.suffix == ".py" and config.option.markexpr.endswith("not campaign"):
+        text = collection_path.read_text(encoding="utf-8")
+        return True if "\npytestmark = pytest.mark.campaign\n" in text else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
-def pytest_collection_modifyitems(items):
-    """Only the slow set tests losses and advantages under `jax.pmap`, except one loss."""
+def pytest_collection_modifyitems(config, items):
+    """Losses and advantages, except one loss: on a named device slow, under `jax.pmap` in the campaign."""
+    elsewhere = {"__with_device": "slow", "__with_pmap": "campaign"}
     for item in items:
-        if item.name.endswith("__with_pmap") and "rec_one_side_nois" not in item.name:
-            item.add_marker("slow")
+        if "rec_one_side_nois" not in item.name:
+            for variant in filter(item.name.endswith, elsewhere):
+                item.add_marker(elsewhere[variant])
+    config.stash[tests.marks.SETS] = {item.nodeid: tests.marks.set_of(item) for item in items}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -159,6 +159,7 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
     assert longer.summary is None, "the summary is of step 7"
 
 
+@pytest.mark.slow
 def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
     gc.unfreeze()
     monkeypatch.setattr(loop, "close_gaps", lambda: 1)  # as in a command

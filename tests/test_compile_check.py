@@ -69,7 +69,7 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
     assert given + update.temporaries <= update.needed < 1000 * given and update.refusal is None
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_too_large_is_status_1_and_the_first_change_named_makes_it_fit(file, planned, remembered, monkeypatch, capsys):
     monkeypatch.setattr(compile_check, "compiled", remembered)
     made = planned(*LARGE)
@@ -106,7 +106,7 @@ def test_changes_come_cheapest_first_and_concern_what_is_too_large(planned):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("options", [[], SPLIT, ["mesh.data=2", "mesh.tensor=2"], ["model.lora={rank: 2}", *SPLIT]])
 def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     made = planned(*options)
@@ -126,14 +126,14 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     assert cached * 4 == told["keys and values"]  # every device has the weights whole, and samples rows of its own
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
     traced = ahead.traced_update(planned("training.tokens_per_micro_batch=32"))
     batch = traced.args_info[0][5].packed
     assert batch.tokens.shape == (4, 4, 8) and batch.places.shape == (16, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("packs", [False, True])
 def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "algorithm.preset=tis"]
@@ -150,7 +150,7 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     assert ahead.traced_update(one).args_info[0][5].rows is None is ahead.traced_update(one).args_info[0][7]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
     start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
     assert start not in planned().held and start not in ahead.given(planned("evaluation.initial_kl=true"), "update")
@@ -161,7 +161,7 @@ def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
     assert ahead.traced_update(planned(kl)).args_info[0][2] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights(planned):
     def sampler(*options):
         return [*ahead.given(planned(*options), "sample")][0]
@@ -178,7 +178,7 @@ def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights
     assert ahead.beside(cast, "sample") == held - bytes_on_device(cast.held["frozen parameters"])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_batches_are_filled_up_as_in_a_run(planned):
     made = planned("rollout.prompts_per_step=6", "training.micro_batch_prompts=3")  # two parts, four devices
     assert ahead.traced_update(made).args_info[0][3].prompts.shape[0] == 8
@@ -213,7 +213,7 @@ def test_what_could_not_be_is_status_2_with_the_reason(file, capsys, topology, o
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(not has_gpu_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
 def test_gpus_that_are_not_here_are_compiled_for(file, capsys):
     assert compile_check.check(file, "h100:4", ["output=x", "mesh.fsdp=2", "model.attention=plain"]) == 0
@@ -222,7 +222,7 @@ def test_gpus_that_are_not_here_are_compiled_for(file, capsys):
     assert "compute in bfloat16" in printed and "fits h100:4" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='needs libtpu, of pip install -e ".[tpu]"; no TPU'
 )

@@ -40,7 +40,7 @@ from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS
-from tests.marks import slow_except
+from tests.marks import campaign, slow
 from tests.test_tutorials import blocks
 
 QUICKSTART = "experiments/quickstart.yaml"
@@ -51,6 +51,7 @@ def load(*overrides):
     return load_config(ROOT / QUICKSTART, overrides)
 
 
+@pytest.mark.slow
 def test_reading_a_config_imports_neither_models_nor_data():
     heavy = ["flax", "pyarrow", "jax.experimental.pallas", "transformers", "datasets", "orbax"]
     program = "import json, sys; from recjax.config import load_config; load_config(sys.argv[1]);"
@@ -368,7 +369,7 @@ ODD = st.lists(st.text() | st.sampled_from(ODD_PIECES)).map("".join)
 ODD_ARGUMENTS = st.dictionaries(ODD, st.lists(ODD | st.dictionaries(ODD, ODD, max_size=3), max_size=3), max_size=3)
 
 
-@pytest.mark.parametrize("examples", slow_except([8, 200], 8))
+@pytest.mark.parametrize("examples", [*slow(8), *campaign(200)])
 def test_a_stored_config_keeps_odd_texts(tmp_path, examples):
     stored = tmp_path / "odd.yaml"
 

@@ -77,6 +77,7 @@ def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp
     assert (rows["parsed"] == rows["completion"].str.strip()).all()
 
 
+@pytest.mark.slow
 def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_path):
     folder, config = finished
     _, numbers = evaluate(config(), None, str(tmp_path / "out"))

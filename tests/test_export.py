@@ -27,7 +27,7 @@ from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
 from tests import commands
 from tests.hub.test_families import forward
-from tests.marks import slow_except
+from tests.marks import campaign_except
 from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
 
@@ -36,7 +36,7 @@ TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["
 MOVED = "adapters that no program updates"
 
 
-@pytest.fixture(scope="module", params=slow_except([*TRAINED, MOVED], MOVED))
+@pytest.fixture(scope="module", params=campaign_except([*TRAINED, MOVED], MOVED, slow=["all"]))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
     without = {"learner": MovingLearner(), "sources": sampled_by(prepared_batch)} if request.param == MOVED else {}
@@ -85,6 +85,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
         np.testing.assert_array_equal(answered[row][: len(tokens)], tokens)
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
     run, config, prepared, _ = finished
     older, (_, policy, newer, version, *_) = open_checkpoint(run, 1).params, open_checkpoint(run)
@@ -167,7 +168,7 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
         assert weights.version == 1
 
 
-@pytest.mark.parametrize("finished", slow_except([*TRAINED, MOVED], MOVED), indirect=True)
+@pytest.mark.parametrize("finished", campaign_except([*TRAINED, MOVED], MOVED, slow=["all"]), indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
     open_checkpoint(finished[0])

@@ -288,7 +288,7 @@ def test_sigterm_to_one_process_stops_both_after_one_step(tmp_path, ended):
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(done + 4))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     config = load_config(tmp_path / "tiny.yaml", OPTIONS)
@@ -389,7 +389,7 @@ pickle.dump((encoded, found), open(f"{output}/{number}.pickle", "wb"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("fault", ["", "vocabulary"])
 def test_two_processes_share_out_the_problems_that_they_encode(tmp_path, ended, fault):
     ended += (started := two_of(tmp_path, ["-c", ENCODES, str(tmp_path), fault]))

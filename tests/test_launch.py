@@ -180,7 +180,7 @@ def local_processes(tmp_path, *options):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
     options = ["training.steps=1", "evaluation.every=0", "evaluation.problems=4", "mesh.fsdp=4", "mesh.data=1"]
     done = local_processes(tmp_path, *options)
@@ -210,7 +210,7 @@ def test_the_local_one_ends_after_the_checkpoints_of_its_processes(tmp_path):
         assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_process_that_fails_ends_the_local_one(tmp_path):
     done = local_processes(tmp_path, "model.remat=some")
     assert done.returncode == 1 and "model.remat = 'some'" in done.stderr

@@ -50,7 +50,7 @@ def test_every_cell_was_run_in_order_and_none_failed():
     assert pictures(NOTEBOOK)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_cells_are_a_program(tmp_path):
     lines = [line for cell in cells() for line in "".join(cell["source"]).splitlines() if not line.startswith("%")]
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
@@ -79,7 +79,7 @@ def link_dependencies(site_packages: Path) -> None:
                     os.symlink(os.path.join(base, file), site_packages / file)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_fresh_environment_installs_recjax_and_shows_the_figure(tmp_path):
     """As in Colab: Python with Jupyter's kernel, without recjax; the first cell installs it from $RECJAX_CHECKOUT."""
     python = str(tmp_path / "environment" / "bin" / "python")

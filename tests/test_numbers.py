@@ -123,7 +123,7 @@ def test_activations_are_those_of_the_recomputation_table():
     assert shown == [round(float(cell), 1) for cell in measured]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_memory_of_updates_is_that_of_dry_runs(smollm2_folder):
     section = page("benchmarks/RESULTS.md").split("## Recomputation in the backward pass\n")[1].split("\n## ")[0]
     shown = re.findall(r"^\| (unchanged|`.*`) \| ([\d.]+) \| [\d.]+ \|$", section, re.MULTILINE)

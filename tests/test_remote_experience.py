@@ -19,7 +19,7 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.training.run import characters
 from tests.experience.rows import read_columns
-from tests.marks import slow_except
+from tests.marks import campaign_except
 from tests.training.tiny_run import TINY
 
 
@@ -206,7 +206,7 @@ def choice_of(body, changes, text="12"):
     return {"finish_reason": "stop"} | said | changes
 
 
-@pytest.mark.parametrize("wrong", slow_except(WRONG, *WRONG[::4]))
+@pytest.mark.parametrize("wrong", campaign_except(WRONG, *WRONG[::4]))
 def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, caplog, wrong):
     kind, changes, reason = wrong
     seeds = []

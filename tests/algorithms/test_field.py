@@ -10,7 +10,15 @@ import pytest
 from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
-from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, observed, rows_of
+from tests.algorithms.examples import (
+    ROWS,
+    Example,
+    first_of_each_set_of_axes,
+    loss_and_gradient,
+    make_example,
+    observed,
+    rows_of,
+)
 
 EXAMPLE = make_example()
 PARTS = 4
@@ -42,22 +50,44 @@ def algorithms():
     return {name: build_algorithm(name, {}) for name in FIELD}
 
 
-def of_all_presets(example):
-    """By preset: gradient and count of the whole example, and of its micro-batches one after another."""
-    results = {}
-    for name, algorithm in algorithms().items():
-        rows = rows_of(algorithm, example)
-        (_, count), (whole, _) = loss_and_gradient(algorithm, example, rows)
-        one = lambda part, algorithm=algorithm: loss_and_gradient(algorithm, *part)  # noqa: E731
-        (_, counts), (parts, _) = jax.lax.map(one, cut((example, rows)))
-        results[name] = (whole, count), (parts.reshape(whole.shape), counts.sum())
-    return results
+# Presets whose micro-batches the quick set computes, too: the first of each set of axes.
+IN_PARTS = first_of_each_set_of_axes(tuple(FIELD))
+
+
+def whole_gradient(name, example):
+    """Gradient and count of the whole example."""
+    algorithm = algorithms()[name]
+    (_, count), (gradient, _) = loss_and_gradient(algorithm, example, rows_of(algorithm, example))
+    return gradient, count
+
+
+def gradient_in_parts(name, example):
+    """Gradient and count of the example's micro-batches, one after another."""
+    algorithm = algorithms()[name]
+    parts = cut((example, rows_of(algorithm, example)))
+    (_, counts), (gradients, _) = jax.lax.map(lambda part: loss_and_gradient(algorithm, *part), parts)
+    return gradients.reshape(example.logprobs.shape), counts.sum()
 
 
 @pytest.fixture(scope="module")
 def gradients():
-    """example → preset → what `of_all_presets` finds; one program for everything."""
+    """example → preset → gradient and count of the whole, and for IN_PARTS those in parts; one program for all."""
+
+    def of_all_presets(example):
+        found = {name: [whole_gradient(name, example)] for name in FIELD}
+        for name in IN_PARTS:
+            found[name].append(gradient_in_parts(name, example))
+        return found
+
     program = jax.jit(of_all_presets)
+    return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
+
+
+@pytest.fixture(scope="module")
+def other_gradients_in_parts():
+    """example → preset → gradient and count in parts, for all presets that are not in IN_PARTS."""
+    others = [name for name in FIELD if name not in IN_PARTS]
+    program = jax.jit(lambda example: {name: [gradient_in_parts(name, example)] for name in others})
     return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
 
 
@@ -65,16 +95,28 @@ def test_every_preset_has_a_formula_here():
     assert COEFFICIENTS.keys() == FIELD.keys()
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("name", FIELD)
-def test_gradient_from_the_formula(gradients, name, example):
+def assert_gradients_are_by_hand(found, name, example):
     clean = EXAMPLE if example == "junk in padding" else EXAMPLES[example]
     observations = np.asarray(observed(EXAMPLES[example]))
     assert observations.any() == (example != "junk in padding")
     expected, expected_count = gradient_by_hand(name, clean, observations)
-    for gradient, count in gradients[example][name]:
+    for gradient, count in found[example][name]:
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-5)
         assert count == expected_count
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("name", FIELD)
+def test_gradient_from_the_formula(gradients, name, example):
+    assert len(gradients[example][name]) == 1 + (name in IN_PARTS)
+    assert_gradients_are_by_hand(gradients, name, example)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FIELD if name not in IN_PARTS])
+def test_micro_batches_of_the_other_presets_add_up(other_gradients_in_parts, name):
+    for example in EXAMPLES:
+        assert_gradients_are_by_hand(other_gradients_in_parts, name, example)
 
 
 @pytest.mark.slow

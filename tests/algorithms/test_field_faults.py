@@ -13,8 +13,14 @@ from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.algorithms.reading import call
-from tests.algorithms.examples import Example, loss_and_gradient, make_example, rows_of
-from tests.marks import slow_except
+from tests.algorithms.examples import (
+    Example,
+    first_of_each_set_of_axes,
+    loss_and_gradient,
+    make_example,
+    rows_of,
+)
+from tests.marks import campaign_except
 
 EXAMPLE = make_example()
 ON_POLICY = EXAMPLE._replace(logprobs=EXAMPLE.behavior_logprobs)
@@ -243,7 +249,7 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
 
 
 @pytest.mark.parametrize("source", ["policy", "behavior", "both"])
-@pytest.mark.parametrize("name", slow_except(PRESETS, *[*PRESETS][::8]))
+@pytest.mark.parametrize("name", campaign_except(PRESETS, *[*PRESETS][::16], slow=first_of_each_set_of_axes()))
 def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
     algorithm = build_algorithm(name, {})
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)

@@ -169,6 +169,7 @@ def test_micro_batches_and_devices_add_exactly(name):
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.reshape(ROWS, 4), gradients), gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "opmd", "red_drop", "pairwise_consistency"])
 def test_vmap_over_batches_equals_a_loop(name):
     examples = [make_example(seed) for seed in (1, 2)]

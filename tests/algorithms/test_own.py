@@ -92,6 +92,7 @@ def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path)
         assert status == 0 or "algorithm.weight.cap = 'high'" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_library_in_ones_own_loop():
     """The README's example runs as pasted, on logits of a language model; docs/objectives.md has the same lines."""
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

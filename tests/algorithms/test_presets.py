@@ -21,7 +21,7 @@ from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, free_options, resolve
 from tests.algorithms.examples import loss_and_gradient, make_example
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 EXAMPLE = make_example(seed=3)
 
@@ -297,7 +297,7 @@ def test_the_list_of_options_is_whole():
     assert sorted(everything) == sorted(OPTIONS)
 
 
-@pytest.mark.parametrize("place", slow_except(OPTIONS, *[*OPTIONS][::4]))
+@pytest.mark.parametrize("place", campaign_except(OPTIONS, *[*OPTIONS][::12], slow=[*OPTIONS][::4]))
 def test_every_option_changes_the_loss(place):
     axis, name, option = place.split(".")
     *values, rest = OPTIONS[place]
@@ -339,7 +339,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("preset", slow_except(NUMBERS, "bapo", "clip_cov"))
+@pytest.mark.parametrize("preset", campaign_except(NUMBERS, "bapo", "clip_cov", slow=["dapo", "p3o", "tis"]))
 def test_numeric_options_are_arguments_of_a_program(preset):
     algorithm = build_algorithm(preset, {})
     free, options = free_options(algorithm)

@@ -11,6 +11,7 @@ from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.groups import first_rows
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import ROWS, Example, make_example
+from tests.marks import campaign_except
 
 # Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
 QUICK = ("gspo", "opmd", "opo", "pairwise_consistency")
@@ -62,9 +63,7 @@ def numbers(algorithm, example: Example, trajectories=None):
     return one, gradient, rows, diagnostics.diagnose(algorithm, rows, *seen)
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS]
-)
+@pytest.mark.parametrize("preset", campaign_except(PRESETS, *QUICK[:2], slow=QUICK[2:]))
 def test_two_rows_of_a_trajectory_are_one_completion(preset):
     algorithm, example = build_algorithm(preset, PRESETS[preset]), make_example()
     split, trajectories = halves(example)

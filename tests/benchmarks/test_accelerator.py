@@ -30,7 +30,7 @@ def begun(command, **options):
     return Command(command[1:], **options)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rehearsal_finds_something_in_every_part_and_says_what_it_skipped(tmp_path, monkeypatch):
     out = tmp_path / "rehearsal.json"
     asked = types.SimpleNamespace(rehearsal=True, budget=3000.0, only=REHEARSED, out=str(out))
@@ -49,7 +49,7 @@ def test_a_rehearsal_finds_something_in_every_part_and_says_what_it_skipped(tmp_
     assert "half billion" in accelerator_page.page([result])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rehearsal_of_the_other_parts_would_repeat_these(monkeypatch):
     from benchmarks.accelerator_parts import PARTS
 
@@ -64,7 +64,7 @@ def test_a_rehearsal_of_the_other_parts_would_repeat_these(monkeypatch):
             assert ours == theirs
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_parts_beyond_the_budget_are_skipped_with_the_reason(tmp_path):
     out = tmp_path / "none.json"
     command = [sys.executable, "-m", "benchmarks.accelerator", "--rehearsal", "--budget", "5", "--out", str(out)]

@@ -24,7 +24,7 @@ def test_the_differences_cover_every_checkpoint_and_are_within_limits():
         assert not too_large(dict(zip(CHECKS, map(float, errors), strict=True))), name
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_wrong_model_is_seen_by_every_check(monkeypatch):
     load = test_families.load_pretrained
 

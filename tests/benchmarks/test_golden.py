@@ -89,7 +89,7 @@ def test_every_run_is_a_config_of_this_version(tmp_path):
         load_config(path, [])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_commit_equals_itself():
     rows = golden.compare_all("HEAD", ["early"])
     assert [(row[0], row[1], row[4]) for row in rows] == [("early", "6", "bit-equal")]

@@ -7,8 +7,9 @@ from benchmarks.shapes import Sizes
 from recjax.hub.weights import read_config
 from tests import commands
 
+pytestmark = pytest.mark.campaign
 
-@pytest.mark.slow
+
 def test_all_ways_are_timed():
     sizes = {"prompts": 2, "group_size": 2, "prompt_tokens": 8, "max_tokens": 8, "micro_batch_prompts": 1, "repeats": 1}
     flags = [f"--{name}={value}" for name, value in (sizes | {"tokens_per_micro_batch": 64}).items()]
@@ -18,7 +19,6 @@ def test_all_ways_are_timed():
     assert [name.split(",")[0] for name in timed] == ["padded", "packed", "packed"] and timed[2].endswith("shared")
 
 
-@pytest.mark.slow
 def test_weights_are_copied_as_runs_refuse_links(tmp_path):
     sizes = Sizes(32, 8, 16, 1, 2, 1, 4)
     tokenizer = word_tokenizer(sizes.vocabulary)

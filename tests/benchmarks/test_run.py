@@ -28,7 +28,7 @@ def result(tmp_path_factory) -> dict:
     return whole
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_recjax_alone_fills_the_rows(result):
     rows = {row["phase"]: row for row in result["rows"]}
     expected = {"step", "generate", "grade", "update", "prefill", "decode", "rescore", "checkpoint", "weight_copy"}
@@ -45,7 +45,7 @@ def test_recjax_alone_fills_the_rows(result):
     assert "config" not in result["notes"]["recjax:bfloat16"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_system_that_cannot_start_is_left_out_with_its_reason(result):
     assert "/no/such/python" in result["skipped"]["trl"]
     assert "Left out: trl" in tables.tables([result])
@@ -108,7 +108,7 @@ def test_least_work_by_hand():
     assert shares(work["decode"], 2.0, {"flops": 1.0, "bytes": 1.0})["bytes_share"] == work["decode"].bytes / 2
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
     page, file = tmp_path / "page.md", tmp_path / "toy.json"
     file.write_text(json.dumps(result))

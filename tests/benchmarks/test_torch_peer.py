@@ -14,7 +14,7 @@ from benchmarks.shapes import SHAPES  # noqa: E402
 from benchmarks.workers import torch_decode, torch_grpo, torch_llama  # noqa: E402
 from recjax.algorithms.advantages import group_normalized_advantages  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import TIME, Columns, append, columns_of, experts, make_row, read, same, text_row
+from tests.marks import slow_except
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
 TWO_ROWS = tuple(
@@ -171,6 +172,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["any", "before the commit"])
 def test_a_killed_writer_leaves_what_it_said_that_it_wrote(db, moment):
     script = WRITER
@@ -427,7 +429,7 @@ def test_damage_is_noticed(db, name):
         use()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
     append(db, [make_row(number, group=number // 4, length=20) for number in range(60)])
     content, expected = db.read_bytes(), read(db)

@@ -13,6 +13,8 @@ from experiments.bandit import bandit
 from recjax.algorithms import losses
 from recjax.algorithms.presets import build_algorithm
 
+pytestmark = pytest.mark.campaign
+
 FOLDER = Path(bandit.__file__).parent
 REWARDS = np.array([0.0, 0.8, 1.0])
 KEPT = 1 - 1 / 8  # the share of r − r̄ that is left when r̄ is a mean over eight, the arm itself among them
@@ -72,7 +74,6 @@ FORCES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("behavior", [*FIXED, POOR], ids=str)
 @pytest.mark.parametrize("label", FORCES)
 def test_exact_update_is_the_sum_over_all_ordered_groups(label, behavior):
@@ -85,7 +86,6 @@ def test_exact_update_is_the_sum_over_all_ordered_groups(label, behavior):
         np.testing.assert_allclose(exact_update(label, behavior, logits), expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.slow
 @every_method
 def test_a_batch_is_its_counts_of_groups(label):
     """Arms drawn one by one, in any order, as a training batch would hold them."""
@@ -107,7 +107,6 @@ def test_a_batch_is_its_counts_of_groups(label):
     np.testing.assert_allclose(counted, jax.grad(plain)(logits), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_sampled_updates_are_exact_on_average():
     seeds = 2000
     after = bandit.paths(METHODS["REINFORCE"], 0.2, 1, seeds)[1][:, :, -1]
@@ -118,7 +117,6 @@ def test_sampled_updates_are_exact_on_average():
 
 
 @every_fixed_policy
-@pytest.mark.slow
 @pytest.mark.parametrize("label", FORCES)
 def test_ends_of_constant_forces(results, label, number):
     """Gradient flow on Σ f log π with f_1 < 0: arm 1 goes, and π_2 − π_3 = (f_2 − f_3) / Σ f as far as it can."""
@@ -129,7 +127,6 @@ def test_ends_of_constant_forces(results, label, number):
     np.testing.assert_allclose(end(results, label, number), expected, atol=3e-3)
 
 
-@pytest.mark.slow
 @every_fixed_policy
 @pytest.mark.parametrize("tau", [1, 0.1])
 def test_consistency_ends_at_the_surrogates_optimum(results, tau, number):
@@ -137,7 +134,6 @@ def test_consistency_ends_at_the_surrogates_optimum(results, tau, number):
     np.testing.assert_allclose(end(results, f"Consistency, τ = {tau}", number), optimum / optimum.sum(), atol=1e-3)
 
 
-@pytest.mark.slow
 @every_fixed_policy
 def test_opmd_ends_where_its_pull_balances_the_gradient(results, number):
     behavior, policy = FIXED[number], end(results, "OPMD, τ = 0.1", number)
@@ -146,7 +142,6 @@ def test_opmd_ends_where_its_pull_balances_the_gradient(results, number):
     assert not np.allclose(policy, behavior, atol=0.05)
 
 
-@pytest.mark.slow
 @every_fixed_policy
 @pytest.mark.parametrize("label", NARROW)
 def test_clipping_stops_at_its_range(results, label, number):
@@ -157,7 +152,6 @@ def test_clipping_stops_at_its_range(results, label, number):
     np.testing.assert_allclose(end(results, label, number)[better], 1.2 * behavior[better], atol=5e-3)
 
 
-@pytest.mark.slow
 @every_fixed_policy
 def test_the_wide_range_goes_farther_and_stays_inside(results, number):
     narrow, wide = (end(results, f"REC-OneSide-NoIS ({x})", number) for x in ("0.2, 0.2", "0.6, 2.0"))
@@ -165,7 +159,6 @@ def test_the_wide_range_goes_farther_and_stays_inside(results, number):
     assert np.all(wide < 3.0 * FIXED[number] + 5e-3)
 
 
-@pytest.mark.slow
 def test_on_policy_every_method_without_shaped_data_is_reinforce(results):
     """The ratio is 1, and both added terms have gradients of zero on average."""
     plain = results["REINFORCE"][ON_POLICY, 0]
@@ -174,7 +167,6 @@ def test_on_policy_every_method_without_shaped_data_is_reinforce(results):
         assert (gap < 1e-3) == (not label.startswith("RED-")), (label, gap)
 
 
-@pytest.mark.slow
 def test_stale_data_ruins_reinforce_but_not_clipping(results):
     assert end(results, "REINFORCE", REFRESHED)[1] > 0.999
     assert all(end(results, label, REFRESHED)[2] > 0.9 for label in NARROW)
@@ -189,7 +181,6 @@ def numbers(rows, columns):
     return np.array([[float(row[column]) for column in columns] for row in rows])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value|Degrees of freedom):RuntimeWarning")
 def test_committed_table_is_what_a_run_gives(results):
     table, again = read_table(), list(bandit.table_rows(results))
@@ -212,7 +203,6 @@ def test_markdown_is_the_same_table(tmp_path):
     assert (tmp_path / "table.csv").read_bytes() == (FOLDER / "table.csv").read_bytes()
 
 
-@pytest.mark.slow
 def test_figures_are_drawn(results, tmp_path):
     thinned = {label: paths[:, :, ::100] for label, paths in results.items()}
     short = {label: paths if label == SAMPLED else paths.repeat(2, axis=1) for label, paths in thinned.items()}

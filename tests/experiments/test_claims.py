@@ -14,6 +14,8 @@ from experiments.claims.verdicts import Check, Claim
 from recjax.analysis.compare import Estimate
 from recjax.analysis.sweeps import read_sweep
 
+pytestmark = pytest.mark.campaign
+
 ROOT = Path(__file__).parents[2]
 NOTES = ROOT / "experiments" / "claims"
 
@@ -64,7 +66,6 @@ def tables():
     return {name: page.read_runs(path) for name, path in page.TABLES.items()}
 
 
-@pytest.mark.slow
 def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
     page.write_pages(tables, tmp_path, tmp_path)
@@ -73,7 +74,6 @@ def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, 
     assert (tmp_path / "README.md").read_text() == (NOTES / "README.md").read_text()
 
 
-@pytest.mark.slow
 def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch):
     """One run is finished here; those of the table that are not stay as they are, and a lost table is said."""
     runs = read_sweep(page.HERE / "smollm2.yaml")[1]
@@ -90,7 +90,6 @@ def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch)
         page.collect_finished("smollm2")
 
 
-@pytest.mark.slow
 def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
     pages = [ROOT / "docs" / name for name in ("claims.md", "debugging.md")]
     folders = {"docs": (ROOT / "docs" / "claims", pages), "notes": (NOTES, [NOTES / "README.md"])}
@@ -107,7 +106,6 @@ def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
             assert any(file in text.read_text() for text in texts)
 
 
-@pytest.mark.slow
 def test_the_committed_metrics_are_the_whole_grid(tables):
     expected = {tuple(run.settings.values()) for run in read_sweep(ROOT / "experiments" / "claims" / "grid.yaml")[1]}
     table = tables["grid"]

@@ -18,6 +18,8 @@ from recjax.tasks.rewards import last_number_match
 from recjax.training.loop import train
 from recjax.training.metrics import read_metrics
 
+pytestmark = pytest.mark.campaign
+
 SMALL = [
     "model.decoder={hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
     "warm_start={steps: 100, batch_size: 64, learning_rate: 5e-3}",
@@ -58,7 +60,6 @@ def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
     pd.testing.assert_frame_equal(claims_map.collect(runs, path), table, check_dtype=False)
 
 
-@pytest.mark.slow
 def test_runs_are_the_trainers(tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     extra = [*SMALL, "training.checkpoint_every=8"]

@@ -6,6 +6,8 @@ import pytest
 
 from tests import commands
 
+pytestmark = pytest.mark.campaign
+
 SMALL = [
     "model.decoder={hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
     "task.arithmetic.problems=['1..9 + 1..9']",
@@ -16,7 +18,6 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
 def test_a_run_is_continued_and_resumed_with_other_rates(tmp_path):
     script = ["-m", "experiments.day.continue_run", "--output", str(tmp_path / "runs")]
     done = commands.run([*script, "--config", "experiments/quickstart.yaml", *SMALL])

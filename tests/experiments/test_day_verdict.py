@@ -8,6 +8,8 @@ import pytest
 
 from tests import commands
 
+pytestmark = pytest.mark.campaign
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.decoder={hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
@@ -20,7 +22,6 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
 def test_two_algorithms_are_trained_and_compared(tmp_path):
     program = "import runpy; runpy.run_path('experiments/day/verdict.py', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RECJAX_CACHE": str(tmp_path / "cache")}

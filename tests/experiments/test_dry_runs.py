@@ -13,6 +13,8 @@ from recjax.planning import dry_run as planning
 from recjax.planning.dry_run import count, dry_run, show_dry_run
 from tests.hub.test_published import PUBLISHED
 
+pytestmark = pytest.mark.campaign
+
 ROOT = Path(__file__).parents[2] / "experiments"
 # The stored shapes that stand for the models of the experiments; instruct models have those of their base.
 SHAPES = {
@@ -40,7 +42,6 @@ def activations(config, model, inputs, remat):
     return KNOWN[key]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
     def unreachable(*args, **options):

@@ -6,10 +6,11 @@ import pytest
 
 from tests import commands
 
+pytestmark = pytest.mark.campaign
+
 SCRIPT = commands.ROOT / "experiments" / "day" / "from_python.py"
 
 
-@pytest.mark.slow
 def test_a_day_in_python(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(commands.ROOT), "RECJAX_CACHE": str(tmp_path / "cache")}
     done = commands.run(["-c", SCRIPT.read_text(), "8"], cwd=tmp_path, env=environment, timeout=600)

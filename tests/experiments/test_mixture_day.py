@@ -8,6 +8,8 @@ import pytest
 from tests import commands
 from tests.commands import ROOT
 
+pytestmark = pytest.mark.campaign
+
 SMALL = ["warm_start={steps: 30, batch_size: 32}", "training.steps=4", "training.checkpoint_every=2"]
 SMALL += ["rollout.group_size=4"]
 SMALL += ["task.mixture.sums.arithmetic.problems=['1..9 + 10..29']"]
@@ -27,7 +29,6 @@ def rows_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_mixture_logs_every_task_and_is_evaluated_on_all_of_its_problems(tmp_path):
     config = ["--config", str(ROOT / "experiments/day/mixture.yaml"), *SMALL]
     said = python(tmp_path, "-m", "recjax.train", *config)
@@ -48,7 +49,6 @@ def test_a_mixture_logs_every_task_and_is_evaluated_on_all_of_its_problems(tmp_p
     assert results["tasks"]["products"]["problems"] == 6 and "products" in said
 
 
-@pytest.mark.slow
 def test_a_script_of_trl_trains_with_its_own_reward(tmp_path):
     (tmp_path / "coming_from_trl.py").write_text((ROOT / "experiments/day/coming_from_trl.py").read_text())
     program = "import runpy; runpy.run_path('coming_from_trl.py', run_name='__main__')"

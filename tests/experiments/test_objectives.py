@@ -39,7 +39,7 @@ def test_symbols_and_names_keep_their_case_at_the_beginning_of_a_note():
     assert all(as_sentence(preset.note) in text for preset in (PAPER | FIELD).values() if preset.note)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_config_of_the_paper_index_is_taken(tmp_path):
     """Each selects its preset's own choices; added to the quickstart, a run takes it, and the overrides in its note."""
     base = yaml.safe_load((ROOT / "experiments" / "quickstart.yaml").read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def test_every_config_of_the_paper_index_is_taken(tmp_path):
         assert resolve(name, stated) == resolve(name, {}) or name == "dr_grpo"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_curves_to_check_by_eye():
     def at(name, advantage, ratio):
         curve = coefficients(build_algorithm(name, {}), advantage)

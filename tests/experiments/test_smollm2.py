@@ -93,6 +93,7 @@ def write_gguf(file, weights, quantization="F32", **changes):
     return stored
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_1"])
 def test_weights_come_back_in_hugging_face_order(tmp_path, quantization, tied):
@@ -189,7 +190,7 @@ def test_real_logits_are_those_of_transformers(real):
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_real_model_answers(real):
     folder, config, params, tokenizer = real
     text = render_chat(tokenizer, [{"role": "user", "content": "What is the capital of France?"}])
@@ -211,7 +212,7 @@ def test_real_model_answers(real):
     assert "The capital of France is Paris" in decoded, decoded
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_real_tokenizer_is_the_files_own_but_for_digits(real):
     from transformers import AutoTokenizer
 

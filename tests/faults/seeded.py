@@ -1,8 +1,9 @@
 """Seeded faults, and which tests see each: python -m tests.faults.seeded [--only NAME ...] [--every]
 
-The command copies the tree into a temporary folder, seeds one fault at a time there, runs the tests that the table
-names for it, and prints which test failed. At the end it runs those tests without a fault. It exits with 1 if no test
-sees a fault, if one of the tests fails without it, or if the text to change is not in its file exactly once.
+The command copies the tree into a temporary folder and seeds one fault at a time there. It runs the tests that the
+table names for the fault, but only those of the set that the table names, and prints which test failed. At the end it
+runs those tests without a fault. It exits with 1 if no test sees a fault, if one of the tests fails without it, or if
+the text to change is not in its file exactly once.
 
 A fault is a change of behavior. `breaks` describes it without the names of the code: whoever rewrites that code states
 the same fault again in `file`, `old` and `new`, and the tests that take the place of today's in `tests`.
@@ -25,6 +26,10 @@ HERE = Path(__file__).parents[2]
 COPIED = ("recjax", "tests", "experiments", "benchmarks", "docs", "launch", "pyproject.toml", "README.md", "setup.py")
 
 
+# The sets of tests, and the markers that select each.
+SETS = {"quick": "not slow and not campaign", "slow": "slow and not campaign", "campaign": "campaign"}
+
+
 class Fault(NamedTuple):
     """A small change of the source.
 
@@ -33,6 +38,7 @@ class Fault(NamedTuple):
     old: text that is in the file exactly once.
     new: the text in its place.
     tests: files or node ids for pytest, those most likely to see the fault first.
+    set: the first of SETS whose tests see the fault.
     """
 
     breaks: str
@@ -40,6 +46,7 @@ class Fault(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
+    set: str = "quick"
 
 
 _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_replay.py"
@@ -184,15 +191,15 @@ FAULTS = {
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
         "recjax/experience/store.py",
-        "joined((row.mask for row in rows)",
-        "joined((row.mask | True for row in rows)",
+        "_joined([row.mask for row in rows]",
+        "_joined([row.mask | True for row in rows]",
         ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
     ),
     "store-accepts-double-ids": Fault(
         "the store accepts a completion whose id it already holds",
         "recjax/experience/store.py",
-        'sql.Column("id", sql.Text, nullable=False, unique=True)',
-        'sql.Column("id", sql.Text, nullable=False)',
+        'sql.Column("id", TEXT, nullable=False, unique=True)',
+        'sql.Column("id", TEXT, nullable=False)',
         ("tests/experience/test_store.py",),
     ),
     # --- Following.
@@ -248,6 +255,152 @@ FAULTS = {
         "scored(params)[0]",
         (f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later",),
     ),
+    # --- Rollout.
+    "rollout-tool-text-is-trained-on": Fault(
+        "tokens between two turns, which the policy has not sampled, are marked as sampled",
+        "recjax/rollout/trajectory.py",
+        "np.zeros(len(between), bool), mask",
+        "np.ones(len(between), bool), mask",
+        ("tests/rollout/test_trajectory.py::test_a_row_grows_and_its_tokens_are_those_that_were_sampled",),
+    ),
+    "rollout-thoughts-stay-open": Fault(
+        "a reply of a new turn is read as if it began inside the thoughts of the turn before",
+        "recjax/rollout/trajectory.py",
+        "if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):",
+        "if False:",
+        ("tests/rollout/test_trajectory.py::test_a_reply_begins_inside_thoughts_that_its_turn_has_opened",),
+    ),
+    "rollout-canceled-request-keeps-slot": Fault(
+        "the engine goes on with a request that nobody awaits",
+        "recjax/rollout/live.py",
+        "self._engine.cancel(gone)",
+        "self._engine.cancel([])",
+        ("tests/rollout/test_live.py::test_a_canceled_request_frees_its_slot_and_its_place_in_line",),
+    ),
+    "rollout-tool-parameters-lost": Fault(
+        'a tool that a model calls with "parameters" instead of "arguments" gets none of them',
+        "recjax/rollout/tools.py",
+        'call.get("arguments", call.get("parameters", {}))',
+        'call.get("arguments", {})',
+        ("tests/rollout/test_agents.py::test_calls_are_read_as_models_write_them",),
+    ),
+    # --- Tasks.
+    "tasks-epochs-alike": Fault(
+        "every epoch has the problems in the same order",
+        "recjax/tasks/prompts.py",
+        "default_rng([seed, 1, epoch])",
+        "default_rng([seed, 1])",
+        ("tests/tasks/test_prompts.py::test_every_problem_comes_once_an_epoch_in_an_order_of_its_own",),
+    ),
+    "tasks-thoughts-hold-answers": Fault(
+        "an answer inside thoughts counts as the answer",
+        "recjax/grading/thinking.py",
+        'begin, end, opening = match.end(), len(reply), ""',
+        'begin, end, opening = 0, len(reply), ""',
+        ("tests/tasks/test_grading.py::test_thoughts_that_the_prompt_opened_are_no_answer",),
+    ),
+    "tasks-parts-without-weights": Fault(
+        "the parts of a reward are added without their weights",
+        "recjax/tasks/grading/pool.py",
+        "sum(weights.get(part, 1.0) * np.nan_to_num(values)",
+        "sum(np.nan_to_num(values)",
+        ("tests/tasks/test_grading.py::test_the_reward_is_the_weighted_sum_of_its_parts",),
+    ),
+    "tasks-length-decides-accuracy": Fault(
+        "parts that only shape a reward, such as the length, make an answer right or wrong",
+        "recjax/tasks/grading/reward.py",
+        "returned = [part for part in parts if part not in SHAPING]",
+        "returned = list(parts)",
+        ("tests/tasks/test_grading.py::test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong",),
+    ),
+    # --- Experience: what enters and leaves stores.
+    "feedback-changes-rewards": Fault(
+        "a second, different reward for a completion is no error",
+        "recjax/experience/feedback.py",
+        "if earlier is not None and earlier[0] != own:",
+        "if False:",
+        ("tests/experience/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
+    ),
+    "sources-logprobs-computed-again": Fault(
+        "log-probs that a store has are replaced by those of the current policy",
+        "recjax/experience/sources.py",
+        "np.concatenate(now)) if _lacks_logprobs(one) else one)",
+        "np.concatenate(now)))",
+        ("tests/experience/test_sources.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
+    ),
+    "exchange-loses-turn-rewards": Fault(
+        "an exported store lacks the rewards of single turns",
+        "recjax/experience/exchange.py",
+        '"turn_rewards": grade.turns or None',
+        '"turn_rewards": None',
+        ("tests/test_import_experience.py::test_an_export_is_the_same_store_again",),
+    ),
+    "import-ignores-source-column": Fault(
+        "all rows of an imported file have the file's name as their source",
+        "recjax/experience/foreign.py",
+        'source=source if row.columns.source is None else _label(row, "source")',
+        "source=source",
+        ("tests/test_import_experience.py::test_a_column_says_who_wrote_each_row",),
+    ),
+    # --- Hub.
+    "hub-listed-ends-ignored": Fault(
+        "only the tokenizer's own end of sequence ends a completion, and none that the model's files list",
+        "recjax/hub/tokenizers.py",
+        "ids += [] if folder is None else listed_eos(model_folder(folder))",
+        "ids += []",
+        ("tests/hub/test_tokenizers.py::test_stop_tokens",),
+    ),
+    "hub-chat-variables-swapped": Fault(
+        "template variables of the whole model override those of a single chat",
+        "recjax/hub/chat_rendering.py",
+        "{**common, **own, **fixed}",
+        "{**own, **common, **fixed}",
+        ("tests/hub/test_chat_templates.py::test_each_chat_has_its_own_variables_before_those_of_the_tokenizer",),
+    ),
+    "hub-export-replaces-ends": Fault(
+        "an export's end-of-sequence ids lack those that its base has",
+        "recjax/hub/export.py",
+        'options | {"eos_token_id": [*listed, *unlisted]}',
+        'options | {"eos_token_id": [*unlisted]}',
+        ("tests/hub/test_export.py::test_stop_ids_join_the_end_of_sequence_ids_in_the_file_that_transformers_reads",),
+    ),
+    # --- Serving.
+    "serving-part-of-a-key-is-enough": Fault(
+        "the beginning of an API key, even an empty one, is accepted",
+        "recjax/serving/guards.py",
+        "hmac.compare_digest(given, key.encode())",
+        "key.encode().startswith(given)",
+        ("tests/serving/test_clients.py::test_who_has_no_key_gets_nothing_but_the_health",),
+    ),
+    "serving-turn-reward-changes": Fault(
+        "a client that sends another reward for a turn gets no error",
+        "recjax/serving/recorder.py",
+        "if before not in (None, reward):",
+        "if False:",
+        ("tests/serving/test_recording.py::test_turns_are_rewarded_one_by_one_and_survive_a_kill",),
+    ),
+    "serving-newest-version": Fault(
+        "a completion that new weights have finished is labeled with their version, not with the oldest",
+        "recjax/serving/answering.py",
+        "policy_version=int(sampled.versions.min())",
+        "policy_version=int(sampled.versions.max())",
+        ("tests/serving/test_versions.py::test_weights_that_come_in_the_middle_are_taken_and_named",),
+    ),
+    # --- Analysis.
+    "analysis-pass-at-k-with-replacement": Fault(
+        "pass@k draws a problem's samples with replacement",
+        "recjax/analysis/samples.py",
+        "return (ways - math.comb(samples - accurate, k)) / ways",
+        "return 1 - (1 - accurate / samples) ** k",
+        ("tests/analysis/test_samples.py::test_pass_at_k_is_the_share_of_subsets_with_an_accurate_sample",),
+    ),
+    "analysis-final-is-first": Fault(
+        "the final accuracy of a run is that of its first evaluations",
+        "recjax/analysis/compare.py",
+        "values.tail(last)",
+        "values.head(last)",
+        ("tests/analysis/test_compare.py::test_the_end_the_whole_and_the_fall_of_each_run",),
+    ),
 }
 
 
@@ -267,11 +420,12 @@ def seeded(text: str, fault: Fault) -> str:
     return text
 
 
-def failures(tree: Path, tests: Sequence[str], every: bool = False) -> list[str]:
+def failures(tree: Path, tests: Sequence[str], every: bool = False, markers: str = "") -> list[str]:
     """Ids of the tests that fail.
 
     Args:
         every: continue after the first failure.
+        markers: expression that selects among the tests, such as a value of SETS; empty: all run.
     Raises:
         RuntimeError: pytest could not run the tests.
     """
@@ -279,7 +433,7 @@ def failures(tree: Path, tests: Sequence[str], every: bool = False) -> list[str]
     # Python would take the bytecode of a fault of equal length that was put in within the same second.
     environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-p", "no:cacheprovider", "-rfE", "--no-header", "--tb=no", *([] if every else ["-x"])]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    command = [sys.executable, "-m", "pytest", "-m", markers, *options, *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1) and not failed:
@@ -306,7 +460,7 @@ def seen_by(tree: Path, faults: Iterable[str], every: bool) -> Iterable[tuple[st
         clean = path.read_text()
         path.write_text(seeded(clean, fault))
         try:
-            yield name, failures(tree, fault.tests, every), time.monotonic() - began
+            yield name, failures(tree, fault.tests, every, SETS[fault.set]), time.monotonic() - began
         finally:
             path.write_text(clean)
 
@@ -322,11 +476,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recjax-seeded-") as folder:
         tree = Path(folder) / "tree"
         copy_of(HERE, tree)
-        print("| fault | breaks | seen by | seconds |\n|---|---|---|---|", flush=True)
+        print("| fault | breaks | set | seen by | seconds |\n|---|---|---|---|---|", flush=True)
         seen: dict[str, list[str]] = {}
         for name, found, seconds in seen_by(tree, given.only, given.every):
             seen[name] = found
-            print(f"| {name} | {FAULTS[name].breaks} | {', '.join(found) or 'NO TEST'} | {seconds:.0f} |", flush=True)
+            columns = name, FAULTS[name].breaks, FAULTS[name].set, ", ".join(found) or "NO TEST", f"{seconds:.0f}"
+            print(f"| {' | '.join(columns)} |", flush=True)
         tests = list(dict.fromkeys(test for found in seen.values() for test in found))
         broken = failures(tree, tests, every=True) if tests else []
     for test in broken:

@@ -8,7 +8,7 @@ from tests.faults.live import kills_of_both
 from tests.faults.outcomes import Outcome, table
 from tests.faults.runs import place_in
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 
 @pytest.fixture(scope="module")

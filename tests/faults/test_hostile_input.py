@@ -4,8 +4,9 @@ import pytest
 
 from tests import commands
 
+pytestmark = pytest.mark.campaign
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(("name", "least"), [("data_files", 100), ("model_folders", 60), ("completions", 82)])
 def test_nothing_hostile_is_taken(name, least):
     done = commands.run(["-m", f"tests.faults.{name}"], timeout=900)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests import marks
 from tests.faults import seeded
-from tests.faults.seeded import Fault
+from tests.faults.seeded import FAULTS, SETS, Fault
 
 
 def test_a_fault_is_a_change_of_text_that_is_there_once():
@@ -16,7 +17,27 @@ def test_a_fault_is_a_change_of_text_that_is_there_once():
         seeded.seeded("total = a + b\n", fault._replace(new="a +"))
 
 
-@pytest.mark.slow
+def test_every_fault_fits_the_code():
+    for fault in FAULTS.values():
+        seeded.seeded((seeded.HERE / fault.file).read_text(), fault)
+
+
+def test_the_set_of_each_fault_holds_a_test_that_it_names(request):
+    """Looks up the tests that this session has collected, which are all where it runs a whole set."""
+    sets = request.config.stash[marks.SETS]
+    files = {test.partition("::")[0] for test in sets}
+    faults = {
+        name: fault for name, fault in FAULTS.items() if all(test.partition("::")[0] in files for test in fault.tests)
+    }
+    if any("::" in argument for argument in request.config.args) or not faults:
+        pytest.skip("this session has not collected the tests of any fault")
+    for name, fault in faults.items():
+        begins = tuple(test + more for test in fault.tests for more in ("::", "["))
+        named = {where for test, where in sets.items() if test in fault.tests or test.startswith(begins)}
+        assert fault.set in SETS and fault.set in named, (name, named)
+
+
+@pytest.mark.campaign
 def test_tests_that_see_a_fault_are_listed_and_the_file_is_as_before(tmp_path, monkeypatch):
     (tmp_path / "sums.py").write_text("def total(a, b):\n    return a + b\n")
     tests = "from sums import total\n\ndef test_one():\n    assert total(1, 1) == 2\n\n"

@@ -6,9 +6,9 @@ import pytest
 
 from recjax.grading.math_answers import guru_math, math
 from tests.grading.reward_cases import BOX, changed_digits, lines_of
-from tests.marks import slow
+from tests.marks import campaign
 
-PARTS = [0, *slow(*range(1, 8))]
+PARTS = [0, *campaign(*range(1, 8))]
 
 
 def cases():

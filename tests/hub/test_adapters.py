@@ -14,12 +14,13 @@ from recjax.models.decoder import Decoder, logits
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.training.trained import run_adapters
 from tests.hub.test_families import random_model
+from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
 
 TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))
 
 
-@pytest.fixture(scope="module", params=["qwen2", "phi3", "qwen3_5", "qwen3_moe"])
+@pytest.fixture(scope="module", params=[*campaign("qwen2", "phi3", "qwen3_5"), "qwen3_moe"])
 def run(request, tmp_path_factory):
     """A run of two steps that trained adapters next to a random model whose folder has a tokenizer."""
     folder = tmp_path_factory.mktemp("adapters")

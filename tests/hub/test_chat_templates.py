@@ -27,7 +27,7 @@ from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.warm_start import _demonstrations
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
 Be helpful.<|im_end|>
@@ -202,7 +202,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(FAMILIES, "chatml", "gemma"))
+@pytest.fixture(scope="module", params=campaign_except(FAMILIES, "chatml", "gemma"))
 def chat(request, tmp_path_factory):
     """A family and its tokenizer: one token a byte after the special ones, saved to a folder and loaded again."""
     family, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)

@@ -17,7 +17,7 @@ from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
 FAMILIES = {
@@ -66,7 +66,7 @@ def our_logits(config, params, tokens=TOKENS):
     return forward(jax.tree.map(jnp.asarray, params), config, tokens, positions, np.ones(tokens.shape, bool))
 
 
-@pytest.fixture(scope="module", params=slow_except(FAMILIES, "llama, tied", "gemma3"))
+@pytest.fixture(scope="module", params=campaign_except(FAMILIES, "llama, tied", slow=["gemma3", "qwen3_moe"]))
 def base(request, tmp_path_factory):
     """A random checkpoint of a family, and what it holds."""
     folder = tmp_path_factory.mktemp("base")
@@ -331,7 +331,7 @@ def random_multimodal(name, folder):
     return model
 
 
-@pytest.fixture(params=slow_except(CONTAINERS))
+@pytest.fixture(params=campaign_except(CONTAINERS, slow=["qwen3_vl"]))
 def multimodal(request, tmp_path):
     """A random multimodal model of transformers, and its logits of text."""
     model = random_multimodal(request.param, tmp_path / "base")
@@ -399,7 +399,7 @@ ODD = {  # tensors of a folder → contents of its safetensors files and the ind
 }
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ODD)
 def test_odd_folders_are_read_as_transformers_reads_them(name, tmp_path):
     random_model("qwen2", tmp_path)

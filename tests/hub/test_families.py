@@ -19,7 +19,7 @@ from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.trainable import flatten, is_adapter, unflatten, with_adapters
-from tests.marks import slow_except
+from tests.marks import campaign_except
 from tests.rollout.padded import engine_completions
 
 SIZES = {
@@ -163,7 +163,7 @@ def random_model(name, folder, dtype="float32", **changes):
     return model
 
 
-@pytest.fixture(scope="module", params=slow_except(MODELS, "gemma3_text"))
+@pytest.fixture(scope="module", params=campaign_except(MODELS, "gemma3_text", slow=["llama", "qwen3_5", "qwen3_moe"]))
 def loaded(request, tmp_path_factory):
     return load_random(request.param, tmp_path_factory.mktemp("model"))
 

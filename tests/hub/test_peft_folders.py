@@ -25,6 +25,7 @@ from recjax.training.trained import open_checkpoint, open_policy, with_start
 from tests.hub.test_export import CONTAINERS as MULTIMODAL
 from tests.hub.test_export import TOKENS, our_logits, random_multimodal
 from tests.hub.test_families import compiled_forward, random_model, torch_scores
+from tests.marks import campaign, campaign_except
 from tests.training.tiny_run import TINY, one_device, train
 
 CONFIG = DecoderConfig(11, 8, 12, 2, 4, 2, 6)
@@ -125,10 +126,19 @@ def noisy_adapters(config, lora):
 @pytest.mark.parametrize(
     ("model_type", "config", "targets"),
     [
-        *itertools.product(["llama"], [CONFIG, FUSED, EXPERTS_CONFIG], [["query", "value", "up"], ["gate"]]),
-        ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
-        ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
-        *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
+        ("llama", CONFIG, ["query", "value", "up"]),
+        ("llama", EXPERTS_CONFIG, ["gate"]),
+        *(
+            pytest.param(*each, marks=pytest.mark.campaign)
+            for each in (
+                ("llama", CONFIG, ["gate"]),
+                *itertools.product(["llama"], [FUSED], [["query", "value", "up"], ["gate"]]),
+                ("llama", EXPERTS_CONFIG, ["query", "value", "up"]),
+                ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+                ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+                *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
+            )
+        ),
     ],
 )
 def test_exported_adapters_come_back_bit_equal(tmp_path, model_type, config, targets):
@@ -251,7 +261,7 @@ PEFT["mixtral"] = {"projections": {"r": 2, "lora_alpha": 5, "target_modules": ["
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", PEFT)
+@pytest.mark.parametrize("family", campaign_except(PEFT, [*PEFT][0]))
 def test_logits_are_those_of_peft(family, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -274,7 +284,7 @@ def test_logits_are_those_of_peft(family, tmp_path):
         assert np.abs(ours - our_logits(config, params, tokens)).max() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_adapters_of_a_multimodal_base_come_from_peft_and_go_to_it(name, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
@@ -320,7 +330,7 @@ def test_adapters_of_a_multimodal_base_come_from_peft_and_go_to_it(name, tmp_pat
         load_adapter(tmp_path / "all", config)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_gradients_of_experts_adapters_are_those_of_peft(family, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
@@ -360,7 +370,7 @@ def test_gradients_of_experts_adapters_are_those_of_peft(family, tmp_path):
                 assert difference < 1e-3, (layer, name, side, difference)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("targets", [["gate"], ["up", "down"], ["query", "down"]])
 def test_peft_computes_exported_adapters_of_some_projections_of_experts(targets, tmp_path):
     """PEFT joins adapters of an expert's projections; it loads no others."""
@@ -379,7 +389,7 @@ def test_peft_computes_exported_adapters_of_some_projections_of_experts(targets,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *campaign("qwen2", "phi3", "qwen3_5")])
 def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
     """Export, start: equal. The sampler, a resumed run, a run in a new folder and an export all have the adapter."""
     base = tmp_path / "base"

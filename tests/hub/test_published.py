@@ -116,6 +116,7 @@ def published(request, tmp_path_factory):
     return request.param, folder, read_config(folder)
 
 
+@pytest.mark.campaign
 def test_names_and_shapes_are_those_of_transformers(published):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     _, folder, config = published

@@ -194,6 +194,7 @@ def test_stop_tokens_in_the_middle_of_a_text(name):
 WORDS = st.lists(st.sampled_from(["42", " ", "Yes", "\n", "x=", "é", "€", "4", "..", "  "]), max_size=6).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_CONTEXT)
 @given(st.data())
 def test_a_text_goes_on_where_another_ends(name, data):

@@ -19,6 +19,7 @@ from recjax.hub.weights import load_pretrained, read_config, tensor_names
 from recjax.models.decoder import abstract_params, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
+from tests.marks import campaign_except
 
 CONFIG = {
     "model_type": "llama",
@@ -194,7 +195,7 @@ LAYOUTS = {  # changes of CONFIG → the other layout
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", campaign_except(LAYOUTS, "joint experts", slow=["not tied, without model."]))
 def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name):
     changes, changed = LAYOUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -14,7 +14,7 @@ from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
 from recjax.models.decoder import Decoder, Tokens, init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
@@ -87,7 +87,7 @@ def kernels_here(monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "padding, one kv head", "segments, cap and scale"))
+@pytest.mark.parametrize("case", campaign_except(CASES, "segments, cap and scale", slow=["padding, one kv head"]))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
     options = {"window": None, "cap": None, "scale": 0.5, "kv_heads": 2} | CASES[case]
@@ -172,12 +172,13 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
     assert parts == [(batch, 4), part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "windows"),
     [
-        pytest.param("cudnn", (2, None), marks=pytest.mark.slow),
+        pytest.param("cudnn", (2, None), marks=pytest.mark.campaign),
         ("splash", ()),
-        pytest.param("splash", (2, None), marks=pytest.mark.slow),
+        pytest.param("splash", (2, None), marks=pytest.mark.campaign),
     ],
 )
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
@@ -265,6 +266,7 @@ def contexts_of_one_token(heads, kv_heads, head_dim, lengths, seed=0):
     return jnp.array(random.normal(size=(4, heads, 1, head_dim)), jnp.bfloat16), segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "lengths"),
     [(14, 2, 64, (128, 70, 16)), (3, 3, 16, (5, 1)), (40, 2, 32, (130,))],  # blocks with a rest; 7, 1 and 20 heads
@@ -280,6 +282,7 @@ def test_the_kernel_for_one_token_is_attention_by_its_definition(heads, kv_heads
     np.testing.assert_allclose(found.astype(jnp.float32).reshape(4, -1), expected, atol=0.01)
 
 
+@pytest.mark.slow
 def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
     queries, segments = contexts_of_one_token(4, 2, 16, (16, 16))
     monkeypatch.setattr(attention, "one_token_attention", lambda *_: 7 * queries)
@@ -296,6 +299,7 @@ def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
         assert not takes_it()
 
 
+@pytest.mark.slow
 def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
     config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
     decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), init_params(config, jax.random.key(0))

@@ -12,7 +12,7 @@ from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Context, Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {
@@ -95,8 +95,8 @@ def check_logits(folder, model, side="right"):
     np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)
 
 
-@pytest.mark.parametrize("side", slow_except(["left", "right"], "left"))
-@pytest.mark.parametrize("name", slow_except(MODELS, "grouped, tied", "wide heads", "llama3"))
+@pytest.mark.parametrize("side", campaign_except(["left", "right"], "left"))
+@pytest.mark.parametrize("name", campaign_except(MODELS, "grouped, tied", slow=["wide heads", "llama3"]))
 def test_logits_are_those_of_transformers(tmp_path, name, side):
     model = torch_model(tmp_path, MODELS[name], {})
     assert load_pretrained(tmp_path)[0].tie_embeddings == model.config.tie_word_embeddings
@@ -129,7 +129,7 @@ def test_rotary_settings_matter(tmp_path, name, change):
 
 
 @pytest.mark.parametrize(
-    "name, remat", [pytest.param("grouped, tied", "none", marks=pytest.mark.slow), ("wide heads", "full")]
+    "name, remat", [pytest.param("grouped, tied", "none", marks=pytest.mark.campaign), ("wide heads", "full")]
 )
 def test_gradient_is_that_of_torch(tmp_path, name, remat):
     model = torch_model(tmp_path, MODELS[name], {})
@@ -210,8 +210,8 @@ def test_only_position_differences_matter():
 @pytest.mark.parametrize(
     "splits, options",
     [
-        pytest.param((9,), {}, marks=pytest.mark.slow),
-        pytest.param((3, 7), {}, marks=pytest.mark.slow),
+        pytest.param((9,), {}, marks=pytest.mark.campaign),
+        pytest.param((3, 7), {}, marks=pytest.mark.campaign),
         ((6, 9), {"windows": (None, 3), "rope_layers": (False, True)}),
     ],
 )

@@ -202,7 +202,7 @@ def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
         np.testing.assert_allclose(one.log_ratios(params, packed=True)[1], replayed, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
 def test_stale_completions_have_the_logprobs_of_transformers_with_their_recorded_experts(family, tmp_path):
     """Older weights sample and route; newer weights score. In transformers, a hook forces each router's choice."""

@@ -57,6 +57,7 @@ def noisy_adapters(params):
     return unflatten(leaves | jax.device_put(noise))
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
     decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
     np.testing.assert_array_equal(scores(decoder, params), scores(Decoder(CONFIG), initial()))

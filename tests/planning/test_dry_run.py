@@ -33,6 +33,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import prepare
 from recjax.training.update import Context, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
+from tests.marks import campaign
 from tests.rollout.reference_sampler import sample
 from tests.training.simulated_run import simulated
 from tests.training.tiny_run import TINY
@@ -73,7 +74,7 @@ def memory(result):
     return {item.name: item.bytes for item in result.memory}
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-1.5B-Instruct", "Llama-3.1-8B", "Qwen2.5-7B-Instruct"])
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B-Instruct", *campaign("Llama-3.1-8B", "Qwen2.5-7B-Instruct")])
 def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path, no_weights, capsys, name):
     options = [
         "rollout.max_prompt_tokens=64",
@@ -119,11 +120,12 @@ def test_the_rest_is_told_where_the_network_does_not_bring_the_model(tiny, tmp_p
     assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ["model.lora={rank: 2}"],
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ([], ["model.freeze=[embedding]"])),
+        *campaign([], ["model.freeze=[embedding]"]),
     ],
 )
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_activations):
@@ -173,6 +175,7 @@ def test_a_gpu_has_a_copy_of_few_layers_which_it_unrolls(tiny, no_activations, d
     assert found.get("unrolled layers", 0) == copies * layers * (2 * kernels + 4 * norms)
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_those_of_the_sampler(tiny):
     config = tiny("evaluation.samples=6")  # more rows than training has
     result = dry_run(config)
@@ -224,7 +227,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     assert 0.6 < foretold / planned < 1.4
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_activations_grow_with_what_they_are_of(tiny):
     def activations(*options):
         return memory(dry_run(tiny(*options)))["activations"]
@@ -248,7 +251,7 @@ def test_activations_grow_with_what_they_are_of(tiny):
 @pytest.mark.parametrize(
     "regime",
     [
-        pytest.param(RegimeConfig(sync_interval=m, sync_offset=n), marks=[pytest.mark.slow] * (m == 3 or n == 2))
+        pytest.param(RegimeConfig(sync_interval=m, sync_offset=n), marks=[pytest.mark.campaign] * (m == 3 or n == 2))
         for m in (1, 3, 20)
         for n in (0, 2, 10)
     ],
@@ -391,7 +394,7 @@ def test_the_first_remedy_is_that_of_the_largest_part(tiny, untraced):
     assert {*planning._SAVINGS} <= {item.name for item in items}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_mesh_splits_the_memory(tiny, capsys):
     wide = "{hidden_size: 32, num_layers: 1, num_heads: 4, num_kv_heads: 2, intermediate_size: 64}"
     options = [f"model.decoder={wide}", "rollout.prompts_per_step=8", "model.dtype=float32", "mesh.data=1"]
@@ -457,7 +460,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, pack
     assert device_memory() > 2**28
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
     tiny()
     path = str(tmp_path / "tiny.yaml")

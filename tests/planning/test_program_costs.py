@@ -43,7 +43,7 @@ def test_loops_of_unknown_length_count_as_told_and_branches_as_the_costliest():
     assert matmul_flops(batched) == 2 * 3 * 4 * 5 * 6
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_collectives_of_a_compiled_loop_are_what_the_layout_asks_for():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     split, rows = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "fsdp"), ("fsdp",)))

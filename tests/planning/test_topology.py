@@ -56,7 +56,7 @@ def test_every_gpu_has_a_data_sheet():
     assert [*GPUS] == [name for name in ACCELERATORS if not name.startswith("v")]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(not has_gpu_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
 def test_programs_are_compiled_for_gpus_that_are_not_here():
     for kind in GPUS:
@@ -120,7 +120,7 @@ def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
         assert sorted(larger_slices(first), key=chips) == larger_slices(first) and chips(first) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(not LIBTPU, reason='needs libtpu, of pip install -e ".[tpu]"; no TPU')
 def test_every_slice_has_a_device_a_chip_and_a_program_too_large_is_told_the_memory_of_the_table():
     for generation, chip in CHIPS.items():

@@ -127,9 +127,14 @@ THINKS = (
 )
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("agent", "opening"),
-    [("one_chat", "<think>"), *(pytest.param(agent, "", marks=pytest.mark.slow) for agent in ("talks", "one_turn"))],
+    [
+        ("one_chat", "<think>"),
+        pytest.param("talks", "", marks=pytest.mark.campaign),
+        pytest.param("one_turn", "", marks=pytest.mark.campaign),
+    ],
 )
 def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
     config, policy, params = made(agent)
@@ -141,6 +146,7 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
     assert [one.opening for one in seen] == [opening] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "template", "begin"),
     [
@@ -169,6 +175,7 @@ def same(ours, theirs, tolerance=0.0):
             np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, rtol=0, atol=tolerance)
 
 
+@pytest.mark.campaign
 def test_nothing_holds_a_batchs_engine_any_more(made, monkeypatch):
     """Its copy of the weights and its cache are gone at once, not when Python next looks for cycles."""
     engines = []
@@ -232,10 +239,10 @@ scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
 @pytest.mark.parametrize(
     ("agent", "lora"),
     [
-        pytest.param("several_turns", False, id="several_turns"),
-        pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.slow),
-        pytest.param("at_once", False, id="at_once", marks=pytest.mark.slow),
-        pytest.param("talks", False, id="talks", marks=pytest.mark.slow),
+        pytest.param("several_turns", False, id="several_turns", marks=pytest.mark.slow),
+        pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.campaign),
+        pytest.param("at_once", False, id="at_once", marks=pytest.mark.campaign),
+        pytest.param("talks", False, id="talks", marks=pytest.mark.campaign),
         pytest.param("talks", True, id="talks-lora", marks=pytest.mark.slow),
     ],
 )
@@ -246,7 +253,7 @@ def test_the_trainers_logprobs_are_the_engines(made, agent, lora):
 CALLS = f"task.tools=['{TOOLS}add']"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 1)], ids=["data-tensor", "fsdp"])
 @pytest.mark.parametrize(
     ("agent", "lora", "options"),
@@ -279,6 +286,7 @@ def test_a_template_that_drops_something_gives_a_further_row(made):
     assert max(rows) == 2 and [grade.reward_parts["rows"] for grade in grades] == rows
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
     parts = made("several_turns")
     first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))
@@ -394,6 +402,7 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
             assert all(len(one.turns) == 2 for one in completions_of(groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
 def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
     asked = [
@@ -526,6 +535,7 @@ def test_an_environment_is_played_to_its_end(made):
         assert [*grade.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
+@pytest.mark.slow
 def test_environments_are_closed_whatever_comes_of_them(made):
     does = {
         "fine": "none", "end later": "none", "break at the end": "none",

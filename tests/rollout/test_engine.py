@@ -23,7 +23,7 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from tests.hub.test_tokenizers import sentencepiece_like
-from tests.marks import slow_except
+from tests.marks import campaign, campaign_except, slow
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.padded import sample_completions
 from tests.rollout.reference_sampler import sample
@@ -91,14 +91,14 @@ def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
     return sampled
 
 
-@pytest.mark.parametrize("slots", slow_except([None, 1, 5, 12, 40], 5))
+@pytest.mark.parametrize("slots", campaign_except([None, 1, 5, 12, 40], 5, slow=[12]))
 def test_any_number_of_slots_samples_the_same(slots):
     truncated = [found.truncated for found in assert_same(slots)]
     assert any(truncated) and not all(truncated)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unrolled", slow_except([True, False], False), ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("unrolled", campaign_except([True, False], False), ids=["unrolled", "scanned"])
 def test_layers_that_differ(unrolled, monkeypatch):
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
     assert_same(5, WINDOWED)
@@ -125,7 +125,8 @@ def cosines(jaxpr, in_loop=False):
     return tuple(found)
 
 
-@pytest.mark.parametrize("stop_ids", slow_except([(), EARLY, AT_ONCE], EARLY), ids=["never", "early", "at once"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_ids", campaign_except([(), EARLY, AT_ONCE], EARLY), ids=["never", "early", "at once"])
 def test_stops(stop_ids):
     sampled = assert_same(5, group_size=4, stop_ids=stop_ids)
     assert all(len(found.tokens) == 1 for found in sampled) == (len(stop_ids) == 23)
@@ -134,7 +135,7 @@ def test_stops(stop_ids):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
-    slow_except(
+    campaign_except(
         [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8), Sampling(min_p=0.2)], Sampling(0.7, top_p=0.8)
     ),
     ids=["greedy", "top-k", "top-p", "min-p"],
@@ -143,7 +144,8 @@ def test_distributions(sampling):
     assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)
 
 
-@pytest.mark.parametrize("limits", slow_except([(1, 5), (2, 5), (6, 5), (6, None), (1, None)], (1, 5)))
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", campaign_except([(1, 5), (2, 5), (6, 5), (6, None), (1, None)], (1, 5)))
 def test_short_limits(limits):
     max_tokens, slots = limits
     assert_same(slots, max_tokens=max_tokens)
@@ -288,7 +290,7 @@ def assert_completions(found, expected):
         assert one.truncated == other.truncated
 
 
-@pytest.mark.parametrize("slots", [4, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slots", [*slow(4), *campaign(None)])
 def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
     samplings = Sampling(), Sampling(0.8, top_k=5)
     requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
@@ -346,6 +348,7 @@ def test_a_batch_comes_in_while_others_are_under_way():
     assert_completions([found[ticket] for ticket in tickets], alone([*requests, *requests[4:6], *requests[3:9]]))
 
 
+@pytest.mark.slow
 def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
     decoder, params, *_ = problem(PLAIN)
     engine, run, prefill = engine_of(decoder, params), [], decoding.prefill
@@ -356,9 +359,9 @@ def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
     assert run == [4]
 
 
-@pytest.mark.parametrize("more", slow_except([1, 13], 13), ids=["in the same cache", "in a longer cache"])
+@pytest.mark.parametrize("more", campaign_except([1, 13], 13), ids=["in the same cache", "in a longer cache"])
 @pytest.mark.parametrize(
-    "batch", slow_except([False, True], True), ids=["single requests", "a batch that shares its prompts"]
+    "batch", campaign_except([False, True], True), ids=["single requests", "a batch that shares its prompts"]
 )
 def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
     decoder, params, *_ = problem(PLAIN)

@@ -15,6 +15,7 @@ from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
 from tests.hub.test_families import random_model
+from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
 
 CONFIG = DecoderConfig(
@@ -42,7 +43,7 @@ def small_sizes(monkeypatch):
         monkeypatch.setattr(plan, name, value)
 
 
-@pytest.fixture(params=["scanned", "unrolled"])
+@pytest.fixture(params=["scanned", *campaign("unrolled")])
 def engine(request, monkeypatch):
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 4 if request.param == "unrolled" else 3)
@@ -83,6 +84,7 @@ def test_groups_and_requests_of_several_distributions(engine):
     run(engine, [asked(1 + row % 6, row, limit=3 + row, sampling=Sampling(0.5 + row % 2)) for row in range(11)])
 
 
+@pytest.mark.campaign
 def test_a_turn_continues_from_the_end_of_a_slot_and_never_from_within(engine, monkeypatch):
     prefilled = []
     real = decoding.prefill
@@ -102,6 +104,7 @@ def test_a_turn_continues_from_the_end_of_a_slot_and_never_from_within(engine, m
     run(engine, [third, asked(2, 33)])
 
 
+@pytest.mark.campaign
 def test_cancelled_completions_and_weights_that_change(engine):
     requests = [asked(4, row, limit=30) for row in range(6)]
     tickets = engine.admit(requests)
@@ -116,6 +119,7 @@ def test_cancelled_completions_and_weights_that_change(engine):
     run(engine, [more(request, sampled, 55) for request, sampled in zip(requests, cut, strict=False)])
 
 
+@pytest.mark.campaign
 def test_a_batch_of_one_round_leaves_no_state_that_a_later_request_continues_from(engine):
     """Such a batch keeps no keys and values of its completions, so the prompt is held, but its state has moved on."""
     request = asked(4, 1, limit=4)

@@ -11,7 +11,7 @@ from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
 from recjax.rollout.decoding import sample_tokens
-from tests.marks import slow
+from tests.marks import campaign
 from tests.rollout.reference_sampler import sample
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
@@ -54,8 +54,8 @@ def logprobs_after(tokens, sampling=PLAIN):
 @pytest.mark.parametrize(
     "sampling",
     [
-        *slow(Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8)),
-        *slow(Sampling(0.9, min_p=0.3)),
+        *campaign(Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8)),
+        *campaign(Sampling(0.9, min_p=0.3)),
         Sampling(0.8, top_k=6, top_p=0.9),
     ],
 )
@@ -73,7 +73,7 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0, top_p=0.7), *slow(Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(min_p=0.4))],
+    [Sampling(1.0, top_p=0.7), *campaign(Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(min_p=0.4))],
 )
 def test_empirical_frequencies_match_probabilities(sampling):
     count = 20_000
@@ -128,7 +128,7 @@ def test_temperature_zero_takes_the_most_likely_token():
     assert (drawn.logprobs == 0).all()
 
 
-@pytest.mark.parametrize("vocabulary", [23, 26, *slow(1, 2, 25)])
+@pytest.mark.parametrize("vocabulary", [23, 26, *campaign(1, 2, 25)])
 def test_a_token_chosen_in_two_steps_is_the_choice_among_all(vocabulary):
     rows = 40_000 if vocabulary == 23 else 50
     scores = jnp.round(2 * jax.random.normal(jax.random.key(1), (vocabulary,))).at[vocabulary // 2].set(-jnp.inf)

@@ -83,6 +83,7 @@ def test_bodies_have_a_limit_whether_or_not_they_say_how_long_they_are(tmp_path)
         post(client, TEXT, prompt="a", max_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "path", "header"),
     [
@@ -113,6 +114,7 @@ def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
         assert asyncio.run(main(port)) == [status] * 12
 
 
+@pytest.mark.slow
 def test_places_and_distributions_have_limits(tmp_path):
     with listening(tmp_path) as (port, server):
         sampler = server.answering.sampler
@@ -275,6 +277,7 @@ def wait_until(true, seconds=20.0):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_frees_its_slots_and_leaves_no_record(tmp_path, stream):
     with listening(tmp_path, **ENDLESS) as (port, server):

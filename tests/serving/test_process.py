@@ -114,6 +114,7 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
         assert f"{name[:-1]}0" in rows and f"{name[:-1]}1" in rows
 
 
+@pytest.mark.campaign
 def test_no_reward_of_a_turn_is_lost_however_often_the_server_is_killed(run, tmp_path):
     """Sessions of turns that are rewarded one by one, and end after the last kill."""
     rewarded, numbers, flags = {}, itertools.count(), ["--run", run[0], "--record", tmp_path / "store.db"]
@@ -150,6 +151,7 @@ def test_told_to_end_it_finishes_what_runs(run, tmp_path):
     assert len(read_columns(tmp_path / "store.db")) == 8
 
 
+@pytest.mark.campaign
 def test_a_run_trains_on_what_was_served(run, tmp_path):
     with running("--run", run[0], "--record", tmp_path / "store") as client:
         for first in range(1, 9):
@@ -168,6 +170,7 @@ def test_a_run_trains_on_what_was_served(run, tmp_path):
         assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
+@pytest.mark.campaign
 def test_two_servers_record_into_one_database_that_a_run_follows(run, database_url, tmp_path):
     store = database_url()
 
@@ -241,6 +244,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
     assert done.returncode == 1 and 'pip install -e ".[serve]"' in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.campaign
 def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
@@ -260,6 +264,7 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
     assert row.metadata["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]
 
 
+@pytest.mark.campaign
 def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tmp_path):
     config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
     with running("--run", run[0], "--norecording") as client:
@@ -283,6 +288,7 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
             np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, atol=1e-4)
 
 
+@pytest.mark.campaign
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
     command = ["-m", "recjax.serve", "--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
     process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

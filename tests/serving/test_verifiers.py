@@ -11,7 +11,7 @@ from recjax.cache import cache_folder
 from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, TOKENIZER, listening
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 PACKAGES = ("verifiers==0.4.0", "uv")
 SCRIPT = Path("experiments/live/verifiers_sessions.py").absolute()
 ROLLOUTS = 6

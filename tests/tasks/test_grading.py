@@ -18,6 +18,7 @@ from recjax.tasks.grading import reward as reward_module
 from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
+from tests.marks import slow, slow_except
 
 CONFIG = Config.model_construct(
     grading=GradingConfig(seconds=2.5, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
@@ -125,6 +126,7 @@ def test_leaving_ends_every_process_at_once_even_while_one_hangs(faulty):
     assert gone_within(group, 5)
 
 
+@pytest.mark.slow
 def test_a_killed_training_process_leaves_nothing_behind():
     program = (
         "from tests.tasks.test_grading import *\n"
@@ -297,7 +299,7 @@ def unjudged(prompts, completions, answers):
     return {"accuracy": [None if text == "b" else 1.0 for text in completions], "style": [5.0] * len(completions)}
 
 
-@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("workers", [False, *slow(True)])
 def test_none_in_all_parts_is_no_reward_and_none_in_one_part_adds_nothing(workers):
     def scores(function, completions, **weights):
         if workers:
@@ -364,7 +366,7 @@ KINDS = {  # the function or its name, and the parts that it returns
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, *[*KINDS][::4]))
 def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monkeypatch):
     function, parts = KINDS[kind]
     # A classifier's scores are numbers of a batch, as this function's are.

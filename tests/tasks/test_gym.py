@@ -9,7 +9,7 @@ from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym import check_gym, grade, parse
 from recjax.tasks.gym import SYSTEM_PROMPT, gym_problems
 from recjax.workers import Workers
-from tests.marks import slow_except
+from tests.marks import campaign_except
 
 gym = pytest.importorskip("reasoning_gym")
 
@@ -85,7 +85,7 @@ def test_a_composite_is_scored_by_its_parts(in_this_process):
     assert all(grade(problem.answer, problem.answer, problem.columns)["accuracy"] == 1 for problem in train)
 
 
-@pytest.mark.parametrize("name", slow_except(GENERATORS, *GENERATORS[::5]))
+@pytest.mark.parametrize("name", campaign_except(GENERATORS, *GENERATORS[::15], slow=GENERATORS[::5]))
 def test_every_generators_answers_score_fully_and_no_others(name):
     entry = gym.create_dataset(name, size=1, seed=5)[0]
     answer, columns = entry["answer"] or "", {"generator": name, "options": {}, "entry": entry}

@@ -75,7 +75,7 @@ def test_saved_completions_have_the_updates_numbers_of_every_row(straight):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
     make, *_ = straight
     short = ["training.steps=2", "evaluation.problems=4"]
@@ -87,7 +87,7 @@ def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
             np.testing.assert_allclose(ours.get(name, 0), theirs.get(name, 0), rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(("preset", "least"), [("rec_one_side_nois", 64), ("pairwise_consistency", 256)])
 def test_packing_and_micro_batches_change_nothing(straight, preset, least):
     make, *_ = straight
@@ -111,7 +111,7 @@ def test_a_micro_batch_too_small_for_what_belongs_together_is_refused(straight):
 TURNS = ["task.agent=tests.rollout.some_agents:paid_by_answer", "training.steps=3", *AGENT]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_trajectories(straight):
     make, _, rows = straight
     short = [*SEVERAL, "training.steps=2"]
@@ -122,7 +122,7 @@ def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_tr
     assert not np.allclose(other[1]["loss"], rows[1]["loss"], rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("queued", ["regime.sync_offset=1", "experience.replay={max_reuse: 2, draw_every: 2}"])
 def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch, queued):
     make, *_ = straight

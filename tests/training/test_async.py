@@ -19,6 +19,7 @@ from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
 from tests.commands import Command
 from tests.experience.rows import read_columns, same
+from tests.marks import campaign
 from tests.training.tiny_run import train, without_times
 
 pytestmark = pytest.mark.slow
@@ -121,6 +122,7 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
     assert all(line.startswith(("generator 1 of 2", "generator 2 of 2")) for line in said)
 
 
+@pytest.mark.campaign
 def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_trainer_raises(ray, tmp_path):
     numbers = range(1, 5)
     for number in numbers:
@@ -209,7 +211,7 @@ AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_con
 
 @pytest.mark.parametrize(
     "more",
-    [[], [*AGENT, "algorithm.advantage={name: turn_returns}"], ["rollout.top_p=0.8"]],
+    [[], *campaign([*AGENT, "algorithm.advantage={name: turn_returns}"], ["rollout.top_p=0.8"])],
     ids=["", "agent", "kept_sets"],
 )
 def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, more):
@@ -276,7 +278,7 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["whole batches", "swap_within, a cluster"])
+@pytest.mark.parametrize("swaps", [False, *campaign(True)], ids=["whole batches", "swap_within, a cluster"])
 def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(ray, tiny, tmp_path, ended, swaps):
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
     # Completions of several rounds, between which there may be new weights; and generators of a cluster that lives on.

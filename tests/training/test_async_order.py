@@ -21,7 +21,7 @@ from recjax.training.run import prepare
 from recjax.training.sources import GeneratorSource, sampler
 from tests import commands
 from tests.experience.groups import make_group
-from tests.marks import slow_except
+from tests.marks import campaign_except, slow_except
 from tests.rollout.across_versions import logprobs_across
 from tests.training.counting import CountingLearner, killed, prepared_batch
 from tests.training.simulated_run import batch_of, simulated, started
@@ -78,7 +78,7 @@ def trained(config, seed):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(
+    campaign_except(
         itertools.product([0, 1, 6], [1, 4], [1, 3], [1, 4]), (0, 4, 3, 1), (1, 4, 1, 1), (6, 1, 3, 1), (6, 4, 1, 4)
     ),
     ids=str,

@@ -152,6 +152,7 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
     assert same(merged["norm"], whole["norm"]), "adapters change projections alone"
 
 
+@pytest.mark.slow
 def test_the_reference_is_another_policy(tiny):
     _, before = trained(tiny("first"))
     run, state = begun(tiny("second", KL, f"model.reference={tiny('first').output}", "evaluation.initial_kl=true"))
@@ -201,7 +202,7 @@ def test_checkpoints_from_before_a_change_are_read_after_it(tiny):
 
 
 @pytest.mark.slow
-def test_a_continued_run_trains_and_resumes(tiny):
+def test_a_continued_run_trains_with_its_own_schedule(tiny):
     train(tiny("first", "training.steps=4"))
     schedule = "optimizer.schedule={name: linear_schedule, end_value: 0.0}"
     second = continued(tiny, "second", schedule, "optimizer.learning_rate=0.02", "algorithm.preset=grpo", KL)

@@ -159,6 +159,7 @@ def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
     assert len(json.loads((folder / "environment.json").read_text())) == 2
 
 
+@pytest.mark.slow
 def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(
     with_weights, tmp_path, said
 ):

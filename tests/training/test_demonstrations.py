@@ -26,6 +26,7 @@ from recjax.training.run import prepare
 from recjax.training.trained import open_policy
 from recjax.training.warm_start import demonstration
 from tests.hub.test_chat_templates import CHATML
+from tests.marks import campaign
 from tests.training.tiny_run import one_device, train, without_times
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -240,7 +241,7 @@ def test_loss_and_gradient_are_those_of_transformers(config, folder, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, "{rank: 2, alpha: 8, targets: [query, down]}"])
+@pytest.mark.parametrize("lora", ["{rank: 2, alpha: 8, targets: [query, down]}", *campaign(None)])
 def test_a_killed_warm_start_ends_as_one_that_ran_through(config, folder, monkeypatch, lora, tmp_path):
     options = [] if lora is None else [f"model.lora={lora}"]
     straight = train(config("straight", *options))

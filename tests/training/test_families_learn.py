@@ -7,10 +7,11 @@ from recjax.hub.tokenizers import character_tokenizer
 from tests.hub.test_families import MODELS, random_model
 from tests.training.tiny_run import TINY, train
 
+pytestmark = pytest.mark.campaign
+
 MARGIN = 0.3  # of the mean share of digits in a completion, which is about 0.25 for a random policy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_learns_to_write_digits(name, tmp_path):
     random_model(name, tmp_path / "model")

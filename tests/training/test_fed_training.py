@@ -17,7 +17,7 @@ from recjax.training.run import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
 from tests.training.counting import Grades, count, prepared_batch
-from tests.training.tiny_run import TINY, train, train_until_killed, without_times
+from tests.training.tiny_run import TINY, train, without_times
 
 TRIVIAL = "experience.record=true"
 AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=16"]
@@ -113,6 +113,7 @@ def test_rewards_at_random_times_arrive_all_unless_the_deadline_has_passed(tiny)
     assert len(sizes) > 1 and max(sizes) <= 16  # groups are ragged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [*slow("initial"), "current"])
 def test_half_of_every_group_is_the_experts(tiny, expert, missing, monkeypatch):
     seen, pad = [], loop.pad
@@ -142,22 +143,6 @@ def test_a_share_of_every_batch_is_the_experts(tiny, expert):
     assert {tuple(sorted(row["source_rows"].items())) for row in rows[1:]} == {(("expert", 3), ("policy", 12))}
     # The expert's rows have no version, and do not wait for batches that are drawn ahead.
     assert [row["staleness_rows"] for row in rows[1:]] == [{"0": 12}] + [{"1": 12}] * 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [2, 5])
-def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch):
-    everything = [
-        "experience.late={shortest: 0, longest: 3, deadline: 2}",
-        "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}",
-        f"experience.mix.store={expert}",
-        "experience.missing_logprobs=current",
-        "regime.sync_interval=2",
-    ]
-    straight = train(tiny("straight", *everything))
-    train_until_killed(tiny("stopped", *everything), at=stop)
-    assert without_times(train(tiny("stopped", *everything))) == without_times(straight)
-    assert (Path(tiny("stopped", *everything).output) / "figures" / "experience.png").is_file()
 
 
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
@@ -203,6 +188,7 @@ def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny
         prepare(subtraction)
 
 
+@pytest.mark.campaign
 def test_a_dry_run_says_what_only_the_run_will_know(tiny, expert, capsys):
     config = tiny("run", "experience.replay.max_reuse=2")
     show_dry_run(config, dry_run(config))

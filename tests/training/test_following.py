@@ -107,6 +107,7 @@ def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_
     assert [row["step"] for row in read_metrics(Path(config.output) / "metrics.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.campaign
 def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, tmp_path):
     folder = tmp_path / "live"
     append_columns(folder, batch(sampled, 0))
@@ -117,6 +118,7 @@ def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, 
         assert without_times(follows)[1][name] == pytest.approx(at_rest[1][name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.campaign
 def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampled, tmp_path):
     rows = batch(sampled, 0)
     sessions = []

@@ -30,6 +30,7 @@ def rows(tmp_path_factory):
     return config, kept(config)
 
 
+@pytest.mark.slow
 def test_the_first_groups_of_the_first_step_and_of_every_third(rows):
     config, found = rows
     assert [*found] == [1, 3, 6]

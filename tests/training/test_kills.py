@@ -11,6 +11,7 @@ from recjax.generate_experience import generate
 from recjax.training.metrics import read_metrics
 from tests.commands import forks
 from tests.experience.rows import read_columns
+from tests.marks import campaign_except
 from tests.training.counting import count
 from tests.training.killed_run import trained
 from tests.training.tiny_run import TINY, train, without_times
@@ -29,23 +30,21 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "mode",
-    {
-        "queue": ["regime.sync_interval=3", "regime.sync_offset=2"],
-        "offline": ["experience.store={folder}/store"],
-        "replay": ["experience.replay={draw_every: 2, half_life: 2.0}", "experience.record=true"],
-        "late and mixed": [
-            "experience.late={longest: 3, deadline: 2}",
-            "experience.mix={store: {folder}/store, share: 0.25}",
-            "experience.record=true",
-        ],
-    }.items(),
-    ids=lambda mode: mode[0],
-)  # one of them with compiled programs
-def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, mode):
-    name, settings = mode
-    options = [*OPTIONS, *(setting.replace("{folder}", str(folder)) for setting in settings)]
+MODES = {
+    "queue": ["regime.sync_interval=3", "regime.sync_offset=2"],  # with compiled programs
+    "offline": ["experience.store={folder}/store"],
+    "replay": ["experience.replay={draw_every: 2, half_life: 2.0}", "experience.record=true"],
+    "late and mixed": [
+        "experience.late={longest: 3, deadline: 2}",
+        "experience.mix={store: {folder}/store, share: 0.25}",
+        "experience.record=true",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", campaign_except(MODES, "queue", "late and mixed"))
+def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, name):
+    options = [*OPTIONS, *(setting.replace("{folder}", str(folder)) for setting in MODES[name])]
     straight_output, output = folder / f"{name} straight", folder / name
     output.mkdir()
     generator = np.random.default_rng(sum(name.encode()))

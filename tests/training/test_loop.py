@@ -48,6 +48,7 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     assert any(row["gradient_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
     sample_groups = sources.sample_groups
 
@@ -95,7 +96,7 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("updates", [1, *slow(3)])
 def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
     used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}", *WITHOUT_PAUSES]
 
@@ -106,14 +107,6 @@ def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
     rows = count(tiny("run", *REGIMES[regime], *options), sample=sampled)
     after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
     assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
-
-
-def test_kill_and_resume_equals_straight_through(tiny):
-    """With real weights, once; test_resume.py has every source and every moment of a kill."""
-    straight, config = train(tiny("straight", *REGIMES["both"])), tiny("stopped", *REGIMES["both"])
-    train_until_killed(config)
-    assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4  # past the checkpoint of step 3
-    assert without_times(train(config)) == without_times(straight)
 
 
 @pytest.fixture
@@ -127,7 +120,7 @@ def at_a_terminal():
 
 
 @pytest.mark.usefixtures("at_a_terminal")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
 @pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
@@ -173,6 +166,7 @@ def test_what_changes_no_number_may_change_when_a_run_goes_on(tiny):
                 np.testing.assert_allclose(found.get(key, 0), expected.get(key, 0), **close)
 
 
+@pytest.mark.slow
 def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
     pads, calls = loop.to_learn_from, []
 
@@ -314,6 +308,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     assert load_config(output / "config.yaml") == config
 
 
+@pytest.mark.slow
 def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once(tiny):
     learner.update.clear_cache()
     before = learner.update._cache_size()  # below 0 after `jax.clear_caches`

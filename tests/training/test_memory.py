@@ -20,6 +20,8 @@ from recjax.rollout.keys_values import Memory
 from recjax.training.update import Context, Recipe, TrainState, update
 from tests.training.test_update import make_batch
 
+pytestmark = pytest.mark.campaign
+
 # No other size is 1009, nor a multiple of it.
 CONFIG = DecoderConfig(1009, 16, 32, 2, 2, 1, 8)
 DECODER = Decoder(CONFIG, remat="full")
@@ -56,8 +58,7 @@ def most_rows_of_scores(compiled) -> int:
     return max(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [True, pytest.param(False)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(initial()))
@@ -67,7 +68,6 @@ def test_the_state_is_updated_in_its_own_memory(packed):
     assert 0 < metrics < 2048, "beside the state and what was made of each token, only metrics come out"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_update_holds_the_scores_of_one_chunk(packed):
     assert most_rows_of_scores(compiled_update(packed)) == CHUNK
@@ -75,7 +75,6 @@ def test_an_update_holds_the_scores_of_one_chunk(packed):
     assert CHUNK > CONFIG.hidden_size
 
 
-@pytest.mark.slow
 def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
     chunked = compiled_update(True).memory_analysis().temp_size_in_bytes
     everything = compiled_update(True, chunk=3 * 64)
@@ -83,7 +82,6 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
     assert chunked < everything.memory_analysis().temp_size_in_bytes - (3 * 64 - CHUNK) * CONFIG.vocab_size * 4
 
 
-@pytest.mark.slow
 def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
     keys, counts = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.ones(rows, np.int32)

@@ -53,6 +53,7 @@ def test_numbers_that_are_not_finite_are_null_and_their_readers_leave_them_out(t
     assert pd.read_json(path, lines=True)["reward"].isna().tolist() == [True, True, False]
 
 
+@pytest.mark.slow
 def test_figures_and_tables_are_made_of_rows_with_gaps(tmp_path):
     rows = read_metrics(written(tmp_path))
     draw_training(rows, "run $x$ $\\bad$ [/x]", tmp_path / "training.png")

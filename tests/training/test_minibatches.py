@@ -22,7 +22,7 @@ from recjax.models.sampling import Sampling
 from recjax.training import learner
 from recjax.training.checkpoint import progress
 from recjax.training.update import Context, Recipe, TrainState, update
-from tests.marks import slow_except
+from tests.marks import campaign, campaign_except, slow
 from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
 from tests.training.tiny_run import train
@@ -117,8 +117,8 @@ def reference(preset, params, batch, rate, training):
     return after
 
 
-@pytest.mark.parametrize("preset", slow_except(["grpo", "tis", "decoupled_ppo", "a3po"], "decoupled_ppo"))
-@pytest.mark.parametrize("packs", slow_except([False, True], False))
+@pytest.mark.parametrize("preset", campaign_except(["grpo", "tis", "decoupled_ppo", "a3po"], "decoupled_ppo"))
+@pytest.mark.parametrize("packs", campaign_except([False, True], False, slow=[True]))
 def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
     batch = off_policy_batch()
     expected = reference(preset, initial(), batch, RATE, PASSES)
@@ -145,7 +145,8 @@ def test_the_first_of_several_passes_is_the_only_update_of_one():
     chex.assert_trees_all_close(first, once, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", slow_except(["grpo", "reinforce_pp", "red_drop"], "red_drop"))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", campaign_except(["grpo", "reinforce_pp", "red_drop"], "red_drop"))
 def test_minibatch_gradients_add_up_to_that_of_the_batch(preset):
     """With advantages and drops of the whole batch; token means weigh each minibatch by its number of tokens."""
     batch = off_policy_batch()
@@ -186,8 +187,8 @@ def kept_tokens(preset, batch):
 SCORED = ["m2po", "bapo", "clip_cov", "high_entropy", "p3o"]
 
 
-@pytest.mark.parametrize("preset", slow_except(["dapo", "pairwise_consistency", *SCORED], "high_entropy"))
-@pytest.mark.parametrize("packs", slow_except([False, True], False))
+@pytest.mark.parametrize("preset", campaign_except(["dapo", "pairwise_consistency", *SCORED], "high_entropy"))
+@pytest.mark.parametrize("packs", campaign_except([False, True], False))
 @pytest.mark.slow
 def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_groups(preset, packs):
     batch = off_policy_batch()
@@ -198,6 +199,7 @@ def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_grou
     assert padding_waste(batch, layout) < 1
 
 
+@pytest.mark.slow
 def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update():
     batch = off_policy_batch()
     algorithm = build_algorithm("tis", {"mask": {"name": "second_moment"}})
@@ -228,7 +230,7 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     assert forward_passes(masked, proximal) == forward_passes(masked, None) == forward_passes({}, None)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_minibatches_under_pmap_have_their_share_of_every_device():
     batch = make_batch(prompts=8, group=SIZE)
     rows = np.tile(np.repeat([True, False], SIZE), 4)  # the first of two prompts on each of four devices
@@ -270,7 +272,7 @@ def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
 # --- The loop.
 
 
-@pytest.mark.parametrize("preset", slow_except(["decoupled_ppo", "grpo"], "decoupled_ppo"))
+@pytest.mark.parametrize("preset", [*slow("decoupled_ppo"), *campaign("grpo")])
 def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
     seen, recipes, original = [], [], learner.update
 

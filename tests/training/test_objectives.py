@@ -85,7 +85,7 @@ def test_micro_batches_packing_and_devices_change_nothing():
     assert 0 < whole[1]["clip_fraction/all"] < 1 and whole[1]["gradient_norm"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_observations_count_once_however_a_batch_is_cut():
     """The mean of −log π over the tokens between an agent's turns, by hand; packed into one micro-batch and several."""
     batch = make_batch()
@@ -116,6 +116,7 @@ def test_observations_count_once_however_a_batch_is_cut():
         chex.assert_trees_all_close(state.params, updated, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_scoring_runs_only_where_something_reads_it():
     def forward_passes(preset):
         algorithm = build_algorithm(preset, {})
@@ -170,6 +171,7 @@ def test_a_run_with_a_teacher_comes_nearer_to_it(tiny, tmp_path):
         train(tiny("refused", *options[:1], f"model.teacher={other}"))
 
 
+@pytest.mark.slow
 def test_a_run_normalizes_the_parts_of_its_reward(tiny):
     options = ["training.steps=2", "algorithm.preset=gdpo", "task.reward=tests.training.test_objectives:two_parts"]
     rows = train(tiny("run", *options, "task.reward_weights={letters: -0.5}"))[1:]

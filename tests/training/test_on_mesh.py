@@ -49,7 +49,7 @@ def of_one_device(config, packed=False):
     return numbers(None, 1, packed, config)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("config", "sizes", "packed"),
     [
@@ -67,14 +67,14 @@ def test_meshes_change_no_number_of_models_with_experts_or_delta_nets(config, si
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_eight_devices_change_no_number(tmp_path):
     assert commands.run(["-m", "tests.training.on_mesh", tmp_path / "eight.npz"]).returncode == 0
     with np.load(tmp_path / "eight.npz") as found:
         assert_equal(dict(found), on_one_device())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
 def test_a_teachers_divergence_is_that_of_one_device(sizes):
     algorithm = build_algorithm("grpo", {"teacher_divergence": {"coefficient": 0.2, "kind": "jsd", "top_k": 5}})
@@ -84,7 +84,7 @@ def test_a_teachers_divergence_is_that_of_one_device(sizes):
     assert not np.isclose(expected["metrics/gradient_norm"], on_one_device()["metrics/gradient_norm"], rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
 def test_the_effective_sample_size_is_that_of_the_batch_on_any_mesh(sizes):
     algorithm = build_algorithm("p3o", {})
@@ -92,7 +92,7 @@ def test_the_effective_sample_size_is_that_of_the_batch_on_any_mesh(sizes):
     assert_equal(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_packed_rows_on_a_mesh_change_no_number():
     with on((2, 2, 1)):
         _, metrics, _ = updated(batch_of(np.random.default_rng(0)), 1, packed=True)
@@ -100,7 +100,7 @@ def test_packed_rows_on_a_mesh_change_no_number():
     assert_equal(found, {name: value for name, value in on_one_device().items() if name.startswith("metrics/")})
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("sizes", "free", "groups"),
     [
@@ -121,7 +121,7 @@ def test_slots_on_a_mesh_draw_the_same(monkeypatch, sizes, free, groups):
     assert_equal(found, {name: value for name, value in expected.items() if name.startswith("sampled/")})
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_pmap_gives_the_numbers_of_one_device():
     state, metrics, _ = jax.device_get(under_pmap(4))
     expected = on_one_device()
@@ -131,7 +131,7 @@ def test_pmap_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
     batch = batch_of(np.random.default_rng(0))
     batch = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
@@ -141,7 +141,7 @@ def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
         assert_equal(flatten(on_host(updated(batch, 2)[0])._asdict()), flatten(expected._asdict()))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_state_is_split_from_the_start_and_stays_so():
     batch = batch_of(np.random.default_rng(0))
     with on((1, 4, 1)):

@@ -19,7 +19,7 @@ from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DeltaNet
 from recjax.training.run import prepare
 from recjax.training.update import update
-from tests.marks import slow
+from tests.marks import campaign, slow
 from tests.rollout.test_trajectory import GROUPS
 from tests.training import test_update
 from tests.training.test_update import CASES, make_batch, step
@@ -48,7 +48,7 @@ def same_step(one, other):
 
 @pytest.mark.parametrize(
     "preset",
-    ["grpo", *slow("pairwise_consistency", "opmd", "red_weight")],
+    ["grpo", *slow("pairwise_consistency"), *campaign("opmd", "red_weight")],
 )
 def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
@@ -62,7 +62,7 @@ def test_packing_changes_nothing(preset):
         assert metrics["gradient_norm"] > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("layers", [(True, False), (True, False, False, True, True, False)])
 def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
     delta = DeltaNet(layers, key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4)
@@ -76,7 +76,7 @@ def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
     chex.assert_trees_all_close((params, metrics), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])
+@pytest.mark.parametrize("preset", ["grpo", *campaign("gspo", "pairwise_consistency")])
 @pytest.mark.slow
 def test_packing_changes_nothing_of_trajectories(preset):
     batch = pad(GROUPS, Shape(8, None, 5, 5))
@@ -178,6 +178,7 @@ def gsm8k_like(generator) -> Batch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2048, 8192, 16384])
 def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
     for seed in range(3):
@@ -228,7 +229,7 @@ def tiny(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [True, *slow(False)])
+@pytest.mark.parametrize("asked", [True, *campaign(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
     whole = train(tiny())
     if not asked:

@@ -9,10 +9,9 @@ import pytest
 
 from recjax.config import load_config
 from recjax.models.trainable import flatten, is_adapter
-from recjax.training import checkpoint
 from recjax.training.run import prepare
 from tests.training.counting import count
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import TINY, train
 
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 
@@ -28,20 +27,6 @@ def saved(config) -> dict[str, np.ndarray]:
     with ocp.CheckpointManager(f"{config.output}/checkpoints") as manager:
         state = manager.restore(manager.latest_step(), args=ocp.args.Composite(state=ocp.args.StandardRestore()))
     return flatten(state["state"])
-
-
-@pytest.mark.slow
-def test_kill_and_resume_equals_straight_through(tiny, monkeypatch):
-    straight = without_times(train(tiny("straight", "regime.sync_interval=2", LORA)))
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
-        train(tiny("resumed", "regime.sync_interval=2", "training.steps=4", LORA))
-    resumed = without_times(train(tiny("resumed", "regime.sync_interval=2", LORA)))
-    trained = [row["step"] for row in straight if "loss" in row]
-    assert [row["step"] for row in resumed] == [row["step"] for row in straight] and len(trained) == 7
-    for ours, theirs in zip(resumed, straight, strict=True):
-        shared = ours.keys() & theirs.keys()
-        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
 
 
 @pytest.mark.slow
@@ -99,6 +84,7 @@ def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, 
     assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 
+@pytest.mark.slow
 def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"

@@ -37,6 +37,7 @@ def events(folder, name):
     return [event for event in found if event.get("name") == name]
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_named_steps_and_their_phases(tiny):
     config = tiny("run", "training.profile_steps=[2, 3]", "training.steps=4", "evaluation.every=0")
     rows = count(config)

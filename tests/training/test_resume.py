@@ -1,4 +1,7 @@
-"""Kill and resume equals straight through: one table of every way that groups arrive and every moment of a kill."""
+"""Kill and resume equals straight through: one table of every way that groups arrive and every moment of a kill.
+
+A learner that computes nothing goes through most rows; the real one, with its weights, through those of REAL.
+"""
 
 import functools
 import json
@@ -9,11 +12,13 @@ import pytest
 
 from recjax.experience.group import Grade
 from recjax.training import checkpoint, loop
+from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import starts
 from recjax.training.start import check_data
+from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow_except
 from tests.training.counting import CountingLearner, Grades, count, killed, prepared_batch
-from tests.training.tiny_run import without_times
+from tests.training.tiny_run import train, train_until_killed, without_times
 
 LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
 REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}"
@@ -64,19 +69,45 @@ FEEDS = {
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
 
-QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
-QUICK += ("updates", "updates, late, replay, mix", "updates, follow", "mixture, curriculum, offset, late")
+# Rows for the real learner: options, and the updates of each call in whose place it is killed.
+REAL = {
+    "real weights, interval and offset": (["regime.sync_interval=3", "regime.sync_offset=2"], [5]),
+    "real weights, adapters": (
+        ["regime.sync_interval=2", "model.lora={rank: 2, alpha: 8, targets: [query, down]}"],
+        [5],
+    ),
+    "real weights, a run that continues another": (
+        [
+            "model.run={first}",
+            "model.decoder=null",
+            "optimizer.schedule={name: linear_schedule, end_value: 0.0}",
+            "algorithm.reference_kl={coefficient: 0.1}",
+        ],
+        [5],
+    ),
+    # With log-probs of the policy as it is when a step takes the rows.
+    "real weights, late, replay, mix of texts, interval": (
+        [
+            LATE,
+            REPLAY,
+            "experience.mix.store={texts}",
+            "experience.missing_logprobs=current",
+            "regime.sync_interval=2",
+        ],
+        [2, 5],
+    ),
+}
+
+QUICK = ("on policy", "interval", "late, replay, mix, record, interval", "updates, late, replay, mix")
 QUICK += (
     "agents, late, replay, record",
-    "agents, a store of trajectories",
-    "agents, mix of rows",
-    "mix of trajectories",
+    "real weights, interval and offset",
 )
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """The stores that runs of seven steps record, of single turns and of trajectories."""
+    """The stores that runs of seven steps record, of single turns, of trajectories, and of turns without log-probs."""
     from recjax.config import load_config
     from tests.training.tiny_run import TINY
 
@@ -88,7 +119,11 @@ def stores(tmp_path_factory):
             load_config(folder / "tiny.yaml", [*output, *options]),
             sample=functools.partial(prepared_batch, prefix="recorded-"),
         )
-    return {name: f"{folder / name}/experience.db" for name in ("store", "agents")}
+    paths = {name: f"{folder / name}/experience.db" for name in ("store", "agents")}
+    none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    rows = [row._replace(source="expert", **none) for row in read_columns(paths["store"])]
+    append_columns(folder / "texts.db", rows)
+    return {**paths, "texts": str(folder / "texts.db")}
 
 
 def killed_in_batch(at: int):
@@ -104,11 +139,31 @@ def killed_in_batch(at: int):
     return sample
 
 
-@pytest.mark.parametrize("feed", slow_except(FEEDS, *QUICK))
+def resumes_with_real_weights(tiny, options, kills):
+    """Trains straight through, and in calls of which each is killed some updates after it began."""
+    if "model.run={first}" in options:
+        train(tiny("first", "training.steps=4"))
+        options = [option.replace("{first}", tiny("first").output) for option in options]
+    straight, config, updates = train(tiny("straight", *options)), tiny("stopped", *options), 0
+    for kill in kills:
+        train_until_killed(config, at=kill)
+        updates += kill - 1
+        assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == updates
+        updates -= updates % 3  # the step of the newest checkpoint
+    assert updates == 3
+    assert without_times(train(config)) == without_times(straight)
+    figures = {path.name for path in (Path(config.output) / "figures").iterdir()}
+    assert ("experience.png" in figures) == any(option.startswith("experience.") for option in options)
+
+
+@pytest.mark.parametrize("feed", slow_except({**FEEDS, **REAL}, *QUICK))
 def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch):
-    options = [
-        option.replace("{store}", stores["store"]).replace("{agents}", stores["agents"]) for option in FEEDS[feed]
-    ]
+    options, kills = REAL.get(feed) or (FEEDS[feed], [])
+    for name, path in stores.items():
+        options = [option.replace(f"{{{name}}}", path) for option in options]
+    if kills:
+        resumes_with_real_weights(tiny, options, kills)
+        return
     straight = count(tiny("straight", *options))
     assert [row["step"] for row in straight] == list(range(8))
     assert len({row["loss"] for row in straight[1:]}) == 7

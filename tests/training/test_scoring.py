@@ -110,6 +110,7 @@ def test_metrics_and_pass_rates_of_a_run_are_the_answers_whatever_shapes_its_rew
     assert len({rows[0]["loss"] for rows in runs.values()}) == len(settings), "the updates got different rewards"
 
 
+@pytest.mark.slow
 def test_masked_rows_are_as_if_never_drawn():
     batch = make_batch()
     cut = np.arange(len(batch.rewards)) % 3 == 1

@@ -83,6 +83,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
 
 
+@pytest.mark.slow
 def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp_path, monkeypatch):
     rows = read_columns(drawn)
     # Some wait for rewards, and some have others' of another scale.
@@ -125,6 +126,7 @@ def trajectories(tmp_path_factory):
     return folder / "run" / "experience.db"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -266,6 +268,7 @@ def test_other_prompts_of_a_store_need_the_columns_and_answers_that_the_reward_r
         known(by_level)
 
 
+@pytest.mark.slow
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):
     append_columns(tmp_path / "one", read_columns(drawn)[:16])
     saved, save = [], loop.checkpoint.save
@@ -303,6 +306,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
 
 
+@pytest.mark.slow
 def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, texts):
     options = [f"experience.store={texts}", "training.steps=4", "evaluation.every=0"]
     initial = train(tiny("initial", *options, "experience.missing_logprobs=initial"))[1:]
@@ -314,6 +318,7 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
     np.testing.assert_allclose(initial[0]["loss"], current[0]["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch, tmp_path):
     options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
     straight = count(tiny("straight", *options))
@@ -388,6 +393,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
 
 
+@pytest.mark.campaign
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
     config = tiny("run", "experience.store=somewhere")
     show_dry_run(config, dry_run(config))

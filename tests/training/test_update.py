@@ -20,7 +20,7 @@ from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
-from tests.marks import slow_except
+from tests.marks import campaign_except
 from tests.training.tiny_run import train
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("preset", slow_except(CASES, "grpo"))
+@pytest.mark.parametrize("preset", campaign_except(CASES, "grpo", slow=["pairwise_consistency", "mis"]))
 def test_micro_batches_change_nothing(preset):
     batch = make_batch()
     one, four = step(batch, preset, 1, CASES[preset]), step(batch, preset, 4, CASES[preset])
@@ -100,7 +100,8 @@ def test_padding_changes_nothing():
     chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("remat", slow_except(["dots", "full"], "full"))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", campaign_except(["dots", "full"], "full"))
 def test_remat_and_chunks_change_nothing(remat):
     batch = make_batch()
     chex.assert_trees_all_close(step(batch), step(batch, remat=remat, chunk=7), rtol=2e-4, atol=2e-5)
@@ -129,9 +130,10 @@ ALIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_except(itertools.product(ALIKE, (False, True)), ("red_drop", True)),
+    campaign_except(itertools.product(ALIKE, (False, True)), ("red_drop", True)),
     ids=lambda case: f"{case[0]}{', packed' * case[1]}",
 )
 def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(case):
@@ -188,6 +190,7 @@ IN_THE_PROGRAM = ["optimizer.weight_decay=0.1", "optimizer.beta2=0.99", "algorit
 IN_THE_PROGRAM += ["algorithm.entropy.coefficient=0.1", "algorithm.reference_kl.coefficient=0.0", "rollout.top_p=0.9"]
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_numbers_share_a_program(tiny):
     def program(*overrides):
         config = tiny("run", KL, *overrides)

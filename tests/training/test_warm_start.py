@@ -85,6 +85,7 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
     chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
     short = config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 2})})
     params, warned = run.prepare(short)[1], []
