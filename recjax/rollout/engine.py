@@ -170,7 +170,7 @@ class Engine:
             while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
                 jobs = jobs + self._line.popleft().jobs
             self._slots.continue_slots(jobs)
-            # Two programs: one reads the contents of slots, the other starts from nothing.
+            # Two programs: only one of them reads the contents of slots.
             continuing = [job for job in jobs if job.slot >= 0]
             starting = [job for job in jobs if job.slot < 0]
             if continuing:
