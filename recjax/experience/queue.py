@@ -241,7 +241,12 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
             still_waiting.append(late)
             group = _chosen(group, [not round_ for round_ in rewarded.due])
         if settings.newest is not None:
-            rates[_key_of(group)] = _recent_rate(rates.get(_key_of(group)), group, settings.newest)
+            rate = _pass_rate(group)
+            before = rates.get(_key_of(group))
+            # A group without a reward makes the rate unknown: a curriculum avoids problems that nobody can grade.
+            if before is not None and rate is not None:
+                rate = before + settings.newest * (rate - before)
+            rates[_key_of(group)] = rate
         if not group.completions:
             counts["groups_without_reward"] += 1
         elif limits.keep_no_signal or settings.judge.has_signal(group):
@@ -266,16 +271,6 @@ def _pass_rate(group: Group) -> float | None:
     grades = [completion.grade for completion in group.completions]
     accurate = [grade.accurate for grade in grades if grade.reward is not None]
     return sum(accurate) / len(accurate) if accurate else None
-
-
-def _recent_rate(before: float | None, group: Group, newest: float) -> float | None:
-    """A problem's recent pass rate after its newest group, which weighs `newest`."""
-    rate = _pass_rate(group)
-    # Without a verdict on either side there is no mean. A newest group without a reward makes the rate unknown, so that
-    # a curriculum avoids problems that nobody can grade.
-    if before is None or rate is None:
-        return rate
-    return before + newest * (rate - before)
 
 
 def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
