@@ -163,7 +163,7 @@ class Block(nn.Module):
                     for old, new in zip(sources.pop(), keys_values, strict=True)
                 )
             sources.append(keys_values)
-            outputs.append(self._attended(rotate(query, turns), sources, section, layer.windows, place is not None))
+            outputs.append(self._attended(query, turns, sources, section, layer.windows, place is not None))
         mixed = joined(outputs, _shapes(sections))
         if config.gated_attention:
             mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
@@ -180,7 +180,7 @@ class Block(nn.Module):
             x = self._norm(x, norm_name).reshape(by_head)
         return [constrain(heads.swapaxes(1, 2), ROWS, "tensor") for heads in cut(x, _shapes(sections))]
 
-    def _attended(self, query, sources, section, windows, is_sampling):
+    def _attended(self, query, turns, sources, section, windows, is_sampling):
         """Attention of a section's queries over the keys and values of its sources."""
         config = self.config
         masks = section.masks
@@ -189,7 +189,7 @@ class Block(nn.Module):
             masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
         segments = [(*keys_values, mask) for keys_values, mask in zip(sources, masks, strict=True)]
         return attend(
-            query,
+            rotate(query, turns),
             segments,
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.attention_cap,
