@@ -24,7 +24,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.sampling import Sampling
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training
-from recjax.rollout.decoding import SlotState, decode
+from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
 from recjax.training.update import Context, Recipe, first_state, update
 
@@ -46,7 +46,7 @@ def decoding(config: DecoderConfig) -> tuple[Callable[[], float], int]:
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), rows)))
     ones = np.ones(rows, np.int32)
     state = SlotState(ones > 0, PROMPT_TIME * ones, 0 * ones, ones, ones, 10_000 * ones, keys)
-    options = {"decoder": decoder, "sampling": Sampling(), "stop_ids": (VOCABULARY,), "round_time": ROUND}
+    options = {"decoder": decoder, "options": RoundOptions(Sampling(), (VOCABULARY,), ROUND)}
 
     def arguments() -> tuple:
         keys, values, *states = kept(PROMPT_TIME)

@@ -26,7 +26,7 @@ from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout.collecting import row_keys
-from recjax.rollout.decoding import SlotState, decode, first_tokens, prefill
+from recjax.rollout.decoding import RoundOptions, SlotState, decode, first_tokens, prefill
 from recjax.rollout.keys_values import Memory, empty
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
@@ -151,8 +151,9 @@ class Programs:
         live = ~jnp.isin(first, jnp.array(stop_ids, jnp.int32)) & (longest > 1)
         rows = SlotState(live, zeros + prompts.shape[1], zeros, first, zeros + 1, zeros + longest, keys)
         # One round samples all other tokens, so that the memory needs no room for them.
-        memory, options = Memory(cache, empty(cache, rows=count, time=0)), {"sampling": sampling, "stop_ids": stop_ids}
-        _, state = decode(weights, memory, rows, zeros[0], decoder=decoder, round_time=longest - 1, **options)
+        memory = Memory(cache, empty(cache, rows=count, time=0))
+        options = RoundOptions(sampling, stop_ids, longest - 1)
+        _, state = decode(weights, memory, rows, zeros[0], decoder=decoder, options=options)
         tokens = jnp.concatenate([first[:, None], state.tokens], axis=1)
         return tokens, jnp.concatenate([first_logprobs[:, None], state.logprobs], axis=1), 1 + state.counts
 

@@ -30,6 +30,7 @@ def deviations(
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
     weights = kept.astype(above.dtype) if weights is None else jnp.where(kept, weights, 0).astype(above.dtype)
+    # A group without kept rows has sums of 0; dividing by at least 1 keeps its mean 0.
     means = group_sums(weights * above, index) / jnp.maximum(group_sums(weights, index), 1.0)
     return jnp.where(kept, above - means, 0.0)
 
@@ -37,8 +38,9 @@ def deviations(
 def _with_singletons(advantages, rewards, index, kept, singleton: Singleton):
     """Advantages with the chosen value in groups of one kept row, and 0 where not kept."""
     value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
-    alone = group_sizes(index, kept) == 1
-    return jnp.where(kept, jnp.where(alone, value, advantages), 0.0)
+    # A single row has no others to compare with; its deviation is 0 whatever its reward.
+    is_single = group_sizes(index, kept) == 1
+    return jnp.where(kept, jnp.where(is_single, value, advantages), 0.0)
 
 
 def group_mean_advantages(
@@ -103,6 +105,7 @@ def group_normalized_advantages(
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
     index = group_index(group_ids)
     centered = deviations(rewards, index, kept)
+    # With ddof 1, a group of one row would divide 0 by 0.
     degrees = jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
     standard_deviation = jnp.sqrt(group_sums(jnp.square(centered), index) / degrees)
     return _with_singletons(centered / (standard_deviation + epsilon), rewards, index, kept, singleton)
@@ -133,6 +136,7 @@ def leave_one_out_advantages(
         [ 3.  -1.5 -1.5]
     """
     index = group_index(group_ids)
+    # The second form of the equation needs no sum over other rows for each row.
     sizes = group_sizes(index, kept)
     scale = sizes / jnp.maximum(sizes - 1.0, 1.0)
     return _with_singletons(scale * deviations(rewards, index, kept), rewards, index, kept, singleton)
@@ -165,6 +169,7 @@ def asymmetric_advantages(
         [ 2.5 -0.5 -0.5]
     """
     index = group_index(group_ids)
+    # β is added before the values of single rows are set, which get 0 and not β.
     return _with_singletons(deviations(rewards, index, kept) + beta, rewards, index, kept, singleton)
 
 

@@ -150,13 +150,14 @@ def function_of(axis: str, name: Any) -> Callable | None:
         >>> function_of("clip", "one_side").__name__
         'one_side_mask'
     """
-    place, table = f"{axis}.name", AXES[axis]
+    key = f"{axis}.name"
+    table = AXES[axis]
     if isinstance(name, str) and ":" in name:
-        require(axis in READABLE, place, name, f"must be one of {', '.join(table)}")
-        function = user_function(place, name)
-        check_names(place, name, function, READABLE[axis])
+        require(axis in READABLE, key, name, f"must be one of {', '.join(table)}")
+        function = user_function(key, name)
+        check_names(key, name, function, READABLE[axis])
         return function
     known = isinstance(name, str) and name in table
-    own = ", or your own module:function" if axis in READABLE else ""
-    require(known, place, name, f"unknown; takes one of {', '.join(table)}{own}{did_you_mean(name, table)}")
+    or_users = ", or your own module:function" if axis in READABLE else ""
+    require(known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
     return table[name]

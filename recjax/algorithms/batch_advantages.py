@@ -250,11 +250,11 @@ def part_normalized_advantages(
     index = group_index(group_ids)
     total = jnp.zeros(kept.shape)
     largest = 0.0
-    for part, values in reward_parts.items():
+    for name, values in reward_parts.items():
         there = kept & jnp.isfinite(values)
         centered = deviations(jnp.where(there, values, 0.0), index, there)
         variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, there) - ddof, 1.0)
-        normalized = part_weights[part] * (centered / (jnp.sqrt(variance) + epsilon))
+        normalized = part_weights[name] * (centered / (jnp.sqrt(variance) + epsilon))
         total += normalized
         largest += jnp.max(jnp.abs(normalized))
     # If the parts cancel each other everywhere, only rounding errors are left, which whitening would scale up to 1.
@@ -395,12 +395,13 @@ def turn_return_advantages(
          [-0.25  0.    0.5 ]]
     """
     require((0 < discount) & (discount <= 1), "discount", discount, "must be above 0 and at most 1")
-    found = turn_returns(turn_rewards, discount=discount)
+    advantages = turn_returns(turn_rewards, discount=discount)
     if baseline == "group":
         index = group_index(group_ids)
-        found = jax.vmap(lambda one: deviations(one, index, kept), in_axes=1, out_axes=1)(found)
+        of_turn = lambda returns: deviations(returns, index, kept)  # noqa: E731
+        advantages = jax.vmap(of_turn, in_axes=1, out_axes=1)(advantages)
     if trajectories is not None:
-        found = first_rows(trajectories, kept).shared(found)
-        kept = trajectory_sums(kept.astype(found.dtype), trajectories) > 0
-    of_tokens = jnp.take_along_axis(found, jnp.clip(token_turns, 0, found.shape[1] - 1), axis=1)
+        advantages = first_rows(trajectories, kept).shared(advantages)
+        kept = trajectory_sums(kept.astype(advantages.dtype), trajectories) > 0
+    of_tokens = jnp.take_along_axis(advantages, jnp.clip(token_turns, 0, advantages.shape[1] - 1), axis=1)
     return jnp.where(completion_mask & kept[:, None], of_tokens, 0.0)

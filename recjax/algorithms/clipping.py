@@ -309,7 +309,8 @@ def balanced_mask(
     require(step_low > 0, "step_low", step_low, "must be above 0")
     require(step_high > 0, "step_high", step_high, "must be above 0")
     require((0 <= positive_share) & (positive_share <= 1), "positive_share", positive_share, "must be from 0 to 1")
-    ratio, sign = bounded_exp(scored_log_ratio), per_token(advantages)
+    ratio = bounded_exp(scored_log_ratio)
+    sign = per_token(advantages)
     size = jnp.where(completion_mask, ratio * jnp.abs(sign), 0.0)
     # Slightly below the quotients, because rounding may put them just above a whole number.
     quotients = (highest_high - high) / step_high, (highest_low - low) / step_low

@@ -135,10 +135,10 @@ def diagnose(
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
-    found = impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    impossible = impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     for policy in ("policy", "behavior", "teacher"):
-        if policy in found:
-            scalars[f"impossible_tokens/{policy}"] = jnp.sum(found[policy], dtype=jnp.float32)
+        if policy in impossible:
+            scalars[f"impossible_tokens/{policy}"] = jnp.sum(impossible[policy], dtype=jnp.float32)
     if behavior_logprobs is None:
         return scalars
     completion_mask &= ~(jnp.isneginf(logprobs) | jnp.isneginf(behavior_logprobs))

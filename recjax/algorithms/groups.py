@@ -87,9 +87,10 @@ def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch
         >>> print(first.is_first, first.place)
         [ True False  True] [0 0 2]
     """
-    places, index = jnp.arange(len(row_mask)), group_index(trajectories)
-    first = jax.ops.segment_min(jnp.where(row_mask, places, len(row_mask)), index, num_segments=len(row_mask))[index]
-    return FirstRows(row_mask & (places == first), jnp.minimum(first, len(row_mask) - 1))
+    rows = jnp.arange(len(row_mask))
+    index = group_index(trajectories)
+    first = jax.ops.segment_min(jnp.where(row_mask, rows, len(row_mask)), index, num_segments=len(row_mask))[index]
+    return FirstRows(row_mask & (rows == first), jnp.minimum(first, len(row_mask) - 1))
 
 
 def one_per_trajectory(

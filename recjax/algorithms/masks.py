@@ -37,8 +37,8 @@ def off_policy_negatives_mask(
         [[False False]
          [ True  True]]
     """
-    left = -sequence_mean(log_ratio, completion_mask, trajectories) > delta
-    return jnp.broadcast_to(~(left & (per_token(advantages) < 0)), log_ratio.shape)
+    moved_away = -sequence_mean(log_ratio, completion_mask, trajectories) > delta
+    return jnp.broadcast_to(~(moved_away & (per_token(advantages) < 0)), log_ratio.shape)
 
 
 def sequence_binary_kl_mask(
@@ -106,8 +106,8 @@ def sequence_band_mask(
     require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
     whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask, trajectories)
-    least = jnp.log(jnp.float32(low))
-    return jnp.broadcast_to((whole >= least) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
+    log_low = jnp.log(jnp.float32(low))
+    return jnp.broadcast_to((whole >= log_low) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
 
 
 def second_moment_mask(
@@ -168,7 +168,8 @@ def one_side_second_moment_mask(
     pushed = completion_mask & (per_token(advantages) * scored_log_ratio > 0)
     squares = jnp.where(pushed, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
     rising = jnp.sort(squares)
-    count, sums = jnp.sum(pushed), jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
+    count = jnp.sum(pushed)
+    sums = jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
     not_above = jnp.searchsorted(rising, squares, side="right")
     capped = sums[not_above - 1] + squares * (count - not_above)
     within = (capped < tau * count) | (sums[-1] <= tau * count)

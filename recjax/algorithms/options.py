@@ -88,10 +88,12 @@ def user_function(place: str, name: str) -> Callable[..., Any]:
         raise ValueError(f"{place} = {name!r}: {described(error)}; {remedy}") from error
     except Exception as error:
         raise ValueError(f"{place} = {name!r}: importing it failed with {described(error)}") from error
-    if not callable(found := getattr(loaded, function, None)):
-        own = [name for name, value in vars(loaded).items() if callable(value)]
-        raise ValueError(f"{place} = {name!r}: {module} has no function {function!r}{did_you_mean(function, own)}")
-    return found
+    imported = getattr(loaded, function, None)
+    if not callable(imported):
+        functions = [name for name, value in vars(loaded).items() if callable(value)]
+        similar = did_you_mean(function, functions)
+        raise ValueError(f"{place} = {name!r}: {module} has no function {function!r}{similar}")
+    return imported
 
 
 def readable_options(function: Callable | None) -> dict[str, inspect.Parameter]:
@@ -161,7 +163,8 @@ def resolved_options(axis: str, name: str, function: Callable | None, given: Map
         require(option in options, f"{axis}.{option}", value, remedy)
     values = {}
     for option, parameter in options.items():
-        default, annotation = parameter.default, parameter.annotation
+        default = parameter.default
+        annotation = parameter.annotation
         if option not in given and default is parameter.empty:
             raise ValueError(f"{axis}.{option}: {axis} {name!r} requires a value; set it")
         if annotation is parameter.empty:  # the type of the default, with float for an integer

@@ -79,7 +79,8 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
         for axis in NOT_PAIRWISE:
             unread = "the objective 'pairwise_consistency' does not read this axis; remove it"
             require(not changes.get(axis), axis, dict(changes.get(axis, {})), unread)
-        weight, remedy = resolved["weight"]["name"], f"the objective takes one of {', '.join(ROW_WEIGHTS)}"
+        weight = resolved["weight"]["name"]
+        remedy = f"the objective takes one of {', '.join(ROW_WEIGHTS)}"
         require(weight in ROW_WEIGHTS, "weight.name", weight, remedy)
         resolved = {axis: block for axis, block in resolved.items() if axis not in NOT_PAIRWISE}
     return resolved
@@ -87,7 +88,9 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
 
 # One partial per function and options, so that equal algorithms compare equal and share a jit cache.
 _bound = functools.cache(functools.partial)
-ROWS, TIME = 4, 3  # shape of the arrays that trace an algorithm
+# Shape of the arrays that trace an algorithm.
+ROWS = 4
+TIME = 3
 
 
 @functools.cache
@@ -126,7 +129,8 @@ def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = (
         return losses.loss(made, token, token, rows, mask, **added)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
-    row, token = (ROWS,), (ROWS, TIME)
+    row = (ROWS,)
+    token = (ROWS, TIME)
     shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     jax.eval_shape(once, 1.0, *arrays, jax.eval_shape(jax.random.key, 0))
@@ -149,7 +153,8 @@ def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, f
         >>> free == free_options(build_algorithm("rec_one_side_nois", {}))[0]
         True
     """
-    free, options = {}, {}
+    free = {}
+    options = {}
     for axis, function in vars(algorithm).items():
         bound = getattr(function, "keywords", {})
         values = {option: value for option, value in bound.items() if type(value) is float}
@@ -157,7 +162,8 @@ def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, f
         with contextlib.suppress(Exception):  # raised by a user's own function
             if values:
                 _try(algorithm, ((axis, tuple(values)),))
-                free[axis], options[axis] = _bound(base(function), **kept) if kept else base(function), values
+                free[axis] = _bound(base(function), **kept) if kept else base(function)
+                options[axis] = values
     return dataclasses.replace(algorithm, **free), options
 
 
@@ -182,24 +188,24 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         if axis == "weight":
             field = "row_weight" if is_of_whole_batch(function) else "token_weight"
         chosen[field] = _bound(function, **options) if options else function
-        own = ":" in block.get("name", "")
-        if options or own:
+        is_users = ":" in block.get("name", "")
+        if options or is_users:
             # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
-            _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), own)
+            _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), is_users)
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, overrides)
     return algorithm
 
 
-def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool) -> None:
+def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, is_users: bool) -> None:
     """Traces an axis' function; reports any exception in a user's own function as a config error."""
     try:
         _try(algorithm)
     except ValueError as error:
-        raise ValueError(f"{axis}.{error}" if not own else f"{axis}.name = {block['name']!r}: {error}") from error
+        raise ValueError(f"{axis}.name = {block['name']!r}: {error}" if is_users else f"{axis}.{error}") from error
     except Exception as error:
-        if not own:
+        if not is_users:
             raise
         raise ValueError(
             f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"

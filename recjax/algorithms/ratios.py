@@ -32,6 +32,7 @@ def log_difference(
         >>> print(log_difference(logprobs, behavior_logprobs, mask))
         [[0.5 0.  0. ]]
     """
+    # Masked before the difference: behind it, the gradient of −inf − (−inf) would still be NaN.
     return jnp.where(completion_mask, logprobs, 0.0) - jnp.where(completion_mask, other_logprobs, 0.0)
 
 
@@ -54,6 +55,7 @@ def effective_share(log_weights: Float[Array, "..."], mask: Bool[Array, "..."]) 
         >>> round(float(effective_share(jnp.log(jnp.array([1.0, 3.0])), jnp.array([True, True]))), 3)
         0.8
     """
+    # In logarithms, as the squares of large weights overflow float32.
     log_size = 2 * jax.nn.logsumexp(log_weights, where=mask) - jax.nn.logsumexp(2 * log_weights, where=mask)
     count = jnp.sum(mask)
     return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
@@ -86,6 +88,7 @@ def sequence_mean(
         >>> print(sequence_mean(jnp.array([[1.0, 2.0, 9.0]]), mask))
         [[1.5]]
     """
+    # A completion without tokens has sum 0; dividing by at least 1 keeps its mean 0.
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype), trajectories)[:, None]
     return sequence_sum(per_token, completion_mask, trajectories) / jnp.maximum(lengths, 1.0)
 
@@ -164,6 +167,7 @@ def clipped_sequence_mean_ratio(
     """
     require(epsilon_low >= 0, "epsilon_low", epsilon_low, "must be 0 or more")
     require(epsilon_high >= 0, "epsilon_high", epsilon_high, "must be 0 or more")
+    # Only the side to which the advantage pushes is clipped, so that a token may always return towards its anchor.
     up = per_token(advantages) >= 0
     clipped = jnp.where(up, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
     return jnp.broadcast_to(sequence_mean(clipped, completion_mask, trajectories), log_ratio.shape)

@@ -72,8 +72,9 @@ def names_read(function: Callable | None) -> tuple[str, ...]:
 
 @functools.cache  # by functions without options, which may be arguments of a compiled program
 def _positional(function: Callable) -> tuple[str, ...]:
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
-    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 def is_of_whole_batch(function: Callable | None) -> bool:
@@ -135,9 +136,10 @@ def check_names(place: str, name: str, function: Callable, known: Iterable[str])
                 f"{place} = {name!r}: its parameter {parameter!r} is not a value of this axis; read some of"
                 f" {', '.join(known)}{did_you_mean(parameter, known)}. Options come after a * in the signature"
             )
-    both = [[one for one in names_read(function) if one in names] for names in (MICRO_BATCH, WHOLE_BATCH)]
-    if all(both) and any(one in MICRO_BATCH for one in known):
+    of_micro_batch = [value for value in names_read(function) if value in MICRO_BATCH]
+    of_whole_batch = [value for value in names_read(function) if value in WHOLE_BATCH]
+    if of_micro_batch and of_whole_batch and any(value in MICRO_BATCH for value in known):
         raise ValueError(
-            f"{place} = {name!r}: reads {', '.join(both[0])} of a micro-batch and {', '.join(both[1])} of the whole"
-            " batch; instead of the first, read scored_logprobs or scored_log_ratio"
+            f"{place} = {name!r}: reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of"
+            " the whole batch; instead of the first, read scored_logprobs or scored_log_ratio"
         )

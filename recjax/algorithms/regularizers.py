@@ -346,11 +346,12 @@ def teacher_divergence(
         chosen = jax.lax.top_k(p, top_k)[1]
         others = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
 
-        def with_rest(x):
-            rest = jax.nn.logsumexp(x, axis=-1, where=others, keepdims=True)
-            return jnp.concatenate([jnp.take_along_axis(x, chosen, axis=-1), rest], axis=-1)
+        def with_others_together(x):
+            together = jax.nn.logsumexp(x, axis=-1, where=others, keepdims=True)
+            return jnp.concatenate([jnp.take_along_axis(x, chosen, axis=-1), together], axis=-1)
 
-        q, p = with_rest(q), with_rest(p)
+        q = with_others_together(q)
+        p = with_others_together(p)
 
     def kl(a, b):
         possible = ~jnp.isneginf(a)

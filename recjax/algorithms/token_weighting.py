@@ -230,7 +230,8 @@ def peaked_weights(
     for name, value in (named | {"power_negative": power_negative, "decay_negative": decay_negative}).items():
         require(value >= 0, name, value, "must be 0 or more")
     up = per_token(advantages) > 0
-    power, decay = jnp.where(up, power_positive, power_negative), jnp.where(up, decay_positive, decay_negative)
+    power = jnp.where(up, power_positive, power_negative)
+    decay = jnp.where(up, decay_positive, decay_negative)
     # A single exponent, so that neither factor overflows by itself.
     return jnp.exp(power * jnp.log(ratio) + decay * (1 - ratio))
 

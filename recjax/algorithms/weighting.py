@@ -153,8 +153,8 @@ def drop_excess_negatives(
     spread = -group_minima(-centered, index) - group_minima(centered, index)
     negative = centered < -TIE * spread
     positives = group_sums((kept & ~negative).astype(rewards.dtype), index)
-    # Sorting by group, with negatives first in random order, makes a negative's place in its group a random rank.
+    # Sorted by group, with negatives first in random order: a negative's rank in its group is random.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
-    place = jnp.argsort(order)
-    start = jax.ops.segment_min(place, index, num_segments=index.shape[0])[index]
-    return kept & (~negative | (place - start < positives))
+    rank = jnp.argsort(order)
+    first = jax.ops.segment_min(rank, index, num_segments=index.shape[0])[index]
+    return kept & (~negative | (rank - first < positives))

@@ -126,7 +126,8 @@ class Group(NamedTuple):
     @property
     def seat(self) -> str | None:
         """The seat of an agent that sampled the completions; None without seats."""
-        return next((one.metadata.get("seat") for one in self.completions), None)
+        # A seat's completions have a group of their own, so that the first one speaks for all.
+        return next((completion.metadata.get("seat") for completion in self.completions), None)
 
 
 def completion_turns(completion: Completion) -> tuple[Turn, ...]:
@@ -157,10 +158,13 @@ def is_whole(group: Group) -> bool:
 
 def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
     """The groups with a grade for each completion that has none, in order."""
-    lacking = [one for group in groups for one in group.completions if one.grade is None]
-    graded = iter([one._replace(grade=grade) for one, grade in zip(lacking, grades, strict=True)])
+    # Completions that arrive with a grade, such as stored ones, keep it.
+    lacking = [completion for group in groups for completion in group.completions if completion.grade is None]
+    graded = iter([completion._replace(grade=grade) for completion, grade in zip(lacking, grades, strict=True)])
     return [
-        group._replace(completions=tuple(one if one.grade else next(graded) for one in group.completions))
+        group._replace(
+            completions=tuple(completion if completion.grade else next(graded) for completion in group.completions)
+        )
         for group in groups
     ]
 
@@ -189,6 +193,7 @@ def oldest_version(group: Group) -> int | None:
 def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]:
     """Converts a policy version per token to the format of `Completion.version_runs`."""
     runs = tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
+    # Most completions have one version, which `Completion.policy_version` says already.
     return runs if len(runs) > 1 else ()
 
 
@@ -198,9 +203,16 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
     Args:
         step: number of the step that trains on the groups, from 1.
     """
-    known = [one for group in groups for one in group.completions if one.policy_version is not None]
-    runs = [run for one in known for run in one.version_runs or ((one.policy_version, one.sampled_tokens),)]
+    known = [
+        completion for group in groups for completion in group.completions if completion.policy_version is not None
+    ]
+    runs = [
+        run
+        for completion in known
+        for run in completion.version_runs or ((completion.policy_version, completion.sampled_tokens),)
+    ]
     tokens = sum(count for _, count in runs)
+    # Step 1 trains on samples of version 0, which are not stale.
     return sum((step - 1 - version) * count for version, count in runs) / tokens if tokens else None
 
 
@@ -209,6 +221,7 @@ def group_staleness(group: Group, step: int) -> int:
 
     Ignores completions of other models; 0 for a group that consists only of such completions.
     """
+    # A group is trained on as a whole, so its oldest completion decides.
     version = oldest_version(group)
     return 0 if version is None else step - 1 - version
 
@@ -227,15 +240,19 @@ def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict
     Args:
         parts: recorded arrays and number of tokens of each sequence.
     """
-    parts, joined = list(parts), {}
+    parts = list(parts)
+    tokens = sum(count for _, count in parts)
+    joined = {}
     for name in dict.fromkeys(name for recorded, _ in parts for name in recorded):
         known = [recorded[name] for recorded, _ in parts if name in recorded]
-        size = sum(count for _, count in parts), *np.max([one.shape[1:] for one in known], axis=0).astype(int)
-        joined[name], start = np.full(size, missing_value(known[0].dtype), known[0].dtype), 0
+        # Turns may have recorded sets of different sizes, and text between turns has no record.
+        of_token = np.max([values.shape[1:] for values in known], axis=0).astype(int)
+        joined[name] = np.full((tokens, *of_token), missing_value(known[0].dtype), known[0].dtype)
+        start = 0
         for recorded, count in parts:
             if name in recorded:
-                of_token = map(slice, recorded[name].shape[1:])
-                joined[name][(slice(start, start + count), *of_token)] = recorded[name]
+                inside = map(slice, recorded[name].shape[1:])
+                joined[name][(slice(start, start + count), *inside)] = recorded[name]
             start += count
     return joined
 
@@ -244,6 +261,7 @@ def has_sets(
     recorded: Mapping[str, np.ndarray], mask: Bool[np.ndarray, "*rows time"]
 ) -> Bool[np.ndarray, "*rows time"]:
     """True for the tokens in `mask` with a recorded set, see `recjax.models.logprobs.kept_tokens`."""
+    # A set has at least the token itself, so a token without any entry has no set.
     known = [(values > missing_value(values.dtype)).any(-1) for name, values in recorded.items() if name in KEPT]
     return mask & np.any([np.zeros_like(mask), *known], axis=0)
 
@@ -266,12 +284,14 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
         lists: decoded JSON of any form; a token with an empty list has no set.
         most: largest set to keep; a token with a larger set has none.
     """
+    # A server's reply may hold anything: lists that do not fit the tokens are no sets.
     are_lists = isinstance(lists, list) and len(lists) == len(tokens) and all(isinstance(ids, list) for ids in lists)
     if not most or not are_lists or not any(lists):
         return {}
     if not all(not ids or token in ids for token, ids in zip(tokens, lists, strict=True)):
         return {}
-    if not all(type(one) is int and 0 <= one < 2**31 for ids in lists for one in ids):
+    # `type` and not isinstance, as JSON's true would pass for 1; ids must fit int32.
+    if not all(type(token) is int and 0 <= token < 2**31 for ids in lists for token in ids):
         return {}
     lists = [ids if len(ids) <= most else [] for ids in lists]
     kept = np.full((len(lists), max(map(len, lists))), -1, np.int32)
@@ -282,10 +302,12 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
 
 def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
     """Converts the recorded arrays of rows to bytes, None without any; `recorded_from_bytes` is the inverse."""
-    arrays = {f"{place}/{name}": one for place, row in enumerate(rows) for name, one in row.recorded.items()}
-    if arrays:
-        np.savez(file := io.BytesIO(), **arrays)
-    return zlib.compress(file.getvalue(), 1) if arrays else None
+    arrays = {f"{number}/{name}": values for number, row in enumerate(rows) for name, values in row.recorded.items()}
+    if not arrays:
+        return None
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return zlib.compress(file.getvalue(), 1)
 
 
 def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -311,8 +333,8 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
         if size > limit:
             raise ValueError(f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
         for key, values in np.load(file).items():
-            place, _, name = key.partition("/")
-            recorded[int(place)][name] = values
+            number, _, name = key.partition("/")
+            recorded[int(number)][name] = values
     except (
         zlib.error,
         zipfile.BadZipFile,

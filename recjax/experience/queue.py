@@ -59,12 +59,16 @@ class Settings(NamedTuple):
 
 def settings_of(config: Config) -> Settings:
     """Builds the settings from a config, except for `judge`, which also depends on the reward weights."""
-    experience, regime = config.experience or ExperienceConfig(), config.regime
-    late, interval = experience.late or LateConfig(), experience.replay.draw_every if experience.replay else 1
+    experience = config.experience or ExperienceConfig()
+    regime = config.regime
+    late = experience.late or LateConfig()
+    interval = experience.replay.draw_every if experience.replay else 1
     most = experience.refill.batches if experience.refill else IDLE_ROUNDS
+    # With `refill`, further batches take the place of groups without a signal, so these leave the queue.
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
-    if bounds := [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]:
+    bounds = [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]
+    if bounds:
         # A batch is taken at its first update, and its last one must be within the limit.
         limits = limits.model_copy(update={"max_staleness": min(bounds) - (config.training.updates - 1)})
     return Settings(
@@ -141,12 +145,14 @@ class Queue(NamedTuple):
 def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
     """Adds groups and schedules the delivery of their rewards; the schedule depends only on (seed, batch number)."""
     groups, grades, number, early, left_out = arrival
-    lacking, round_ = [[one.grade is None for one in group.completions] for group in groups], queue.round + early
-    rows = sum(map(sum, lacking))
-    delays = reward_delays(rows, settings.late.shortest, settings.late.longest, number, seed)
+    round_ = queue.round + early
+    lacking = [[completion.grade is None for completion in group.completions] for group in groups]
+    count = sum(map(sum, lacking))
+    delays = reward_delays(count, settings.late.shortest, settings.late.longest, number, seed)
+    # Completions that arrive with their grade, such as stored ones, are due at once: round 0.
     rounds = iter((round_ + settings.offset + delays).tolist())
     arrived = [
-        Waiting(group, tuple(next(rounds) if lacks else 0 for lacks in flags), round_, grades if rows else None)
+        Waiting(group, tuple(next(rounds) if lacks else 0 for lacks in flags), round_, grades if count else None)
         for group, flags in zip(groups, lacking, strict=True)
     ]
     counts = queue.counts + Counter(left_out) + Counter(batches=int(number > 0))
@@ -171,19 +177,21 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
     Returns:
         The queue, and the newly graded batches without the completions that had a grade before.
     """
-    pending = [one for one in queue.waiting if one.grades is not None]
-    due = [all_of_them or any(0 < round_ <= queue.round for round_ in one.due) for one in pending]
-    last = max(itertools.compress(range(len(due)), due), default=-1)
-    wanted = {id(one.grades) for one in pending[: last + 1]}
-    waiting, batches = [], []
-    for batch, entries in itertools.groupby(queue.waiting, key=lambda one: id(one.grades)):
+    pending = [entry for entry in queue.waiting if entry.grades is not None]
+    is_due = [all_of_them or any(0 < round_ <= queue.round for round_ in entry.due) for entry in pending]
+    last = max(itertools.compress(range(len(is_due)), is_due), default=-1)
+    # All groups of a batch hold the same object of grades, so its identity stands for the batch.
+    wanted = {id(entry.grades) for entry in pending[: last + 1]}
+    waiting = []
+    batches = []
+    for batch, entries in itertools.groupby(queue.waiting, key=lambda entry: id(entry.grades)):
         entries = list(entries)
         if batch in wanted:
             grades = entries[0].grades
             grades = grades if isinstance(grades, Sequence) else grades.result()
-            groups = with_grades([one.group for one in entries], grades)
-            entries = [one._replace(group=group, grades=None) for one, group in zip(entries, groups, strict=True)]
-            batches.append([_chosen(one.group, one.due) for one in entries])
+            groups = with_grades([entry.group for entry in entries], grades)
+            entries = [entry._replace(group=group, grades=None) for entry, group in zip(entries, groups, strict=True)]
+            batches.append([_chosen(entry.group, entry.due) for entry in entries])
         waiting += entries
     return queue._replace(waiting=tuple(waiting)), batches
 
@@ -201,32 +209,44 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     Args:
         step: number of the next training step, from 1.
     """
-    kept, ready, counts, limits = [], list(queue.ready), Counter(queue.counts), settings.limits
+    limits = settings.limits
+    still_waiting = []
+    ready = list(queue.ready)
+    counts = Counter(queue.counts)
     rates = dict(queue.rates)
     for entry in queue.waiting:
-        one = _rewarded(entry, queue.round, counts)
-        group, is_pending = one.group, any(one.due)
-        if one.round is None:  # only the counts, and a curriculum, still need these completions
-            kept += [one] if is_pending else []
+        rewarded = _rewarded(entry, queue.round, counts)
+        is_pending = any(rewarded.due)
+        if rewarded.round is None:
+            # The group has left at its deadline; its late rewards are only counted and read by a curriculum.
+            if is_pending:
+                still_waiting.append(rewarded)
             late = _chosen(entry.group, [0 < round_ <= queue.round for round_ in entry.due])
+            # They set a rate only where the deadline has left it unknown.
             if settings.newest is not None and rates.get(_key_of(late), 0.0) is None:
                 rates[_key_of(late)] = _pass_rate(late)
             continue
         # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
-        waited = queue.round - one.round - settings.offset
+        waited = queue.round - rewarded.round - settings.offset
         is_over = settings.late.deadline is not None and waited >= settings.late.deadline
-        if one.round > queue.round or (is_pending and not is_over):
-            kept.append(one)
+        if rewarded.round > queue.round or (is_pending and not is_over):
+            still_waiting.append(rewarded)
             continue
+        group = rewarded.group
         if is_pending:
-            late = one._replace(group=_chosen(group, one.due), due=tuple(filter(None, one.due)), round=None)
+            # At the deadline the group splits: graded completions are trained on, the others wait to be counted.
+            pending_due = tuple(filter(None, rewarded.due))
+            late = rewarded._replace(group=_chosen(group, rewarded.due), due=pending_due, round=None)
             counts["rows_without_reward"] += len(late.due)
-            kept.append(late)
-            group = _chosen(group, [not round_ for round_ in one.due])
+            still_waiting.append(late)
+            group = _chosen(group, [not round_ for round_ in rewarded.due])
         if settings.newest is not None:
-            before, rate = rates.get(_key_of(group)), _pass_rate(group)
-            is_known = before is not None and rate is not None
-            rates[_key_of(group)] = before + settings.newest * (rate - before) if is_known else rate
+            rate = _pass_rate(group)
+            before = rates.get(_key_of(group))
+            # A group without a reward makes the rate unknown: a curriculum avoids problems that nobody can grade.
+            if before is not None and rate is not None:
+                rate = before + settings.newest * (rate - before)
+            rates[_key_of(group)] = rate
         if not group.completions:
             counts["groups_without_reward"] += 1
         elif limits.keep_no_signal or settings.judge.has_signal(group):
@@ -235,10 +255,11 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
             counts["no_signal"] += 1
             counts["no_signal_completions"] += len(group.completions)
             counts["no_signal_tokens"] += sum(completion.sampled_tokens for completion in group.completions)
-    queue = queue._replace(waiting=tuple(kept), counts=counts, rates=rates)
-    fresh = _kept(queue, replay.fresh(ready, step, limits), ready, "stale")
+    queue = queue._replace(waiting=tuple(still_waiting), counts=counts, rates=rates)
+    fresh = _with_ready(queue, replay.fresh(ready, step, limits), ready, "stale")
+    # Beyond the capacity, the groups that became ready first leave.
     excess = max(len(fresh.ready) - limits.capacity, 0)
-    return _kept(fresh, fresh.ready[excess:], fresh.ready, "capacity")
+    return _with_ready(fresh, fresh.ready[excess:], fresh.ready, "capacity")
 
 
 def _key_of(group: Group) -> str:
@@ -247,34 +268,36 @@ def _key_of(group: Group) -> str:
 
 def _pass_rate(group: Group) -> float | None:
     """The share of accurate completions among completions with a reward; None without a reward."""
-    passed = [one.grade.accurate for one in group.completions if one.grade.reward is not None]
-    return sum(passed) / len(passed) if passed else None
+    grades = [completion.grade for completion in group.completions]
+    accurate = [grade.accurate for grade in grades if grade.reward is not None]
+    return sum(accurate) / len(accurate) if accurate else None
 
 
-def _rewarded(one: Waiting, now: int, counts: Counter[str]) -> Waiting:
+def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
     """The group with the rewards that arrive until the round `now`; adds to the counts.
 
     Completions leave if their reward is None, or if the reward arrives after the group has left.
     """
-    completions, due = [], []
-    for completion, round_ in zip(one.group.completions, one.due, strict=True):
+    completions = []
+    due = []
+    for completion, round_ in zip(entry.group.completions, entry.due, strict=True):
         if 0 < round_ <= now:
             round_ = 0
             if completion.grade.failure is not None:
                 counts[f"ungraded/{completion.grade.failure}"] += 1
-            if one.round is None or completion.grade.reward is None:
-                counts["rewards_too_late" if one.round is None else "rows_without_reward"] += 1
+            if entry.round is None or completion.grade.reward is None:
+                counts["rewards_too_late" if entry.round is None else "rows_without_reward"] += 1
                 continue
         completions.append(completion)
         due.append(round_)
-    return one._replace(group=one.group._replace(completions=tuple(completions)), due=tuple(due))
+    return entry._replace(group=entry.group._replace(completions=tuple(completions)), due=tuple(due))
 
 
-def _kept(queue: Queue, kept: Sequence[Entry], of: Sequence[Entry], reason: str) -> Queue:
-    """Replaces the ready entries with `kept` and counts the entries that were only in `of` under `reason`."""
-    gone = Counter({reason: len(of) - len(kept)})
+def _with_ready(queue: Queue, kept: Sequence[Entry], before: Sequence[Entry], reason: str) -> Queue:
+    """Makes `kept` the ready entries, and counts the entries that were only in `before` under `reason`."""
+    gone = Counter({reason: len(before) - len(kept)})
     if reason == "stale":
-        gone["stale_tokens"] = _tokens(of) - _tokens(kept)
+        gone["stale_tokens"] = _tokens(before) - _tokens(kept)
     return queue._replace(ready=tuple(kept), counts=queue.counts + gone)
 
 
@@ -289,34 +312,40 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     Returns:
         The queue, and the groups; None instead of the groups if fewer than `count` are ready.
     """
-    queue = _kept(queue, replay.fresh(queue.ready, step, settings.limits), queue.ready, "stale")
+    # Groups may have aged since they became ready: other groups were trained on first.
+    queue = _with_ready(queue, replay.fresh(queue.ready, step, settings.limits), queue.ready, "stale")
     ready = queue.ready
     if len(ready) < count:
         return queue, None
     if settings.replay:
+        # Priorities come from the rewards that an update reads, which `task.truncated` may change.
         seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
         chosen = replay.sample_entries(seen, count, step, seed, settings.limits)
     elif settings.oldest_first:
-        chosen = sorted(range(len(ready)), key=lambda place: oldest_version(ready[place].group) or 0)[:count]
+        # Generators finish batches in any order; groups of other models have no version and go first.
+        chosen = sorted(range(len(ready)), key=lambda index: oldest_version(ready[index].group) or 0)[:count]
     else:
         chosen = range(count)
-    groups = [ready[place].group for place in chosen]
+    groups = [ready[index].group for index in chosen]
     chosen = {*chosen}
-    used = [entry._replace(used=entry.used + (place in chosen)) for place, entry in enumerate(ready)]
-    return _kept(queue, [entry for entry in used if entry.used < settings.limits.max_reuse], used, "used_up"), groups
+    used = [entry._replace(used=entry.used + (index in chosen)) for index, entry in enumerate(ready)]
+    remaining = [entry for entry in used if entry.used < settings.limits.max_reuse]
+    return _with_ready(queue, remaining, used, "used_up"), groups
 
 
 def queued_versions(queue: Queue, settings: Settings) -> list[int]:
     """The policy versions of groups that wait for training; excludes ready groups in replay, which have no order."""
-    groups = [one.group for one in queue.waiting if one.round is not None]
+    # A group that has left at its deadline is in training already; only its late completions still wait.
+    groups = [entry.group for entry in queue.waiting if entry.round is not None]
     groups += [] if settings.replay else [entry.group for entry in queue.ready]
     return [version for group in groups if (version := oldest_version(group)) is not None]
 
 
 def counts(queue: Queue) -> dict[str, int]:
     """The queue's metrics; counts of removed groups are totals over the run and exclude groups that were used up."""
-    rounds = [one.round for one in queue.waiting if one.round is not None]
+    rounds = [entry.round for entry in queue.waiting if entry.round is not None]
     return {
+        # A batch that was sampled early counts in its own round.
         "experience/drawn_batches": queue.counts["batches"] - any(round_ > queue.round for round_ in rounds),
         "experience/waiting_groups": sum(round_ <= queue.round for round_ in rounds),
         "experience/ready_groups": len(queue.ready),
@@ -331,10 +360,10 @@ def to_plain(queue: Queue) -> tuple[bytes, dict[str, Any]]:
         queue: queue between two steps, after waiting for all grades.
     """
     plain = {
-        "waiting": [[one.due, one.round] for one in queue.waiting],
+        "waiting": [[entry.due, entry.round] for entry in queue.waiting],
         "ready": [[entry.added, entry.used] for entry in queue.ready],
     }
-    return groups_to_bytes([one.group for one in (*queue.waiting, *queue.ready)]), queue._asdict() | plain
+    return groups_to_bytes([entry.group for entry in (*queue.waiting, *queue.ready)]), queue._asdict() | plain
 
 
 def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
@@ -343,8 +372,9 @@ def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
     Raises:
         ValueError: the bytes are damaged.
     """
-    numbers, count = [*plain["waiting"], *plain["ready"]], len(plain["waiting"])
-    held = list(zip(groups_from_bytes(groups), numbers, strict=True))
-    waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in held[:count])
-    ready = tuple(Entry(group, *uses) for group, uses in held[count:])
+    numbers = [*plain["waiting"], *plain["ready"]]
+    entries = list(zip(groups_from_bytes(groups), numbers, strict=True))
+    count = len(plain["waiting"])
+    waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in entries[:count])
+    ready = tuple(Entry(group, *uses) for group, uses in entries[count:])
     return Queue(plain["round"], waiting, ready, Counter(plain["counts"]), plain.get("rates", {}))

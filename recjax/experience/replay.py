@@ -42,14 +42,14 @@ class Judge(NamedTuple):
         An agent that failed before its first reply has no tokens. `recjax.experience.batch.pad` and `to_learn_from` do
         the same to a batch.
         """
-        completions = [one for one in group.completions if one.rows]
-        if self.task.truncated == "mask":
-            completions = [one for one in completions if not one.truncated]
-        if self.task.truncated == "penalize":
-            penalty = self.task.truncated_reward
-            completions = [
-                one._replace(grade=one.grade._replace(reward=penalty)) if one.truncated else one for one in completions
-            ]
+        completions = []
+        for completion in group.completions:
+            if not completion.rows or (completion.truncated and self.task.truncated == "mask"):
+                continue
+            if completion.truncated and self.task.truncated == "penalize":
+                grade = completion.grade._replace(reward=self.task.truncated_reward)
+                completion = completion._replace(grade=grade)
+            completions.append(completion)
         return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:
@@ -59,16 +59,18 @@ class Judge(NamedTuple):
             return True
         columns = []
         if self.part_weights is not None:
-            parts = [one.grade.reward_parts or {} for one in group.completions]
-            names = {name for one in parts for name in one if self.part_weights.get(name, 1.0) != 0}
-            columns += [[one[name] for one in parts if name in one] for name in names]
+            # Parts may differ where their sum is equal; a part of weight 0 teaches nothing.
+            graded_parts = [completion.grade.reward_parts or {} for completion in group.completions]
+            names = {name for parts in graded_parts for name in parts if self.part_weights.get(name, 1.0) != 0}
+            columns += [[parts[name] for parts in graded_parts if name in parts] for name in names]
         if self.discount is not None:
             # The return of a turn is the discounted sum of its reward and all later rewards.
             discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(one).tolist() for one in group.completions]
-            returns = [list(itertools.accumulate(reversed(one), discounted))[::-1] for one in rewards]
-            most = max(map(len, returns), default=0)
-            columns += [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(most)]
+            rewards = [turn_rewards(completion).tolist() for completion in group.completions]
+            returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in rewards]
+            turns = max(map(len, returns), default=0)
+            # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
+            columns += [[of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns] for turn in range(turns)]
         return any(np.ptp(column) > 0 for column in columns)
 
 

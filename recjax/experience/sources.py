@@ -42,25 +42,25 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
                 f" 'current', or choose a preset that reads none: {', '.join(_presets_without())}"
             )
         return
-    index, members = groups.index, groups.members
-    kinds, origins = index.kinds[members], index.origins
-    has_logprobs = np.array([known for *_, known in origins])[kinds]
-
-    def first_of(flags: np.ndarray) -> tuple[str, str, Sampling | None]:
-        place = members[np.argmax(flags)]
-        (record,) = groups.store.read(index.numbers[[place]], None)
-        return record.completion.id, *origins[index.kinds[place]][:2]
-
+    # The index has one origin for each source and distribution, so that no completion is read to find these.
+    index = groups.index
+    members = groups.members
+    kinds = index.kinds[members]
+    has_logprobs = np.array([known for *_, known in index.origins])[kinds]
     if missing == "error" and not has_logprobs.all():
-        name, source, _ = first_of(~has_logprobs)
+        member = members[np.argmin(has_logprobs)]
+        (record,) = groups.store.read(index.numbers[[member]], None)
+        name = record.completion.id
+        source = index.origins[index.kinds[member]][0]
         raise ValueError(
             f"{(~has_logprobs).sum()} of {len(members)} rows have no behavior log-probs, the first is {name!r} of"
             f" source {source!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
             f" {', '.join(_presets_without())}, 'unneeded'"
         )
-    others = np.array([known and found != sampling for _, found, known in origins])[kinds]
-    for part in np.split(members[others], range(_TOGETHER, others.sum(), _TOGETHER)):
-        records = groups.store.read(index.numbers[part], None)
+    # Another distribution is no error if each token has its recorded set, which only the completion itself shows.
+    differs = np.array([known and recorded != sampling for _, recorded, known in index.origins])[kinds]
+    for chunk in np.split(members[differs], range(_TOGETHER, differs.sum(), _TOGETHER)):
+        records = groups.store.read(index.numbers[chunk], None)
         for record in records:
             if problem := problem_with_sampling(record.completion, sampling):
                 raise ValueError(f"{problem}, or experience.missing_logprobs to 'unneeded'")
@@ -73,13 +73,14 @@ def problem_with_sampling(completion: Completion, sampling: Sampling) -> str | N
         None if the completion has this sampling; or if it has the same temperature, and the set of possible tokens is
         recorded for each token.
     """
-    found = completion.sampling
-    if found == sampling:
+    recorded = completion.sampling
+    if recorded == sampling:
         return None
-    if found and found.temperature == sampling.temperature:
+    # A recorded set makes up for other cuts, as log π is normalized over it, but not for another temperature.
+    if recorded and recorded.temperature == sampling.temperature:
         if all((has_sets(row.recorded, row.mask) == row.mask).all() for row in completion.rows):
             return None
-    pairs = zip(Sampling._fields, found or ("unknown",) * len(Sampling._fields), strict=True)
+    pairs = zip(Sampling._fields, recorded or ("unknown",) * len(Sampling._fields), strict=True)
     return (
         f"row {completion.id!r} of source {completion.source!r} was sampled with"
         f" {', '.join(f'{field} {value}' for field, value in pairs)}, but rollout has"
@@ -103,18 +104,22 @@ def with_logprobs(
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    lacking = [group for group in groups if any(_lacks_logprobs(one) for one in group.completions)]
-    most = max([len(group.completions) for group in lacking], default=1) if shape.group is None else 1
-    together, filled = max(shape.prompts // most, 1), {}
-    for start in range(0, len(lacking), together):
-        part = lacking[start : start + together]
-        scored = iter(score(policy, params, pad(part, shape), sampling, chunk)[row_places(part, shape)])
-        for group in part:
+    lacking = [group for group in groups if any(map(_lacks_logprobs, group.completions))]
+    # A shape without a group size counts rows, not prompts, so that fewer groups of several completions fit.
+    rows_per_group = max([len(group.completions) for group in lacking], default=1) if shape.group is None else 1
+    size = max(shape.prompts // rows_per_group, 1)
+    filled = {}
+    for start in range(0, len(lacking), size):
+        batch = lacking[start : start + size]
+        scored = iter(score(policy, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
+        for group in batch:
             completions = []
-            for one in group.completions:
+            for completion in group.completions:
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
-                now = [np.minimum(next(scored)[: len(row.tokens)], 0.0) for row in one.rows]
-                completions.append(_with_logprobs(one, np.concatenate(now)) if _lacks_logprobs(one) else one)
+                logprobs = [np.minimum(next(scored)[: len(row.tokens)], 0.0) for row in completion.rows]
+                if _lacks_logprobs(completion):
+                    completion = _with_logprobs(completion, np.concatenate(logprobs))
+                completions.append(completion)
             filled[group.id] = group._replace(completions=tuple(completions))
     return [filled.get(group.id, group) for group in groups]
 
@@ -125,10 +130,11 @@ def _lacks_logprobs(completion: Completion) -> bool:
 
 def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
     """The completion with log-probs for the tokens of all its rows, end to end."""
-    parts = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
+    of_rows = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
+    # Tokens between turns were chosen by nobody: their log-probs are 0, as those of a sampler are.
     rows = (
-        row._replace(behavior_logprobs=np.where(row.mask, part, np.float32(0)))
-        for row, part in zip(completion.rows, parts, strict=True)
+        row._replace(behavior_logprobs=np.where(row.mask, values, np.float32(0)))
+        for row, values in zip(completion.rows, of_rows, strict=True)
     )
     return completion._replace(rows=tuple(rows))
 
@@ -146,37 +152,40 @@ def with_initial_logprobs(
     lacking = groups.chosen(groups.any_in(lacks[groups.members]))
     if not len(lacking):
         return groups
-    # The place of a completion's log-probs in the file, by number; -1: the store has them.
-    places, end, folder = np.full(int(index.numbers.max()) + 1, -1), 0, cache_folder("experience")
+    # Where a completion's log-probs begin in the file, by its number; -1: the store has them.
+    starts = np.full(int(index.numbers.max()) + 1, -1)
+    folder = cache_folder("experience")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    # A store may be larger than memory, so only the log-probs of a small one stay in memory.
     file = tempfile.SpooledTemporaryFile(_SMALL, dir=folder)
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):
-            part = lacking[start : start + shape.prompts]
-            before = list(part)
-            filled = with_logprobs(before, shape, policy, params, sampling, chunk)
-            numbers = iter(index.numbers[part.members].tolist())
-            for old, new in zip(before, filled, strict=True):
-                for was, one, number in zip(old.completions, new.completions, numbers, strict=False):
-                    if _lacks_logprobs(was):
-                        with writing(folder):
-                            for row in one.rows:
-                                file.write(row.behavior_logprobs.astype(np.float32).tobytes())
-                        places[number], end = end, end + 4 * sum(len(row.tokens) for row in one.rows)
-            bar.update(len(part))
+            batch = lacking[start : start + shape.prompts]
+            groups_before = list(batch)
+            groups_after = with_logprobs(groups_before, shape, policy, params, sampling, chunk)
+            before = [completion for group in groups_before for completion in group.completions]
+            after = [completion for group in groups_after for completion in group.completions]
+            numbers = index.numbers[batch.members].tolist()
+            with writing(folder):
+                for old, new, number in zip(before, after, numbers, strict=True):
+                    if _lacks_logprobs(old):
+                        starts[number] = file.tell()
+                        for row in new.rows:
+                            file.write(row.behavior_logprobs.astype(np.float32).tobytes())
+            bar.update(len(batch))
     with writing(folder):
         file.flush()
 
     def filled_in(group: Group, numbers: np.ndarray) -> Group:
         completions = []
-        for one, place in zip(group.completions, places[numbers].tolist(), strict=True):
-            if place >= 0:
-                file.seek(place)
-                size = 4 * sum(len(row.tokens) for row in one.rows)
-                one = _with_logprobs(one, np.frombuffer(file.read(size), np.float32))
-            completions.append(one)
+        for completion, start in zip(group.completions, starts[numbers].tolist(), strict=True):
+            if start >= 0:
+                file.seek(start)
+                size = np.dtype(np.float32).itemsize * sum(len(row.tokens) for row in completion.rows)
+                completion = _with_logprobs(completion, np.frombuffer(file.read(size), np.float32))
+            completions.append(completion)
         return group._replace(completions=tuple(completions))
 
     return groups.changed(filled_in)
@@ -192,8 +201,9 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     """
     if len(groups) < count:
         raise ValueError(f"{len(groups)} groups are fewer than the {count} in a batch; add groups, or lower the batch")
-    places = batch_indices(len(groups), count, batch, seed)
-    return list(groups.chosen(places)) if isinstance(groups, StoredGroups) else [groups[place] for place in places]
+    indices = batch_indices(len(groups), count, batch, seed)
+    # A store reads the groups of a batch in one query.
+    return list(groups.chosen(indices)) if isinstance(groups, StoredGroups) else [groups[index] for index in indices]
 
 
 def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, seed: int) -> list[Group]:
@@ -205,12 +215,13 @@ def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, see
     Args:
         others: stored completions by prompt tokens.
     """
-    made = []
-    for place, group in enumerate(groups):
-        known = others.get(group)
-        generator = np.random.default_rng([seed, 4, batch, place])
-        chosen = [known[index] for index in sorted(generator.permutation(len(known))[:count].tolist())]
+    joined = []
+    for number, group in enumerate(groups):
+        stored = others.get(group)
+        # A key of its own for each use of randomness, so that no two choices of a run share random numbers.
+        generator = np.random.default_rng([seed, 4, batch, number])
+        chosen = [stored[index] for index in sorted(generator.permutation(len(stored))[:count].tolist())]
         # The run that recorded the store may have given its completions the same ids.
-        chosen = [one._replace(id=f"store/{one.id}") for one in chosen]
-        made.append(group._replace(completions=(*group.completions, *chosen)))
-    return made
+        chosen = [completion._replace(id=f"store/{completion.id}") for completion in chosen]
+        joined.append(group._replace(completions=(*group.completions, *chosen)))
+    return joined

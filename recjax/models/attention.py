@@ -13,14 +13,16 @@ from recjax.models.placement import ROWS, dividing_axes
 
 KERNELS = ("plain", "cudnn", "splash")
 LANES = 128  # smallest block of splash attention, in tokens
-LEAST_ROWS, KEYS = 16, 64  # of a matmul of `one_token_attention`: least rows, and keys of a block
+LEAST_ROWS = 16  # least rows of a matmul in `one_token_attention`
+KEYS = 64  # keys of a block there
 
 
 def self_attention_mask(
     mask: Bool[Array, "rows time"] | Int[Array, "rows time"],
 ) -> Bool[Array, "rows 1 1 1 time time"]:
     """True where a token may attend to a token of its own row, the last axis; see `Decoder.__call__` for the mask."""
-    time, keys = mask.shape[1], mask[:, None, None, None, None, :]
+    time = mask.shape[1]
+    keys = mask[:, None, None, None, None, :]
     keys = keys if mask.dtype == bool else jnp.arange(time)[:, None] < keys
     return keys & jnp.tril(jnp.ones((time, time), bool))
 
@@ -85,7 +87,8 @@ def plain_attention(
         scores.append(score.reshape(batch, heads, time, -1))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
 
-    mixed, start = 0.0, 0
+    mixed = 0.0
+    start = 0
     for _, values, _ in segments:
         length = values.shape[2]
         mixed += _by_row(weights[..., start : start + length], values, axis=2)
@@ -104,16 +107,19 @@ def _by_row(x: Array, held: Array, axis: int) -> Float[Array, "batch heads time 
         held: [rows, kv_heads, length, head_dim].
         axis: axis of `held` to sum over.
     """
-    (batch, heads, time, size), (rows, kv_heads, *_) = x.shape, held.shape
-    dtype, repeats, sharing = jnp.promote_types(x.dtype, held.dtype), batch // rows, heads // kv_heads * time
+    batch, heads, time, size = x.shape
+    rows, kv_heads, *_ = held.shape
+    dtype = jnp.promote_types(x.dtype, held.dtype)
+    repeats = batch // rows
+    sharing = heads // kv_heads * time
     x = x.reshape(rows, repeats, kv_heads, sharing, size).swapaxes(1, 2)
-    found = jax.lax.dot_general(
+    summed = jax.lax.dot_general(
         x.reshape(rows, kv_heads, repeats * sharing, size).astype(dtype),
         held.astype(dtype),
         (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
-    return found.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2).reshape(batch, heads, time, -1)
+    return summed.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2).reshape(batch, heads, time, -1)
 
 
 def cudnn_attention(
@@ -154,11 +160,14 @@ def one_token_attention(
 
     batch, heads, _, width = queries.shape
     kv_heads = segments[0][0].shape[1]
-    count, arrays, specs = heads // kv_heads, [], []
+    count = heads // kv_heads
+    arrays = []
+    specs = []
     rows = max(LEAST_ROWS, 1 << (count - 1).bit_length())
     whole = pallas.BlockSpec((None, None, rows, width), lambda row, head: (row, head, 0, 0))
     for keys, values, mask in segments:
-        length, sharing = keys.shape[2], batch // len(keys)
+        length = keys.shape[2]
+        sharing = batch // len(keys)
         seen = jnp.broadcast_to(mask, (len(keys), sharing, 1, 1, 1, length)).reshape(batch, length)
         arrays += [keys, values, seen.astype(jnp.int32)]
         of_row = pallas.BlockSpec(

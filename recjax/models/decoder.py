@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.attention import capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
 from recjax.models.experts import NO_RECORD
-from recjax.models.layer import PRODUCT, Block, Part, Period, PerLayer, RMSNorm, cut, joined, run_layers
+from recjax.models.layer import PRODUCT, Block, Period, PerLayer, RMSNorm, Section, cut, joined, run_layers
 from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
 from recjax.models.rotary import turns_of
@@ -140,8 +140,16 @@ class Decoder(nn.Module):
         Returns:
             Hidden states of each part; keys and values of the last part, as `__call__` returns them.
         """
+        embedded = self._embedded(parts)
+        sections = self._sections(parts, contexts, place is not None, turns)
+        hidden, keys_values = self._run_layers(embedded, contexts, self._per_layer(parts), sections, place)
+        hidden = RMSNorm(self.config, self.dtype, name="norm")(hidden)
+        return cut(hidden, [tokens.ids.shape for tokens in parts]), keys_values
+
+    def _embedded(self, parts: tuple[Tokens, ...]) -> Array:
+        """The stream of the parts' embeddings, [all tokens, hidden]."""
         config = self.config
-        shapes = [part.ids.shape for part in parts]
+        shapes = [tokens.ids.shape for tokens in parts]
         embed = nn.Embed(
             config.vocab_size,
             config.hidden_size,
@@ -152,60 +160,91 @@ class Decoder(nn.Module):
         rows, units = stream_axes(sum(time for _, time in shapes))
         # Rows split along "fsdp" need whole embedding vectors; a lookup in a split table replicates all rows first.
         table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
-        ids = joined([part.ids.reshape(-1) for part in parts], shapes)
+        ids = joined([tokens.ids.reshape(-1) for tokens in parts], shapes)
         embedded = constrain(jnp.take(table, ids, axis=0), rows, units)
         if config.embedding_scale != 1.0:
             embedded *= jnp.asarray(config.embedding_scale, self.dtype)
+        return embedded
 
-        rotary, windows = rotary_of(config), None
+    def _sections(
+        self,
+        parts: tuple[Tokens, ...],
+        contexts: tuple[Context, ...],
+        is_in_context: bool,
+        turns: tuple[Array, Array] | None,
+    ) -> list[Section]:
+        """The parts as layers read them, each with a mask for every source that it attends to.
+
+        Args:
+            is_in_context: True if the last context already includes the tokens of the only part.
+        """
+        sources = [(context.mask, context.positions) for context in contexts]
+        sections = []
+        for tokens in parts:
+            if not is_in_context:
+                sources.append((tokens.mask, tokens.positions))
+            masks = [mask[:, None, None, None, None, :] for mask, _ in sources]
+            if not is_in_context:  # the last source is the part itself
+                masks[-1] = self_attention_mask(tokens.mask)
+            distances = []
+            if self.config.windows:
+                distances = [jnp.subtract(*pairs(tokens.positions, positions)) for _, positions in sources]
+            section_turns = self.turns(tokens.positions) if turns is None else turns
+            sections.append(Section(tokens.positions, section_turns, masks, distances, tokens.mask))
+        return sections
+
+    def _per_layer(self, parts: tuple[Tokens, ...]) -> PerLayer:
+        """The options that differ between layers."""
+        config = self.config
+        rotary = rotary_of(config)
+        windows = None
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-        sources, looking = [(context.mask, context.positions) for context in contexts], []
-        for part in parts:
-            if place is None:
-                sources.append((part.mask, part.positions))
-            masks = [mask[:, None, None, None, None, :] for mask, _ in sources]
-            if place is None:  # the last source is the part itself
-                masks[-1] = self_attention_mask(part.mask)
-            distances = []
-            if windows is not None:
-                distances = [jnp.subtract(*pairs(part.positions, positions)) for _, positions in sources]
-            its_turns = self.turns(part.positions) if turns is None else turns
-            looking.append(Part(part.positions, its_turns, masks, distances, part.mask))
         experts = None
-        if any(part.experts is not None for part in parts):
-            each = config.num_layers, config.experts.per_token
-            known = [
-                jnp.full((*part.ids.shape, *each), NO_RECORD) if part.experts is None else part.experts
-                for part in parts
+        if any(tokens.experts is not None for tokens in parts):
+            of_token = config.num_layers, config.experts.per_token
+            recorded = [
+                jnp.full((*tokens.ids.shape, *of_token), NO_RECORD) if tokens.experts is None else tokens.experts
+                for tokens in parts
             ]
-            experts = joined([one.reshape(-1, *each) for one in known], shapes).swapaxes(0, 1)
-        per_layer = PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows, experts)
+            shapes = [tokens.ids.shape for tokens in parts]
+            experts = joined([choices.reshape(-1, *of_token) for choices in recorded], shapes).swapaxes(0, 1)
+        return PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows, experts)
 
+    def _run_layers(
+        self,
+        embedded: Array,
+        contexts: tuple[Context, ...],
+        per_layer: PerLayer,
+        sections: list[Section],
+        place: Int[Array, ""] | None,
+    ) -> tuple[Array, tuple]:
+        """The stream after all layers, and keys and values in the form of a context's: written out, or as a scan."""
+        config = self.config
+        shared = config, self.dtype, self.attention
         block = Block
         if self.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
-        earlier = tuple((context.keys, context.values) for context in contexts)
-        states, shared = contexts[-1].states if contexts else (), (config, self.dtype, self.attention)
+        keys_values = tuple((context.keys, context.values) for context in contexts)
+        states = contexts[-1].states if contexts else ()
         if self.unrolled:
-            numbers = range(config.num_layers)
             kinds = config.delta.layers if config.delta else [False] * config.num_layers
             layers = [block(*shared, kind, name=f"layer_{number}") for number, kind in enumerate(kinds)]
-            options = [jax.tree.map(lambda option, number=number: option[number], per_layer) for number in numbers]
-            hidden, keys_values = run_layers(layers, embedded, (earlier, states), options, looking, place)
-        else:
-            alike = config.period == 1
-            layers = nn.scan(
-                block if alike else Period,
-                variable_axes={"params": 0, "routing": 0},
-                split_rngs={"params": True},
-                in_axes=(0, 0, *(nn.broadcast,) * 2),
-                length=config.num_layers // config.period,
-            )
-            scanned = layers(*shared, *([] if alike else [block]), name="layers")
-            earlier = earlier if alike else (earlier, states)
-            hidden, keys_values = scanned(embedded, earlier, per_layer, looking, place)
-        return cut(RMSNorm(config, self.dtype, name="norm")(hidden), shapes), keys_values
+            options = [
+                jax.tree.map(lambda option, number=number: option[number], per_layer)
+                for number in range(config.num_layers)
+            ]
+            return run_layers(layers, embedded, (keys_values, states), options, sections, place)
+        alike = config.period == 1
+        layers = nn.scan(
+            block if alike else Period,
+            variable_axes={"params": 0, "routing": 0},
+            split_rngs={"params": True},
+            in_axes=(0, 0, *(nn.broadcast,) * 2),
+            length=config.num_layers // config.period,
+        )
+        scanned = layers(*shared, *([] if alike else [block]), name="layers")
+        return scanned(embedded, keys_values if alike else (keys_values, states), per_layer, sections, place)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

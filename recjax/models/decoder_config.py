@@ -130,7 +130,8 @@ class DecoderConfig:
     @property
     def period(self) -> int:
         """Number of layers after which their kinds repeat, a divisor of the number of layers; 1 if they are alike."""
-        kinds, count = self.delta.layers if self.delta else (), self.num_layers
+        kinds = self.delta.layers if self.delta else ()
+        count = self.num_layers
         return next(
             size for size in range(1, count + 1) if count % size == 0 and kinds == kinds[:size] * (count // size)
         )
@@ -158,7 +159,8 @@ class DecoderConfig:
     def _layer_weights(self, experts: int) -> int:
         heads = ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if self.delta:
-            net, share = self.delta, self.attention_layers / self.num_layers
+            net = self.delta
+            share = self.attention_layers / self.num_layers
             of_delta = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
             heads = round(share * heads + (1 - share) * of_delta)
         router = self.experts.count if self.experts else 0

@@ -41,7 +41,8 @@ def causal_convolution(
     Returns:
         The convolution, undefined at padding, and the window after the last real token.
     """
-    kernel, time = kernel[:, 0].T.astype(jnp.float32), x.shape[1]
+    kernel = kernel[:, 0].T.astype(jnp.float32)
+    time = x.shape[1]
     size = len(kernel)
     seen = jnp.concatenate([window[:, 0].astype(jnp.float32), x.astype(jnp.float32)], axis=1)
     total = seen[:, size - 1 :] * kernel[size - 1]
@@ -75,7 +76,8 @@ def delta_rule(
         Outputs, and the state after the last token.
     Reference: arXiv 2412.06464 §3.3; arXiv 2406.06484 §3 for the chunks.
     """
-    (batch, time, heads, size), (*_, value_heads, value_dim) = keys.shape, values.shape
+    batch, time, heads, size = keys.shape
+    *_, value_heads, value_dim = values.shape
 
     def unit(x: Array) -> Array:
         return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
@@ -89,11 +91,11 @@ def delta_rule(
     if time == 1:
         state = state * jnp.exp(decay)
         state += k.mT * ((v - jnp.sum(state * k.mT, axis=-2, keepdims=True)) * rate)
-        found = jnp.sum(state * q.mT, axis=-2, keepdims=True)
+        outputs = jnp.sum(state * q.mT, axis=-2, keepdims=True)
     else:
-        found, state = _in_chunks(q, k, v, rate, decay, starts, state)
-    found = jnp.moveaxis(found, 3, 1).reshape(batch, time, value_heads, value_dim)
-    return found, state.reshape(batch, value_heads, size, value_dim)
+        outputs, state = _in_chunks(q, k, v, rate, decay, starts, state)
+    outputs = jnp.moveaxis(outputs, 3, 1).reshape(batch, time, value_heads, value_dim)
+    return outputs, state.reshape(batch, value_heads, size, value_dim)
 
 
 def _in_chunks(
@@ -119,18 +121,19 @@ def _in_chunks(
     system = _matmul(k, k.mT) * rate * between
     inputs = jnp.concatenate([v * rate, k * rate * from_state], axis=-1)
     solved = _solve_unit_lower(jnp.tril(system, -1), inputs)
-    new, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    new = solved[..., : v.shape[-1]]
+    read = solved[..., v.shape[-1] :]
 
     def run(state: Array, of_chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         q, near, k, new, read, kept = of_chunk
         corrections = new - _matmul(read, state)
-        found = _matmul(q, state) + _matmul(near, corrections)
-        return state * kept + _matmul(k.mT, corrections), found
+        outputs = _matmul(q, state) + _matmul(near, corrections)
+        return state * kept + _matmul(k.mT, corrections), outputs
 
     of_chunks = q * from_state, _matmul(q, k.mT) * between, k * to_end, new, read, from_state[..., -1:, :]
-    state, found = jax.lax.scan(run, state, of_chunks)
-    found = jnp.moveaxis(found, 0, -3)
-    return found.reshape(*found.shape[:3], -1, found.shape[-1])[..., :time, :], state
+    state, outputs = jax.lax.scan(run, state, of_chunks)
+    outputs = jnp.moveaxis(outputs, 0, -3)
+    return outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :time, :], state
 
 
 def _solve_unit_lower(
@@ -141,12 +144,15 @@ def _solve_unit_lower(
     XLA's triangular_solve never returns on a CPU where two of them run at once. This function inverts diagonal
     blocks of 1, 2, 4, … rows: [[A, 0], [C, D]] has the inverse [[A⁻¹, 0], [-D⁻¹ C A⁻¹, D⁻¹]].
     """
-    size, block = strict.shape[-1], 1
-    below, inverses = jax.lax.stop_gradient(strict), jnp.ones((*strict.shape[:-1], 1, 1), strict.dtype)
+    size = strict.shape[-1]
+    below = jax.lax.stop_gradient(strict)
+    inverses = jnp.ones((*strict.shape[:-1], 1, 1), strict.dtype)
+    block = 1
     while block < size:
         pairs = below.reshape(*below.shape[:-2], size // block // 2, 2, block, size // block // 2, 2, block)
         corners = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
-        first, second = inverses[..., ::2, :, :], inverses[..., 1::2, :, :]
+        first = inverses[..., ::2, :, :]
+        second = inverses[..., 1::2, :, :]
         corners = -_matmul(_matmul(second, corners), first)
         inverses = jnp.block([[first, jnp.zeros_like(first)], [corners, second]])
         block *= 2

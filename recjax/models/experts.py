@@ -68,7 +68,9 @@ class Experts(nn.Module):
         self.sow(_COLLECTION, "chosen", chosen)
         counts = jax.nn.one_hot(chosen, options.count).sum(1)
         self.sow(_COLLECTION, "load", tuple((y * real[:, None]).sum(0) for y in (counts, probabilities)))
-        size, width, lora = self.config.hidden_size, self.config.intermediate_size, self.config.lora
+        size = self.config.hidden_size
+        width = self.config.intermediate_size
+        lora = self.config.lora
 
         def kernels_of(name: str, inputs: int, units: int) -> tuple[Array, ...]:
             kernel = _Kernels((options.count, inputs, units), name=name)()
@@ -105,7 +107,8 @@ def _mixed(
     Args:
         kernels: of gate, up and down: a kernel, or a kernel and the adapter's A and scaled B.
     """
-    (tokens, per_token), count = chosen.shape, len(kernels[0][0])
+    tokens, per_token = chosen.shape
+    count = len(kernels[0][0])
     expert = (chosen - first).reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)
     order = jnp.argsort(expert, stable=True)
@@ -142,7 +145,8 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
     if mesh.size <= 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return _mixed(gated, x, chosen, weights, kernels)
 
-    sizes, (count, _, width) = {axis: size for axis, size in mesh.shape.items() if size > 1}, kernels[0][0].shape
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    count, _, width = kernels[0][0].shape
     wanted = (ROWS, len(x)), (("expert",), count), (("tensor",), width)
     rows, owners, units = (dividing_axes(axes, length, sizes) for axes, length in wanted)
     sends = bool(owners) and owners[0] in rows  # the devices that share the experts have different tokens
@@ -157,8 +161,10 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
         added = units if sends else (*owners, *units)
         return jax.lax.psum(mixed, added) if added else mixed
 
-    tokens, whole = PartitionSpec(rows), PartitionSpec(owners)
-    into, out_of = PartitionSpec(owners, None, units), PartitionSpec(owners, units)
+    tokens = PartitionSpec(rows)
+    whole = PartitionSpec(owners)
+    into = PartitionSpec(owners, None, units)
+    out_of = PartitionSpec(owners, units)
     placed = (into, whole, into), (into, whole, into), (out_of, out_of, whole)  # kernel, A and B
     of_kernels = tuple(axes[: len(each)] for axes, each in zip(placed, kernels, strict=True))
     specs = {"in_specs": (tokens, tokens, tokens, of_kernels), "out_specs": tokens}
@@ -180,7 +186,8 @@ def routing_shapes(decoder: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
 def unrecorded(decoder: nn.Module, count: int) -> dict[str, np.ndarray]:
     """The record of tokens whose experts are not known, [count, …]."""
     return {
-        name: np.full((count, *one.shape[1:]), NO_RECORD, one.dtype) for name, one in routing_shapes(decoder).items()
+        name: np.full((count, *shape.shape[1:]), NO_RECORD, shape.dtype)
+        for name, shape in routing_shapes(decoder).items()
     }
 
 
@@ -200,7 +207,8 @@ def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> 
 
 def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:
     """The experts of each token as an array to record, [tokens, layers, per_token]."""
-    return {name: sown["chosen"].swapaxes(0, 1).astype(one.dtype) for name, one in routing_shapes(decoder).items()}
+    shapes = routing_shapes(decoder)
+    return {name: sown["chosen"].swapaxes(0, 1).astype(shape.dtype) for name, shape in shapes.items()}
 
 
 def load_of(sown: dict, per_token: int) -> Load:

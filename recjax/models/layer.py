@@ -1,4 +1,4 @@
-"""One layer of the decoder, on a stream of all tokens of all parts."""
+"""One layer of the decoder, on a stream of all tokens of all sections."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from recjax.models.attention import attend
 from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
 from recjax.models.delta import DeltaState, causal_convolution, delta_rule
 from recjax.models.experts import Experts
-from recjax.models.placement import ROWS, constrain, stream_axes
+from recjax.models.placement import ROWS, Axes, constrain, stream_axes
 from recjax.models.products import PRODUCT, all_but_kernel, dense_product
 from recjax.models.rotary import Rotary, rotate, turns_of
 
@@ -50,8 +50,8 @@ def _normalized(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Arr
 
 @functools.partial(_cheap, static_argnums=0)
 def _gated(activation: str, gate: Array, up: Array) -> Array:
-    gate, up, dtype = gate.astype(jnp.float32), up.astype(jnp.float32), gate.dtype
-    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
+    activated = ACTIVATIONS[activation](gate.astype(jnp.float32))
+    return (activated * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 class PerLayer(NamedTuple):
@@ -65,8 +65,8 @@ class PerLayer(NamedTuple):
     experts: Array | None = None
 
 
-class Part(NamedTuple):
-    """Tokens that attend to the same sources: contexts, earlier parts, and themselves.
+class Section(NamedTuple):
+    """Tokens that attend to the same sources: contexts, earlier sections, and themselves.
 
     `masks` and `distances` have one entry for each source. `turns` is the argument of `rotate`, or None if layers
     differ; `ids` is the argument of `attend`.
@@ -82,11 +82,11 @@ class Part(NamedTuple):
 class Block(nn.Module):
     """One layer: attention or a gated delta net, and a gated MLP, each on a normalized input and added to the stream.
 
-    The stream is [all tokens, hidden] for any number of parts: matmuls with more rows are faster, and on a CPU the
+    The stream is [all tokens, hidden] for any number of sections: matmuls with more rows are faster, and on a CPU the
     gradients of 2-D matmuls take half the time of gradients of [batch, time, hidden] matmuls.
 
     A layer with attention takes keys and values of all contexts and returns those of the last source. A layer with a
-    delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last part.
+    delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last section.
     """
 
     config: DecoderConfig
@@ -95,120 +95,180 @@ class Block(nn.Module):
     has_delta: bool = False
 
     @nn.compact
-    def __call__(self, hidden, earlier, layer, parts, place):
-        config = self.config
-        shapes = [part.positions.shape for part in parts]
-        norm = functools.partial(RMSNorm, config, self.dtype)
-        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
-        rows, units = stream_axes(sum(time for _, time in shapes))
+    def __call__(self, hidden, earlier, layer, sections, place):
+        rows, units = _stream_axes_of(sections)
 
-        def dense(x, features, name, use_bias=False):
-            y = checkpoint_name(linear(features, use_bias=use_bias, name=name)(x), PRODUCT)
-            if config.lora is None or name not in config.lora.targets:
-                return y
-            low = linear(config.lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
-            added = linear(features, use_bias=False, name=f"{name}_lora_b")(low)
-            return y + added * (config.lora.alpha / config.lora.rank)
-
-        def heads_of(x, name, normed=False):
-            heads = -1, x.shape[-1] // config.head_dim, config.head_dim
-            x = x if normed and config.joint_qk_norm else x.reshape(heads)
-            x = norm(name=f"{name}_norm")(x).reshape(heads) if normed else x
-            return [constrain(part.swapaxes(1, 2), ROWS, "tensor") for part in cut(x, shapes)]
-
-        def add_to_stream(hidden, mixed, name):
-            mixed = norm(name=name)(mixed) if config.post_norms else mixed
-            return hidden + (mixed if config.residual_scale == 1.0 else mixed * config.residual_scale)
-
-        def attention(x):
-            of_queries, of_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-            if config.gated_attention:
-                both = dense(x, 2 * of_queries, "query", config.qkv_bias).reshape(
-                    -1, config.num_heads, 2, config.head_dim
-                )
-                query, gate = (both[:, :, which].reshape(-1, of_queries) for which in (0, 1))
-            else:
-                query = dense(x, of_queries, "query", config.qkv_bias)
-            queries = heads_of(query, "query", config.qk_norm)
-            keys = heads_of(dense(x, of_keys, "key", config.qkv_bias), "key", config.qk_norm)
-            values = heads_of(dense(x, of_keys, "value", config.qkv_bias), "value")
-            places, mixed = list(earlier), []
-            for part, query, key, value in zip(parts, queries, keys, values, strict=True):
-                turns = part.turns if layer.rotary is None else turns_of(part.positions, layer.rotary)
-                own = rotate(key, turns), value
-                if place is not None:
-                    own = tuple(
-                        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), place, 2)
-                        for old, x in zip(places.pop(), own, strict=True)
-                    )
-                places.append(own)
-                masks = part.masks
-                if layer.windows is not None:
-                    near = [distance < layer.windows for distance in part.distances]
-                    masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
-                segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
-                scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-                # In a layer with a window, ids do not suffice to determine the mask.
-                alone = {"ids": part.ids if layer.windows is None else None, "kernel": self.attention}
-                alone["is_sampling"] = place is not None
-                mixed.append(attend(rotate(query, turns), segments, scale, config.attention_cap, **alone))
-            mixed = joined(mixed, shapes)
-            if config.gated_attention:
-                mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
-            return dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output"), places[-1]
-
-        def delta_net(x):
-            net, state, mixed = config.delta, earlier, []
-            of_keys, of_values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
-            inputs, gate = dense(x, net.channels, "delta_inputs"), dense(x, of_values, "delta_gate")
-            kernel = self.param("delta_kernel", nn.initializers.lecun_normal(-1, 0), (net.channels, 1, net.kernel))
-
-            def log_of_uniform(key: Array, shape: tuple[int, ...]) -> Array:
-                return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
-
-            speed = jnp.exp(self.param("delta_log_speed", log_of_uniform, (net.value_heads,)))
-            bias = self.param("delta_bias", nn.initializers.ones, (net.value_heads,))
-            rate = nn.sigmoid(dense(x, net.value_heads, "delta_rate").astype(jnp.float32))
-            decay = -speed * nn.softplus(dense(x, net.value_heads, "delta_decay").astype(jnp.float32) + bias)
-            for part, *each in zip(parts, *(cut(y, shapes) for y in (inputs, rate, decay)), strict=True):
-                (batch, time), real = part.positions.shape, part.ids > 0
-                if state is None:
-                    recurrent = jnp.zeros((batch, net.value_heads, net.key_dim, net.value_dim))
-                    state = DeltaState(recurrent, jnp.zeros((batch, 1, net.kernel - 1, net.channels), self.dtype))
-                recurrent, window = (jnp.repeat(x, batch // len(x), axis=0) for x in state)
-                its_inputs, *steps = each
-                convolved, window = causal_convolution(
-                    its_inputs, window, kernel.astype(self.dtype), part.positions, real
-                )
-                pieces = jnp.split(convolved, (of_keys, 2 * of_keys), axis=-1)
-                heads = [
-                    constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")
-                    for piece, count in zip(pieces, (net.key_heads, net.key_heads, net.value_heads), strict=True)
-                ]
-                steps = [jnp.where(real[..., None], step, 0.0) for step in steps]  # padding leaves the state as it is
-                found, recurrent = delta_rule(*heads, *steps, (part.positions == 0) & real, recurrent)
-                state = DeltaState(recurrent, window)
-                mixed.append(found.reshape(batch * time, net.value_heads, net.value_dim))
-            plain = dataclasses.replace(config, norm_offset=0.0)
-            mixed = RMSNorm(plain, jnp.float32, name="delta_norm")(joined(mixed, shapes))
-            mixed = mixed.reshape(-1, of_values) * nn.silu(gate.astype(jnp.float32))
-            return dense(constrain(mixed.astype(self.dtype), rows, "tensor"), config.hidden_size, "delta_output"), state
-
-        x = constrain(norm(name="attention_norm")(hidden) if config.pre_norms else hidden, rows, units)
-        mixed, kept = delta_net(x) if self.has_delta else attention(x)
-        hidden = add_to_stream(hidden, mixed, "attention_post_norm")
-
-        x = constrain(norm(name="mlp_norm")(hidden) if config.pre_norms else hidden, rows, units)
-        if config.experts is None:
-            gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
-            gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
-            mixed = dense(gated, config.hidden_size, "down")
+        x = constrain(self._input(hidden, "attention_norm"), rows, units)
+        if self.has_delta:
+            mixed, kept = self._delta_net(x, earlier, sections)
         else:
-            real = joined([part.ids.reshape(-1) > 0 for part in parts], shapes)
-            run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
-            mixed = run_experts(x, real, layer.experts)
-        hidden = add_to_stream(hidden, mixed, "mlp_post_norm")
+            mixed, kept = self._attention(x, earlier, layer, sections, place)
+        hidden = self._added(hidden, mixed, "attention_post_norm")
+
+        x = constrain(self._input(hidden, "mlp_norm"), rows, units)
+        mixed = self._mlp(x, layer.experts, sections)
+        hidden = self._added(hidden, mixed, "mlp_post_norm")
         return constrain(hidden, rows, units), kept
+
+    def _norm(self, x, name):
+        return RMSNorm(self.config, self.dtype, name=name)(x)
+
+    def _input(self, hidden, name):
+        """The stream as attention and MLP read it."""
+        return self._norm(hidden, name) if self.config.pre_norms else hidden
+
+    def _added(self, hidden, mixed, name):
+        """The stream with an output added."""
+        mixed = self._norm(mixed, name) if self.config.post_norms else mixed
+        scale = self.config.residual_scale
+        return hidden + (mixed if scale == 1.0 else mixed * scale)
+
+    def _dense(self, x, features, name, use_bias=False):
+        """A projection, with its adapter if it has one."""
+        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
+        y = checkpoint_name(linear(features, use_bias=use_bias, name=name)(x), PRODUCT)
+        lora = self.config.lora
+        if lora is None or name not in lora.targets:
+            return y
+        low = linear(lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
+        added = linear(features, use_bias=False, name=f"{name}_lora_b")(low)
+        return y + added * (lora.alpha / lora.rank)
+
+    # --- Attention.
+
+    def _attention(self, x, earlier, layer, sections, place):
+        """The output of attention, and the keys and values of the last source."""
+        config = self.config
+        query_units = config.num_heads * config.head_dim
+        key_units = config.num_kv_heads * config.head_dim
+        if config.gated_attention:
+            both = self._dense(x, 2 * query_units, "query", config.qkv_bias)
+            both = both.reshape(-1, config.num_heads, 2, config.head_dim)
+            query, gate = (both[:, :, which].reshape(-1, query_units) for which in (0, 1))
+        else:
+            query = self._dense(x, query_units, "query", config.qkv_bias)
+        queries = self._heads(query, sections, "query_norm" if config.qk_norm else None)
+        key = self._dense(x, key_units, "key", config.qkv_bias)
+        keys = self._heads(key, sections, "key_norm" if config.qk_norm else None)
+        values = self._heads(self._dense(x, key_units, "value", config.qkv_bias), sections, None)
+
+        sources = list(earlier)
+        outputs = []
+        for section, query, key, value in zip(sections, queries, keys, values, strict=True):
+            turns = section.turns if layer.rotary is None else turns_of(section.positions, layer.rotary)
+            keys_values = rotate(key, turns), value
+            if place is not None:
+                keys_values = tuple(
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), place, 2)
+                    for old, new in zip(sources.pop(), keys_values, strict=True)
+                )
+            sources.append(keys_values)
+            outputs.append(self._attended(query, turns, sources, section, layer.windows, place is not None))
+        mixed = joined(outputs, _shapes(sections))
+        if config.gated_attention:
+            mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
+        rows, _ = _stream_axes_of(sections)
+        return self._dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output"), sources[-1]
+
+    def _heads(self, x, sections, norm_name):
+        """Queries, keys or values of each section by head, [batch, heads, time, head_dim]; with the norm of a name."""
+        by_head = -1, x.shape[-1] // self.config.head_dim, self.config.head_dim
+        if norm_name is None:
+            x = x.reshape(by_head)
+        else:
+            x = x if self.config.joint_qk_norm else x.reshape(by_head)
+            x = self._norm(x, norm_name).reshape(by_head)
+        return [constrain(heads.swapaxes(1, 2), ROWS, "tensor") for heads in cut(x, _shapes(sections))]
+
+    def _attended(self, query, turns, sources, section, windows, is_sampling):
+        """Attention of a section's queries over the keys and values of its sources."""
+        config = self.config
+        masks = section.masks
+        if windows is not None:
+            near = [distance < windows for distance in section.distances]
+            masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
+        segments = [(*keys_values, mask) for keys_values, mask in zip(sources, masks, strict=True)]
+        return attend(
+            rotate(query, turns),
+            segments,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            config.attention_cap,
+            # In a layer with a window, ids do not suffice to determine the mask.
+            ids=section.ids if windows is None else None,
+            kernel=self.attention,
+            is_sampling=is_sampling,
+        )
+
+    # --- Delta net.
+
+    def _delta_net(self, x, state, sections):
+        """The output of the delta net, and the state after the last section."""
+        net = self.config.delta
+        shapes = _shapes(sections)
+        inputs = self._dense(x, net.channels, "delta_inputs")
+        gate = self._dense(x, net.value_heads * net.value_dim, "delta_gate")
+        kernel = self.param("delta_kernel", nn.initializers.lecun_normal(-1, 0), (net.channels, 1, net.kernel))
+
+        def log_of_uniform(key: Array, shape: tuple[int, ...]) -> Array:
+            return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
+
+        speed = jnp.exp(self.param("delta_log_speed", log_of_uniform, (net.value_heads,)))
+        bias = self.param("delta_bias", nn.initializers.ones, (net.value_heads,))
+        rate = nn.sigmoid(self._dense(x, net.value_heads, "delta_rate").astype(jnp.float32))
+        decay = -speed * nn.softplus(self._dense(x, net.value_heads, "delta_decay").astype(jnp.float32) + bias)
+        outputs = []
+        for section, *arrays in zip(sections, *(cut(y, shapes) for y in (inputs, rate, decay)), strict=True):
+            output, state = self._recurred(section, *arrays, kernel, state)
+            outputs.append(output)
+        plain = dataclasses.replace(self.config, norm_offset=0.0)
+        mixed = RMSNorm(plain, jnp.float32, name="delta_norm")(joined(outputs, shapes))
+        mixed = mixed.reshape(gate.shape) * nn.silu(gate.astype(jnp.float32))
+        rows, _ = _stream_axes_of(sections)
+        mixed = constrain(mixed.astype(self.dtype), rows, "tensor")
+        return self._dense(mixed, self.config.hidden_size, "delta_output"), state
+
+    def _recurred(self, section, inputs, rate, decay, kernel, state):
+        """The recurrence over a section: outputs [batch * time, value_heads, value_dim], and the state after it."""
+        net = self.config.delta
+        batch, time = section.positions.shape
+        real = section.ids > 0
+        if state is None:
+            recurrent = jnp.zeros((batch, net.value_heads, net.key_dim, net.value_dim))
+            state = DeltaState(recurrent, jnp.zeros((batch, 1, net.kernel - 1, net.channels), self.dtype))
+        recurrent, window = (jnp.repeat(x, batch // len(x), axis=0) for x in state)
+        convolved, window = causal_convolution(inputs, window, kernel.astype(self.dtype), section.positions, real)
+        key_units = net.key_heads * net.key_dim
+        pieces = jnp.split(convolved, (key_units, 2 * key_units), axis=-1)
+        heads = [
+            constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")
+            for piece, count in zip(pieces, (net.key_heads, net.key_heads, net.value_heads), strict=True)
+        ]
+        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding leaves the state as it is
+        output, recurrent = delta_rule(*heads, *steps, (section.positions == 0) & real, recurrent)
+        return output.reshape(batch * time, net.value_heads, net.value_dim), DeltaState(recurrent, window)
+
+    # --- MLP.
+
+    def _mlp(self, x, recorded_experts, sections):
+        """The output of the MLP, or of the experts in its place."""
+        config = self.config
+        rows, _ = _stream_axes_of(sections)
+        if config.experts is None:
+            gate, up = (self._dense(x, config.intermediate_size, name) for name in ("gate", "up"))
+            gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
+            return self._dense(gated, config.hidden_size, "down")
+        real = joined([section.ids.reshape(-1) > 0 for section in sections], _shapes(sections))
+        run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
+        return run_experts(x, real, recorded_experts)
+
+
+def _shapes(sections: Sequence[Section]) -> list[tuple[int, int]]:
+    return [section.positions.shape for section in sections]
+
+
+def _stream_axes_of(sections: Sequence[Section]) -> tuple[Axes, Axes]:
+    """The mesh axes of the stream's rows and units."""
+    return stream_axes(sum(time for _, time in _shapes(sections)))
 
 
 class Period(nn.Module):
@@ -220,14 +280,20 @@ class Period(nn.Module):
     block: type[Block]
 
     @nn.compact
-    def __call__(self, hidden, earlier, options, parts, place):
-        kinds, shared = self.config.delta.layers[: self.config.period], (self.config, self.dtype, self.attention)
+    def __call__(self, hidden, earlier, options, sections, place):
+        shared = self.config, self.dtype, self.attention
+        kinds = self.config.delta.layers[: self.config.period]
         layers = [self.block(*shared, kind, name=str(number)) for number, kind in enumerate(kinds)]
-        return run_layers(layers, hidden, earlier, [options] * len(layers), parts, place)
+        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, place)
 
 
 def run_layers(
-    layers: Sequence[Block], hidden: Array, earlier: tuple, options: Sequence[PerLayer], parts: list[Part], place: Any
+    layers: Sequence[Block],
+    hidden: Array,
+    earlier: tuple,
+    options: Sequence[PerLayer],
+    sections: list[Section],
+    place: Any,
 ) -> tuple[Array, tuple]:
     """Runs layers one after the other.
 
@@ -238,28 +304,32 @@ def run_layers(
     Returns:
         The stream, and tuples over layers: keys and values, and states if there are any.
     """
-    (keys_values, states), new, kept = earlier, [], []
+    contexts, states = earlier
+    new_pairs = []
+    new_states = []
     for layer, option in zip(layers, options, strict=True):
         if layer.has_delta:
-            hidden, state = layer(hidden, states[len(kept)] if states else None, option, parts, None)
-            kept.append(state)
+            state = states[len(new_states)] if states else None
+            hidden, state = layer(hidden, state, option, sections, None)
+            new_states.append(state)
         else:
-            own = [(keys[len(new)], values[len(new)]) for keys, values in keys_values]
-            hidden, pair = layer(hidden, own, option, parts, place)
-            new.append(pair)
-    return hidden, (*zip(*new, strict=True), *([tuple(kept)] if kept else []))
+            pairs = [(keys[len(new_pairs)], values[len(new_pairs)]) for keys, values in contexts]
+            hidden, pair = layer(hidden, pairs, option, sections, place)
+            new_pairs.append(pair)
+    return hidden, (*zip(*new_pairs, strict=True), *([tuple(new_states)] if new_states else []))
 
 
 def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
-    """The parts of a stream, each [batch, time, ...]; a device holds whole rows of the first part."""
+    """The sections of a stream, each [batch, time, ...]; a device holds whole rows of the first section."""
     rows = shapes[0][0]
     sizes = [batch * time // rows for batch, time in shapes]
     pieces = jax.lax.split(x.reshape(rows, sum(sizes), *x.shape[1:]), sizes, axis=1)
     return [piece.reshape(*shape, *x.shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def joined(parts: list[Array], shapes: list[tuple[int, int]]) -> Array:
-    """The stream of parts that are [batch * time, ...] each; the inverse of `cut`."""
-    rows, kept = shapes[0][0], parts[0].shape[1:]
-    pieces = [part.reshape(rows, -1, *kept) for part in parts]
-    return jnp.concatenate(pieces, axis=1).reshape(-1, *kept)
+def joined(arrays: list[Array], shapes: list[tuple[int, int]]) -> Array:
+    """The stream of sections that are [batch * time, ...] each; the inverse of `cut`."""
+    rows = shapes[0][0]
+    trailing = arrays[0].shape[1:]
+    pieces = [array.reshape(rows, -1, *trailing) for array in arrays]
+    return jnp.concatenate(pieces, axis=1).reshape(-1, *trailing)

@@ -233,21 +233,22 @@ def completion_logprobs(
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
         prompt_mask &= completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
-    asked = Tokens(prompts, positions, prompt_mask)
+    prompt_tokens = Tokens(prompts, positions, prompt_mask)
 
     def before(decoder, params, recorded):
         weights = {"params": params_for(decoder, params)}
         if completions.shape[1] > 1:
-            positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
+            later_positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
             # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
             experts = _recorded_experts(decoder, recorded)
             experts = None if experts is None else experts[:, 1:]
-            written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1], experts)
-            (hidden, *rest), sown = apply_routed(decoder, weights, asked, written, method="of_groups")
+            written = Tokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
+            (hidden, *later), sown = apply_routed(decoder, weights, prompt_tokens, written, method="of_groups")
         else:
-            ((hidden, _), sown), rest = apply_routed(decoder, weights, asked.ids, asked.positions, asked.mask), ()
+            (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
+            later = []
         first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
-        return jnp.concatenate([first, *rest], axis=1), sown
+        return jnp.concatenate([first, *later], axis=1), sown
 
     theirs = None if compared is None else before(compared.decoder, compared.params, {})[0]
     hidden, sown = before(decoder, params, recorded)
@@ -286,7 +287,8 @@ def packed_logprobs(
     """
 
     def before(decoder, params, recorded):
-        weights, experts = {"params": params_for(decoder, params)}, _recorded_experts(decoder, recorded)
+        weights = {"params": params_for(decoder, params)}
+        experts = _recorded_experts(decoder, recorded)
         if experts is not None:
             experts = jnp.where(recorded[SAMPLED][..., None, None], experts, NO_RECORD)
         (hidden, _), sown = apply_routed(decoder, weights, tokens, positions, ends, experts=experts)

@@ -20,7 +20,8 @@ from jaxtyping import Array
 ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batch
 
 # Projections from the stream, and back into it.
-INTO, OUT_OF = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay", "output|down|delta_output"
+INTO = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay"
+OUT_OF = "output|down|delta_output"
 
 # End of a parameter's path → mesh axes of its dimensions. Stacked layers have a first axis, which is never split.
 RULES = (
@@ -214,8 +215,8 @@ def over_rows(function: Callable, whole: Any, *rows: Any, axis: Callable[[Array]
     if shards == 1 or len(rows[-1]) % shards:
         return function(whole, *rows)
     axes = tuple(name for name in ROWS if name in jax.sharding.get_abstract_mesh().shape)
-    own = jax.tree.map(lambda x: PartitionSpec(*(None,) * axis(x), axes), rows)
-    specs = {"in_specs": (PartitionSpec(), *own), "out_specs": own[0]}
+    split = jax.tree.map(lambda x: PartitionSpec(*(None,) * axis(x), axes), rows)
+    specs = {"in_specs": (PartitionSpec(), *split), "out_specs": split[0]}
     return jax.shard_map(function, **specs, axis_names={*axes}, check_vma=False)(whole, *rows)
 
 

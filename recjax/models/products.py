@@ -43,7 +43,8 @@ def _forward(subscripts: str, dtype: DTypeLike, a: Array, b: Array) -> tuple[Arr
 
 
 def _backward(subscripts: str, dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    (a, b), gradient = kept, gradient.astype(kept[0].dtype)
+    a, b = kept
+    gradient = gradient.astype(a.dtype)
     inputs, output = subscripts.split("->")
     of_a, of_b = inputs.split(",")
     pair = (a, gradient) if of_b[0] in of_a else (gradient, a)
@@ -111,11 +112,13 @@ def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
         return whole.astype(x.dtype)
 
     def in_blocks(x, kernels, sizes):
-        size, blocks = _block_size(len(x), len(sizes)), _Blocks.of(sizes, len(x))
+        size = _block_size(len(x), len(sizes))
+        blocks = _Blocks.of(sizes, len(x))
         rows = jnp.pad(x, ((0, size), (0, 0)))
 
-        def one(number, whole):
-            group, start = blocks.groups[number], blocks.starts[number]
+        def put_block(number, whole):
+            group = blocks.groups[number]
+            start = blocks.starts[number]
             kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
             inputs = jax.lax.dynamic_slice_in_dim(rows, start, size)
             outputs = _summed_in_float32("rm,mn->rn", inputs, kernel).astype(x.dtype)
@@ -123,7 +126,7 @@ def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, outputs, start, 0)
 
         whole = jnp.zeros((len(rows), kernels.shape[-1]), x.dtype)
-        return jax.lax.fori_loop(0, blocks.count, one, whole)[: len(x)]
+        return jax.lax.fori_loop(0, blocks.count, put_block, whole)[: len(x)]
 
     whole = jax.lax.platform_dependent(x, kernels, sizes, default=ragged, cpu=in_blocks)
     return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], whole, 0)
@@ -137,16 +140,18 @@ def _grouped_backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]
         return jax.lax.ragged_dot_general(x, gradient, sizes, numbers, preferred_element_type=jnp.float32)
 
     def in_blocks(x, gradient, sizes):
-        size, blocks = _block_size(len(x), len(sizes)), _Blocks.of(sizes, len(x))
+        size = _block_size(len(x), len(sizes))
+        blocks = _Blocks.of(sizes, len(x))
         x, gradient = (jnp.pad(y, ((0, size), (0, 0))) for y in (x, gradient))
 
-        def one(number, whole):
-            group, start = blocks.groups[number], blocks.starts[number]
+        def add_block(number, whole):
+            group = blocks.groups[number]
+            start = blocks.starts[number]
             inputs, outputs = (jax.lax.dynamic_slice_in_dim(y, start, size) for y in (x, gradient))
             inputs = jnp.where((jnp.arange(size) < blocks.ends[number] - start)[:, None], inputs, 0)
             return whole.at[group].add(_summed_in_float32("rm,rn->mn", inputs, outputs))
 
-        return jax.lax.fori_loop(0, blocks.count, one, jnp.zeros(kernels.shape, jnp.float32))
+        return jax.lax.fori_loop(0, blocks.count, add_block, jnp.zeros(kernels.shape, jnp.float32))
 
     of_kernels = jax.lax.platform_dependent(x, gradient, sizes, default=ragged, cpu=in_blocks)
     return _by_group(gradient, kernels.swapaxes(1, 2), sizes), of_kernels.astype(kernels.dtype), None
@@ -166,8 +171,10 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, sizes: Array, rows: int) -> "_Blocks":
         size = _block_size(rows, len(sizes))
-        counts, ends = -(-sizes // size), jnp.cumsum(sizes)
-        last, numbers = jnp.cumsum(counts), jnp.arange(rows // size + len(sizes))
+        counts = -(-sizes // size)
+        ends = jnp.cumsum(sizes)
+        last = jnp.cumsum(counts)
+        numbers = jnp.arange(rows // size + len(sizes))
         groups = jnp.minimum(jnp.searchsorted(last, numbers, side="right"), len(sizes) - 1)
         starts = (ends - sizes)[groups] + (numbers - (last - counts)[groups]) * size
         return cls(groups, starts, ends[groups], last[-1])

@@ -41,7 +41,8 @@ def scaled_frequencies(theta: float, size: int, scaling: RopeScaling | None) -> 
     divided = frequencies / scaling.factor
     if scaling.kind == "linear":
         return divided
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     if scaling.kind == "llama3":
         turns = scaling.original_max_positions * frequencies / (2 * math.pi)
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -51,10 +52,13 @@ def scaled_frequencies(theta: float, size: int, scaling: RopeScaling | None) -> 
             """The pair of dimensions that makes so many turns within the original context."""
             return size * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        first, last = pair_with(high), pair_with(low)
+        first = pair_with(high)
+        last = pair_with(low)
         if scaling.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, size - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, size - 1)
         last += 0.001 if first == last else 0
         keep = 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0.0, 1.0)
     else:
@@ -93,5 +97,6 @@ def rotate(
     cos, sin = (turn[:, None] for turn in turns)
     half = cos.shape[-1]
     ends = (half,) if 2 * half == x.shape[-1] else (half, 2 * half)
-    first, second, *rest = jnp.split(x.astype(jnp.float32), ends, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1).astype(x.dtype)
+    first, second, *unturned = jnp.split(x.astype(jnp.float32), ends, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, *unturned], axis=-1).astype(x.dtype)

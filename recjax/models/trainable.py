@@ -51,8 +51,9 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     whole = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
     for path in leaves:
         if path.endswith("_lora_a/kernel"):
-            a, b, kernel = leaves[path], leaves[path.replace("_lora_a/", "_lora_b/")], path.replace("_lora_a/", "/")
-            whole[kernel] = whole[kernel] + scale * (a @ b)
+            kernel = path.replace("_lora_a/", "/")
+            product = leaves[path] @ leaves[path.replace("_lora_a/", "_lora_b/")]
+            whole[kernel] = whole[kernel] + scale * product
     return unflatten(whole)
 
 
@@ -71,8 +72,9 @@ def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
         frozen |= matching
     if len(frozen) == len(leaves):
         raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
-    kept = leaves.keys() - frozen
-    return tuple(unflatten({path: leaf for path, leaf in leaves.items() if path in part}) for part in (kept, frozen))
+    trained_leaves = {path: leaf for path, leaf in leaves.items() if path not in frozen}
+    frozen_leaves = {path: leaf for path, leaf in leaves.items() if path in frozen}
+    return unflatten(trained_leaves), unflatten(frozen_leaves)
 
 
 def combine(first: dict, second: dict) -> dict:

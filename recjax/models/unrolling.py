@@ -11,10 +11,12 @@ from recjax.models.decoder_config import DecoderConfig
 
 # Sampling unrolls the layers up to this number of layers, from the number of weights at which copying them costs more
 # than the larger program.
-MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
+MOST_WRITTEN_OUT = 32
+LEAST_WEIGHTS = 2**18
 # Training on a CPU unrolls up to this number of layers; compiling more takes longer than the speed-up is worth. In low
 # precision the speed-up is larger, as scanned layers convert stacks of activations to float32 and back in each layer.
-MOST_TRAINED, MOST_TRAINED_LOW = 8, 32
+MOST_TRAINED = 8
+MOST_TRAINED_LOW = 32
 
 
 def unrolled_for_training(decoder: Decoder) -> Decoder:
@@ -60,7 +62,8 @@ def params_for(decoder: Decoder, params: dict) -> dict:
 
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     """Parameters of an unrolled decoder: each layer's arrays under `layer_0`, `layer_1`, …"""
-    layers, size = {}, config.period
+    size = config.period
+    layers = {}
     for number in range(config.num_layers):
         stacked = params["layers"] if size == 1 else params["layers"].get(str(number % size), {})
         layers[f"layer_{number}"] = jax.tree.map(operator.itemgetter(number // size), stacked)
@@ -71,7 +74,8 @@ def stacked_params(config: DecoderConfig, params: dict) -> dict:
     """The inverse of `unrolled_params`; stacked parameters stay as they are."""
     if "layer_0" not in params:
         return params
-    layers, size = [params[f"layer_{number}"] for number in range(config.num_layers)], config.period
+    size = config.period
+    layers = [params[f"layer_{number}"] for number in range(config.num_layers)]
     alike = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
     kinds = {str(kind): stack for kind, stack in enumerate(alike) if stack}
     others = {name: value for name, value in params.items() if not name.startswith("layer_")}

@@ -165,10 +165,7 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,
-        sampling=sampling,
-        stop_ids=(0,),
-        round_time=time,
-        kept_ids=kept_ids,
+        options=decoding.RoundOptions(sampling, (0,), time, kept_ids),
     )
     rounds = -(-(longest - 1) // time) * -(-plan.engine.requests // plan.slots)
     return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]

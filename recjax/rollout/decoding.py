@@ -44,6 +44,22 @@ class SlotState(NamedTuple):
     keys: UInt32[Array, "slots words"]
 
 
+class RoundOptions(NamedTuple):
+    """How a round samples; static, so each value has a program of its own.
+
+    Attributes:
+        sampling: the distribution.
+        stop_ids: tokens that end a completion and belong to it.
+        time: most tokens that a slot samples.
+        kept_ids: see `recjax.models.logprobs.kept_tokens`.
+    """
+
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    time: int
+    kept_ids: int = 0
+
+
 class Decoded(NamedTuple):
     """State of a round after `time` tokens; each slot keeps the first `counts` of these tokens.
 
@@ -89,11 +105,14 @@ def prefill(
     Args:
         held: contents of the slots that the rows continue; None: the rows are whole prefixes.
     """
-    positions, contexts = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), ()
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    contexts = ()
     if held is not None:
         positions += (held.lengths + held.cached)[:, None]
+        # Slots of a group read one copy of their prompt; each row of this program has its own.
         memory = read_slots(held.memory, held.slots)
         *contexts, last = _contexts(memory, held.lengths, held.cached)
+        # The decoder reads the states of the last context only, as they are those after all tokens of the slot.
         contexts = (*contexts, last._replace(states=memory.states))
     hidden, cache = decoder.apply({"params": params}, tokens, positions, mask, contexts)
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
@@ -119,29 +138,33 @@ def first_tokens(
         of: index of each completion's prompt.
         kept_ids: see `recjax.models.logprobs.kept_tokens`.
     """
+    # Completions of a group share their prompt's scores, which were computed once.
     scores = scores[of]
     tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(of)))
     return tokens, logprobs, kept_tokens(scores, sampling, kept_ids)
 
 
 def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -> Key[Array, " rows"]:
+    # The key of a token depends on its request and its index alone: the same completion results in any slot and round.
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), counts)
 
 
 def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, ...]:
     """The context of each row's next token: its prompt and later tokens. Rows that share a prompt have one length."""
-    prompts, sharing = cache_rows(memory.prompts), len(lengths) // cache_rows(memory.prompts)
-    places = jnp.broadcast_to(jnp.arange(cache_time(memory.prompts)), (prompts, cache_time(memory.prompts)))
-    prompt = Context(*memory.prompts, places < lengths[::sharing, None], places)
+    prompts = cache_rows(memory.prompts)
+    prompt_time = cache_time(memory.prompts)
+    sharing = len(lengths) // prompts
+    offsets = jnp.broadcast_to(jnp.arange(prompt_time), (prompts, prompt_time))
+    prompt = Context(*memory.prompts, offsets < lengths[::sharing, None], offsets)
+    # A batch that a single round samples has a memory without room: all later tokens are in the round's own buffer.
     if not cache_time(memory.later):
         return (prompt,)
-    places = jnp.arange(cache_time(memory.later))
-    return prompt, Context(*memory.later, places < cached[:, None], lengths[:, None] + places)
+    offsets = jnp.arange(cache_time(memory.later))
+    return prompt, Context(*memory.later, offsets < cached[:, None], lengths[:, None] + offsets)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time", "kept_ids"), donate_argnames="memory"
-)
+# The memory is donated: a copy of the cache in each round would double its size.
+@functools.partial(jax.jit, static_argnames=("decoder", "options"), donate_argnames="memory")
 def decode(
     params: dict,
     memory: Memory,
@@ -149,88 +172,96 @@ def decode(
     enough: Int[Array, ""],
     *,
     decoder: Decoder,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-    round_time: int,
-    kept_ids: int = 0,
+    options: RoundOptions,
 ) -> tuple[Memory, Decoded]:
-    """Samples up to `round_time` tokens for each live slot; stops early once at most `enough` slots are live.
+    """Samples up to `options.time` tokens for each live slot; stops early once at most `enough` slots are live.
 
     The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
     position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
     meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
     keeps none of the round's tokens. States change only with tokens of live slots.
-
-    Args:
-        kept_ids: see `recjax.models.logprobs.kept_tokens`.
     """
     contexts = _contexts(memory, rows.lengths, rows.cached)
-    slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
-    turns = decoder.turns(starts[:, None] + places)
+    slots = len(rows.live)
+    offsets = jnp.arange(options.time)
+    starts = rows.lengths + rows.cached
+    # Inside the loop, XLA would compute cosines and sines again in every layer for every token.
+    turns = decoder.turns(starts[:, None] + offsets)
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
-        return (state.time < round_time) & (state.live.sum() > enough)
+        return (state.time < options.time) & (state.live.sum() > enough)
 
     def step(state: Decoded) -> Decoded:
         time = state.time
-        seen = jnp.broadcast_to(places <= time, (slots, round_time))
+        # The buffer's entry at `time` is the token that runs now, so it is already visible to itself.
+        seen = jnp.broadcast_to(offsets <= time, (slots, options.time))
         turns_now = jax.tree.map(lambda turn: jax.lax.dynamic_slice_in_dim(turn, time, 1, axis=1), turns)
-        (hidden, kept), sown = apply_routed(
+        (hidden, recent), sown = apply_routed(
             decoder,
             {"params": params},
             state.last[:, None],
             (starts + time)[:, None],
+            # Idle slots may write any keys and values, which are overwritten, but a state would keep their tokens.
             state.live[:, None] if memory.states else jnp.ones((slots, 1), bool),
-            (*contexts, Context(*state.recent[:2], seen, starts[:, None] + places, *state.recent[2:])),
+            (*contexts, Context(*state.recent[:2], seen, starts[:, None] + offsets, *state.recent[2:])),
             place=time,
             turns=turns_now,
         )
         scores = _scores(decoder, params, hidden[:, 0])
-        tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))
-        recorded = kept_tokens(scores, sampling, kept_ids) | chosen_experts(decoder, sown)
-        ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
+        tokens, logprobs = sample_tokens(scores, options.sampling, _step_keys(rows.keys, rows.counts + time))
+        recorded = kept_tokens(scores, options.sampling, options.kept_ids) | chosen_experts(decoder, sown)
+        ended = jnp.isin(tokens, jnp.array(options.stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
             time + 1,
             state.live & ~ended,
             tokens,
-            over_mesh(kept),
+            over_mesh(recent),
+            # All slots write in one column; `counts` says how many of a slot's columns belong to its completion.
             state.tokens.at[:, time].set(tokens),
             state.logprobs.at[:, time].set(logprobs),
             state.counts + state.live,
-            jax.tree.map(lambda whole, one: whole.at[:, time].set(one), state.recorded, recorded),
+            jax.tree.map(lambda whole, now: whole.at[:, time].set(now), state.recorded, recorded),
         )
 
-    recorded = kept_shapes(decoder.config.vocab_size, sampling, kept_ids) | routing_shapes(decoder)
-    start = Decoded(
-        jnp.zeros((), jnp.int32),
-        rows.live,
-        rows.last,
-        (
-            *empty(memory.prompts, rows=slots, time=round_time, dtype=decoder.cache_dtype),
-            *([memory.states] if memory.states else []),
-        ),
-        jnp.zeros((slots, round_time), jnp.int32),
-        jnp.zeros((slots, round_time)),
-        jnp.zeros(slots, jnp.int32),
-        jax.tree.map(lambda one: jnp.zeros((slots, round_time, *one.shape[1:]), one.dtype), recorded),
-    )
-    state = jax.lax.while_loop(unfinished, step, start)
+    state = jax.lax.while_loop(unfinished, step, _round_start(memory, rows, decoder, options))
 
     later = memory.later
     if cache_time(later):
         later = put_round(later, state.recent[:2], rows.cached)
+    # The host reads tokens, never the round's keys and values, which stay on the device.
     return Memory(memory.prompts, later, *state.recent[2:]), state._replace(recent=())
+
+
+def _round_start(memory: Memory, rows: SlotState, decoder: Decoder, options: RoundOptions) -> Decoded:
+    """The state before a round's first token, with empty buffers for its tokens."""
+    slots = len(rows.live)
+    vocabulary = decoder.config.vocab_size
+    recorded = kept_shapes(vocabulary, options.sampling, options.kept_ids) | routing_shapes(decoder)
+    return Decoded(
+        jnp.zeros((), jnp.int32),
+        rows.live,
+        rows.last,
+        (
+            *empty(memory.prompts, rows=slots, time=options.time, dtype=decoder.cache_dtype),
+            *([memory.states] if memory.states else []),
+        ),
+        jnp.zeros((slots, options.time), jnp.int32),
+        jnp.zeros((slots, options.time)),
+        jnp.zeros(slots, jnp.int32),
+        jax.tree.map(lambda like: jnp.zeros((slots, options.time, *like.shape[1:]), like.dtype), recorded),
+    )
 
 
 def sample_tokens(
     scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """One token per row, sampled with the row's key, and its log-probability under the distribution that sampled it."""
+    # Each device samples its own rows, so it needs their scores for the whole vocabulary.
     scores = constrain(scores, ROWS)
     if sampling.temperature == 0:
         tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
     else:
-
+        # With equal random numbers in both steps, the choice of a token would depend on the choice of its block.
         def sampled(among: Array, step: int) -> Array:
             return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
 
@@ -247,6 +278,7 @@ def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choos
     batch, vocab = scores.shape
     length = math.isqrt(vocab - 1) + 1
     padding = -vocab % length
+    # At -inf the padding has probability 0, and it loses every tie as it comes last.
     blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
     block = choose(of_block(blocks, axis=-1), 0)
     inside = choose(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], 1)

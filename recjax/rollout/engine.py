@@ -13,7 +13,7 @@ from recjax.models.experts import unrecorded
 from recjax.models.placement import moved_params, on_host
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
-from recjax.rollout.decoding import SlotContents
+from recjax.rollout.decoding import RoundOptions, SlotContents
 from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
 from recjax.rollout.requests import Admitted, Begun, EngineJob, Request, Sampled, Weights, by_sampling, check_requests
 from recjax.rollout.slots import Slots
@@ -47,10 +47,16 @@ class Engine:
                 updates.
             kept_ids: largest set of possible tokens to record as ids; see `recjax.models.logprobs.kept_tokens`.
         """
-        self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
-        self._most_slots, self._prefix_time = slots, prefix_time
-        self._mesh, self._newer, self._kept_ids = sampling_mesh(self._decoder), newer, kept_ids
-        self._stacked, self._params, self._version = None, None, 0
+        self._decoder = made_for_sampling(decoder)
+        self._mesh = sampling_mesh(self._decoder)
+        self._stop_ids = tuple(stop_ids)
+        self._most_slots = slots
+        self._prefix_time = prefix_time
+        self._newer = newer
+        self._kept_ids = kept_ids
+        self._stacked: dict | None = None
+        self._params: dict | None = None
+        self._version = 0
         self._numbers = itertools.count()
         self._line: deque[Admitted] = deque()
         self._begun: Begun | None = None
@@ -63,7 +69,10 @@ class Engine:
 
         Unfinished completions continue with the keys and values that they have.
         """
-        self._stacked, self._params, self._version = moved_params(self._mesh, params), None, version
+        self._stacked = moved_params(self._mesh, params)
+        self._params = None
+        self._version = version
+        # Later requests must not start from keys and values of other weights: their tokens would depend on the slot.
         self._slots.columns.current[:] = False
         self._begun = self._begun and self._begun._replace(current=False)
 
@@ -85,6 +94,7 @@ class Engine:
         if group_size and len({request.sampling for request in requests}) == 1:
             self._line.append(Admitted(jobs, group_size))
         else:
+            # An entry each, so that requests move into slots one by one as these become free.
             self._line += [Admitted([job], None) for job in jobs]
         return [job.ticket for job in jobs]
 
@@ -97,9 +107,12 @@ class Engine:
         self._slots.free(gone)
         self._finished = {ticket: done for ticket, done in self._finished.items() if ticket not in gone}
         if self._begun:
-            left = [job for job in self._begun.jobs if job.ticket not in gone]
-            self._begun = self._begun._replace(jobs=left) if left else None
-        self._line = deque(one for one in self._line if one.group_size or one.jobs[0].ticket not in gone)
+            remaining = [job for job in self._begun.jobs if job.ticket not in gone]
+            self._begun = self._begun._replace(jobs=remaining) if remaining else None
+        # A batch stays whole, as its programs fit its number of requests exactly.
+        self._line = deque(
+            admitted for admitted in self._line if admitted.group_size or admitted.jobs[0].ticket not in gone
+        )
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
@@ -111,12 +124,15 @@ class Engine:
         Raises:
             ValueError: the engine has no weights yet.
         """
-        if self._newer is not None and (weights := self._newer()) is not None:
+        # Weights change between rounds, never within one, so that a round's tokens all have one version.
+        weights = None if self._newer is None else self._newer()
+        if weights is not None:
             self.replace_weights(weights.params, weights.version)
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
         with jax.set_mesh(self._mesh):
             if self._params is None:
+                # Layers are unrolled once for all rounds until the next weights, as a GPU copies them for it.
                 self._params = self._stacked
                 if self._decoder.unrolled:
                     self._params = unrolled_arrays(self._decoder.config, self._stacked)
@@ -124,7 +140,8 @@ class Engine:
             if self._slots.live.any():
                 self._fit()
                 self._decode()
-        finished, self._finished = self._finished, {}
+        finished = self._finished
+        self._finished = {}
         return finished
 
     def drain(self) -> dict[int, Sampled]:
@@ -142,18 +159,24 @@ class Engine:
             if self._begun and not self._seat():
                 return
             live = int(self._slots.live.sum())
+            # A batch needs all slots for itself, so it waits until they are free, and later requests wait behind it.
             if not self._line or (live and (self._plan.is_of_batch or self._line[0].group_size)):
                 return
             self._make_plan(live)
-            if (room := self._plan.slots[-1] - live) <= 0:
+            room = self._plan.slots[-1] - live
+            if room <= 0:
                 return
             jobs, group_size = self._line.popleft()
             while not group_size and len(jobs) < room and self._line and not self._line[0].group_size:
                 jobs = jobs + self._line.popleft().jobs
             self._slots.continue_slots(jobs)
-            for part in ([job for job in jobs if job.slot >= 0], [job for job in jobs if job.slot < 0]):
-                if part:
-                    self._begin(part, group_size)
+            # Two programs: only one of them reads the contents of slots.
+            continuing = [job for job in jobs if job.slot >= 0]
+            starting = [job for job in jobs if job.slot < 0]
+            if continuing:
+                self._begin(continuing, group_size)
+            if starting:
+                self._begin(starting, group_size)
 
     def _waiting(self) -> int:
         """The number of requests that wait for slots of the current plan."""
@@ -164,7 +187,9 @@ class Engine:
         """Plans for the next batch in line, or for all requests if they are more than the plan is for."""
         jobs, group_size = self._line[0]
         if group_size:
-            self._slots, count = Slots(self._decoder.cache_dtype), len(jobs)
+            # A batch's programs fit it exactly, so its memory begins empty and not in the shapes of earlier requests.
+            self._slots = Slots(self._decoder.cache_dtype)
+            count = len(jobs)
         else:
             jobs = [job for admitted in self._line for job in admitted.jobs]
             count = live + len(jobs)
@@ -180,78 +205,97 @@ class Engine:
         Args:
             jobs: either all jobs continue the contents of slots, or none.
         """
-        tokens, mask, held = self._to_run(jobs, group_size)
+        if jobs[0].slot >= 0:
+            tokens, mask, held = self._continuations(jobs)
+        else:
+            tokens, mask = self._whole_prefixes(jobs, group_size)
+            held = None
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
         self._sample_first_tokens(scores, jobs)
         started = []
         for job in jobs:
-            done = job.sampled(self._stop_ids)
-            if done.truncated and job.request.limit > 1:
+            completion = job.sampled(self._stop_ids)
+            # A completion that ends with its first token never takes a slot.
+            if completion.truncated and job.request.limit > 1:
                 started.append(job)
             else:
-                self._finished[job.ticket] = done
+                self._finished[job.ticket] = completion
         if started:
             self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
 
-    def _to_run(
+    def _whole_prefixes(
         self, jobs: list[EngineJob], group_size: int | None
-    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], SlotContents | None]:
-        """Right-padded tokens, their mask, and the contents of slots before the tokens; sets each job's row."""
-        slots, held = np.array([job.slot for job in jobs], np.int32), None
-        if slots[0] < 0:
-            # Equal prefixes are run once.
-            prefixes = [job.request.prefix for job in jobs]
-            names = [place // group_size if group_size else one.tobytes() for place, one in enumerate(prefixes)]
-            runs = dict(zip(names, prefixes, strict=True))
-            count, time = self._plan.rows(len(runs)), self._plan.prompt_time(max(map(len, runs.values())))
-        else:
-            names, starts = range(len(jobs)), self._slots.held[slots]
-            runs = {name: jobs[name].request.prefix[starts[name] :] for name in names}
-            # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
-            count = self._plan.rows(max(len(runs), plan.FEWEST_CONTINUED))
-            time = power_of_two(max(plan.ROUND, *map(len, runs.values())))
-            if (needed := int(self._slots.columns.cached[slots].max()) + time) > self._slots.time:
-                self._slots.resize(self._plan.cache_time(needed, self._slots.count))
-            held = self._slots.contents(slots[np.arange(count) % len(slots)])
-        numbers = {name: number for number, name in enumerate(runs)}
-        for place, (job, name) in enumerate(zip(jobs, names, strict=True)):
-            job.row, job.slot = numbers[name], place if held is None else job.slot
-        rows = [*itertools.islice(itertools.cycle(runs.values()), count)]
-        mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
-        tokens = np.zeros(mask.shape, np.int32)
-        tokens[mask] = np.concatenate(rows)
-        return tokens, mask, held
+    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]:
+        """The jobs' prefixes, each different one once, and their mask; sets each job's row."""
+        prefixes = [job.request.prefix for job in jobs]
+        # Bytes of tokens compare whole prefixes at once; a group has one prefix, so its number is enough.
+        names = [number // group_size if group_size else prefix.tobytes() for number, prefix in enumerate(prefixes)]
+        runs = dict(zip(names, prefixes, strict=True))
+        rows = {name: row for row, name in enumerate(runs)}
+        for number, (job, name) in enumerate(zip(jobs, names, strict=True)):
+            job.row = rows[name]
+            job.slot = number
+        time = self._plan.prompt_time(max(map(len, runs.values())))
+        return _padded([*runs.values()], self._plan.rows(len(runs)), time)
+
+    def _continuations(
+        self, jobs: list[EngineJob]
+    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], SlotContents]:
+        """The jobs' tokens behind the contents of their slots, their mask, and these contents; sets each job's row."""
+        slots = np.array([job.slot for job in jobs], np.int32)
+        starts = self._slots.held[slots]
+        runs = [job.request.prefix[start:] for job, start in zip(jobs, starts, strict=True)]
+        for row, job in enumerate(jobs):
+            job.row = row
+        # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
+        count = self._plan.rows(max(len(runs), plan.FEWEST_CONTINUED))
+        time = power_of_two(max(plan.ROUND, *map(len, runs)))
+        # The tokens are written to the slots after the run, with their padding, which needs room too.
+        needed = int(self._slots.columns.cached[slots].max()) + time
+        if needed > self._slots.time:
+            self._slots.resize(self._plan.cache_time(needed, self._slots.count))
+        tokens, mask = _padded(runs, count, time)
+        return tokens, mask, self._slots.contents(slots[np.arange(count) % len(slots)])
 
     def _sample_first_tokens(self, scores: Array, jobs: list[EngineJob]) -> None:
         """Samples the first token of each completion; in memory are the scores of as many as there are slots."""
-        keys, rows = np.stack([job.request.key for job in jobs]), np.array([job.row for job in jobs], np.int32)
+        keys = np.stack([job.request.key for job in jobs])
+        rows = np.array([job.row for job in jobs], np.int32)
         most = self._plan.slots[-1]
-        for sampling, places in by_sampling(jobs).items():
-            size = min(most, self._plan.rows(len(places)))
-            for some in np.split(places, range(most, len(places), most)):
-                at = some[np.arange(size) % len(some)]
+        for sampling, numbers in by_sampling(jobs).items():
+            size = min(most, self._plan.rows(len(numbers)))
+            for chunk in np.split(numbers, range(most, len(numbers), most)):
+                # Completions repeat up to the size of the program, which has few sizes; repetitions are not read.
+                repeated = chunk[np.arange(size) % len(chunk)]
                 options = {"sampling": sampling, "kept_ids": self._kept_ids}
-                sampled = on_host(decoding.first_tokens(scores, rows[at], keys[at], **options))
-                recorded = sampled[2] | unrecorded(self._decoder, size)
-                columns = *sampled[:2], np.full(size, self._version, np.int32), recorded
-                for number, place in enumerate(some):
-                    jobs[place].rounds = [jax.tree.map(lambda x, number=number: x[number : number + 1], columns)]
+                tokens, logprobs, recorded = on_host(
+                    decoding.first_tokens(scores, rows[repeated], keys[repeated], **options)
+                )
+                versions = np.full(size, self._version, np.int32)
+                # The pass over its prefix predicts a first token, and an update routes prompts again.
+                columns = tokens, logprobs, versions, recorded | unrecorded(self._decoder, size)
+                for row, number in enumerate(chunk):
+                    jobs[number].rounds = [jax.tree.map(lambda x, row=row: x[row : row + 1], columns)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if each found a slot."""
-        begun, slots = self._begun, self._slots
-        count = first_enough(self._plan.slots, int(slots.live.sum()) + len(begun.jobs))
-        left = begun.jobs[slots.seat(begun, count, self._plan.cache_time(0, count)) :]
-        self._begun = begun._replace(jobs=left) if left else None
-        return not left
+        begun = self._begun
+        count = first_enough(self._plan.slots, int(self._slots.live.sum()) + len(begun.jobs))
+        seated = self._slots.seat(begun, count, self._plan.cache_time(0, count))
+        waiting = begun.jobs[seated:]
+        self._begun = begun._replace(jobs=waiting) if waiting else None
+        return not waiting
 
     # --- Rounds.
 
     def _fit(self) -> None:
         """Makes room for a round in every slot, and reduces the slots of a batch to the number that it still needs."""
-        slots, kept, time = self._slots, self._slots.live, self._plan.round_time
+        slots = self._slots
+        kept = slots.live
+        time = self._plan.round_time
         if not self._plan.is_of_batch:
+            # Requests may continue free slots, so these keep their contents; while a batch samples, no request can.
             kept = kept | slots.columns.current
             time *= 2  # the round of another distribution also writes behind slots that have had their own round
         needed = int(slots.columns.cached[kept].max()) + time
@@ -267,21 +311,38 @@ class Engine:
 
         A round ends early once enough slots are free for waiting requests, or for a batch to continue with fewer slots.
         """
-        slots, live, time = self._slots, self._slots.live, self._plan.round_time
+        slots = self._slots
+        live = slots.live
+        time = self._plan.round_time
         free = slots.count
         if self._waiting():
             free = -(-slots.count // 8)
         elif self._plan.is_of_batch and (slots.columns.limits - slots.columns.counts)[live].max() > time:
             free -= next_lower(self._plan.slots, slots.count)
-        places = np.flatnonzero(live)
-        for sampling, rows in by_sampling(slots.jobs).items():
+        live_slots = np.flatnonzero(live)
+        for sampling, chosen in by_sampling(slots.jobs).items():
+            # Temperature and cuts are part of the compiled program, so a round has a single distribution.
             mine = np.zeros(slots.count, bool)
-            mine[places[rows]] = True
-            enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
-            options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
-            options |= {"kept_ids": self._kept_ids}
+            mine[live_slots[chosen]] = True
+            paused = len(live_slots) - len(chosen)
+            # Below the number of slots that sample, or the round would end before its first token.
+            enough = np.clip(slots.count - free - paused, 0, len(chosen) - 1).astype(np.int32)
+            options = RoundOptions(sampling, self._stop_ids, time, self._kept_ids)
             arguments = self._params, slots.memory, slots.rows(mine), enough
-            slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, **options)
+            slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, options=options)
+            # One transfer of all arrays; the round has ended when the host has them.
             state = on_host(state)
             slots.record(mine, state, self._version)
             self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)
+
+
+def _padded(
+    runs: Sequence[Int[np.ndarray, " run_time"]], count: int, time: int
+) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]:
+    """Runs of tokens as `count` rows, right-padded to `time`, and the rows' mask."""
+    # Rows without a run repeat one: the scores of a row are those behind its last token, so it needs a token.
+    rows = [*itertools.islice(itertools.cycle(runs), count)]
+    mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask

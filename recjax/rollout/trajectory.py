@@ -63,14 +63,14 @@ class Trajectory:
         Raises:
             ValueError: the text gives no tokens, or the tokenizer does not know it.
         """
-        places = [place for place, before in enumerate(self._texts) if before and text.startswith(before)]
-        if not places:
+        extended = [row for row, before in enumerate(self._texts) if before and text.startswith(before)]
+        if not extended:
             return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
-        place = max(places, key=lambda place: len(self._texts[place]))
-        rest = text[len(self._texts[place]) :]
-        before = _tokens(self.rows[place])
-        more = encode_after(self._tokenizer, before, rest, "prompt") if rest else []
-        return np.concatenate([before, np.array(more, np.int32)])
+        longest = max(extended, key=lambda row: len(self._texts[row]))
+        new_text = text[len(self._texts[longest]) :]
+        before = _tokens(self.rows[longest])
+        new_tokens = encode_after(self._tokenizer, before, new_text, "prompt") if new_text else []
+        return np.concatenate([before, np.array(new_tokens, np.int32)])
 
     def add(self, prompt: Int[np.ndarray, " prompt_time"], sampled: Sampled, text: str | None = None) -> str:
         """Adds a turn; returns the text that it wrote, including special tokens.
@@ -81,10 +81,11 @@ class Trajectory:
         """
         self.turns.append(sampled)
         whole = list(map(_tokens, self.rows))
-        begun = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
-        place = max(begun, key=lambda place: len(whole[place]), default=len(whole))
-        row = self.rows[place] if begun else Row(prompt, *sampled.up_to(0).row_columns)
-        between, (tokens, mask, logprobs, recorded) = prompt[len(_tokens(row)) :], sampled.row_columns
+        extended = [number for number, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
+        number = max(extended, key=lambda number: len(whole[number]), default=len(whole))
+        row = self.rows[number] if extended else Row(prompt, *sampled.up_to(0).row_columns)
+        between = prompt[len(_tokens(row)) :]
+        tokens, mask, logprobs, recorded = sampled.row_columns
         sequences = (row.recorded, len(row.tokens)), ({}, len(between)), (recorded, len(tokens))
         row = Row(
             row.prompt_tokens,
@@ -93,10 +94,10 @@ class Trajectory:
             np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
             join_recorded(sequences),
         )
-        self.rows = *self.rows[:place], row, *self.rows[place + 1 :]
-        self.ends.append((place, len(row.tokens)))
+        self.rows = *self.rows[:number], row, *self.rows[number + 1 :]
+        self.ends.append((number, len(row.tokens)))
         written = decode_after(self._tokenizer, prompt, sampled.tokens)
-        self._texts = *self._texts[:place], None if text is None else text + written, *self._texts[place + 1 :]
+        self._texts = *self._texts[:number], None if text is None else text + written, *self._texts[number + 1 :]
         return written
 
 
@@ -124,8 +125,9 @@ def up_to_stop(
         return sampled, text, False
     for count in range(1, len(sampled.tokens) + 1):
         text = decode_after(tokenizer, prompt, sampled.tokens[:count])
-        if found := [text.index(end) for end in stop if end in text]:
-            return sampled.up_to(count), text[: min(found)], True
+        starts = [text.index(end) for end in stop if end in text]
+        if starts:
+            return sampled.up_to(count), text[: min(starts)], True
     return sampled, text, False
 
 
@@ -143,12 +145,14 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
 
     if not completion.rows:
         return ""
-    place, end = completion.turns[-1] if completion.turns else (-1, None)
-    row = completion.rows[place]
-    tokens, mask, opening = row.tokens[:end], row.mask[:end], _opening(tokenizer, (*row.prompt_tokens.tolist(),))
+    number, end = completion.turns[-1] if completion.turns else (-1, None)
+    row = completion.rows[number]
+    tokens = row.tokens[:end]
+    mask = row.mask[:end]
+    opening = _opening(tokenizer, (*row.prompt_tokens.tolist(),))
     if not completion.turns and mask.all():
         return opening
-    ends = {turn.end for turn in completion.turns if turn.row == place}
+    ends = {turn.end for turn in completion.turns if turn.row == number}
     starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
     special = set(tokenizer.all_special_ids) if starts[1:] else set()
     for start, stop in itertools.pairwise(starts):

@@ -132,7 +132,7 @@ FAULTS = {
     "queue-late-rewards-not-counted": Fault(
         "rewards that arrive after their group has left are not counted",
         "recjax/experience/queue.py",
-        '"rewards_too_late" if one.round is None else "rows_without_reward"',
+        '"rewards_too_late" if entry.round is None else "rows_without_reward"',
         '"rows_without_reward"',
         (_QUEUE,),
     ),
@@ -140,7 +140,7 @@ FAULTS = {
     "replay-counts-every-use": Fault(
         "each step counts as a use of every group in the buffer, also of groups it did not take",
         "recjax/experience/queue.py",
-        "used=entry.used + (place in chosen)",
+        "used=entry.used + (index in chosen)",
         "used=entry.used + 1",
         (_REPLAY,),
     ),

@@ -106,7 +106,7 @@ def test_layers_that_differ(unrolled, monkeypatch):
 
 def test_the_turns_of_a_rounds_positions_are_computed_before_its_loop():
     decoder, params, prompts, mask = problem(PLAIN)
-    options = {"decoder": decoder, "sampling": PLAIN_SAMPLING, "stop_ids": LATE, "round_time": 5}
+    options = {"decoder": decoder, "options": decoding.RoundOptions(PLAIN_SAMPLING, LATE, time=5)}
     keys, ones = row_keys(jax.random.key(3), len(prompts)), np.ones(len(prompts), np.int32)
     cache, _ = decoding.prefill(params, prompts, mask, decoder=decoder)
     memory = keys_values.Memory(cache, keys_values.empty(cache, rows=len(prompts), time=5))

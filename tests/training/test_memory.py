@@ -15,7 +15,7 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.rollout.decoding import SlotState, decode
+from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
 from recjax.training.update import Context, Recipe, TrainState, update
 from tests.training.test_update import make_batch
@@ -85,7 +85,7 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
 def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
     keys, counts = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.ones(rows, np.int32)
-    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "round_time": TIME - 1}
+    options = {"decoder": DECODER, "options": RoundOptions(Sampling(0.9), (1,), TIME - 1)}
     prompts, later = (
         (jax.ShapeDtypeStruct((2, count, 1, time, 8), np.float32),) * 2
         for count, time in ((PROMPTS, BATCH.prompts.shape[1]), (rows, TIME))
