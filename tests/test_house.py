@@ -184,29 +184,30 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "tutorials/train_smollm2.md": 800,
     "tutorials/add_a_task.md": 750,
     "tutorials/add_a_loss.md": 670,  # outputs that a test compares
-    "tutorials/from_python.md": 620,  # run() and open_run()
+    "tutorials/from_python.md": 630,  # run() and open_run()
     "regimes.md": 850,
     "experience.md": 940,  # outputs that a test compares, following a store
     "asynchronous.md": 500,
     "fine_tuning.md": 700,  # demonstrations, PEFT adapters, continued runs
-    "agents.md": 970,  # rewards of turns, seats, truncated and failed agents
-    "serving.md": 840,  # rewards of turns, vLLM's API
-    "evaluation.md": 610,  # numerics, training problems, mixtures
+    "agents.md": 990,  # rewards of turns, seats, truncated and failed agents
+    "serving.md": 890,  # rewards of turns, vLLM's API, limits of requests and connections, health
+    "evaluation.md": 620,  # numerics, training problems, mixtures
     "sweeps.md": 440,  # two files and four outputs, which a test runs; verdicts
     "debugging.md": 800,
-    "devices.md": 880,  # plans for absent devices, the paper's models
-    "memory.md": 460,  # tables of remedies, parts and attention kernels; dry runs for several devices
+    "devices.md": 990,  # plans for absent devices, the paper's models, processes that differ, wait or stop
+    "memory.md": 500,  # the share of a GPU that JAX takes, tables of remedies, parts and attention kernels; dry runs for several devices
     # Reference
-    "configuration.md": 4_470,  # keys of the features above; how overrides are read
+    "configuration.md": 4_490,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
     "papers.md": 2_500,
     "metrics.md": 550,  # agents, mixtures, following
     "store_format.md": 715,  # imports, sessions, graders, PostgreSQL, read-only copies
-    "tasks.md": 680,  # mixtures, pass rates, curricula, variables of chat templates, numbers, ends of chats
-    "rewards.md": 1_420,  # classifiers, kinds and failures of custom functions, what they get; accuracy
+    "tasks.md": 750,  # OpenAI's messages, layouts of data folders, mixtures, pass rates, curricula, variables of chat templates, numbers, ends of chats
+    "grading.md": 570,  # the library with its slots in TRL and verl, its rules, and the comparison
+    "rewards.md": 1_240,  # classifiers, kinds and failures of custom functions, what they get; accuracy
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
-    "faults.md": 640,  # which keys may differ at a resume; indexes, databases that are away or restored
-    "coming_from.md": 470,
+    "faults.md": 680,  # which keys may differ at a resume; indexes, databases that are away or restored; lost processes
+    "coming_from.md": 480,
     "glossary.md": 330,
     "api.md": 80,
     # Research
@@ -215,9 +216,9 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "accelerator.md": 480,
     "comparison.md": 420,
     # Project
-    "architecture.md": 660,  # the table that follows a log-probability, budgets of the rooms
+    "architecture.md": 690,  # the table that follows a log-probability, budgets of the rooms
 }
-ALL_WORDS = 19_500
+ALL_WORDS = 20_300
 
 
 def words(text):

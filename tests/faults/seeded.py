@@ -229,8 +229,8 @@ FAULTS = {
     "batch-mask-off-by-one": Fault(
         "the mask of sampled tokens begins one token too late in each row",
         "recjax/experience/batch.py",
-        "*(row.mask for *_, row in rows)",
-        "*(np.roll(row.mask, 1) for *_, row in rows)",
+        "*(row.row.mask for row in rows)",
+        "*(np.roll(row.row.mask, 1) for row in rows)",
         ("tests/rollout/test_trajectory.py",),
     ),
     "layout-shares-another-prefix": Fault(
@@ -244,15 +244,15 @@ FAULTS = {
     "update-last-micro-batch-only": Fault(
         "the gradient is that of the last micro-batch, not the sum over all",
         "recjax/experience/layout.py",
-        "return jax.tree.map(jnp.add, sums, more), jax.tree.map(with_part, seen, values)",
-        "return more, jax.tree.map(with_part, seen, values)",
+        "return jax.tree.map(jnp.add, sums, part_sums), jax.tree.map(with_part, scores, part_scores)",
+        "return part_sums, jax.tree.map(with_part, scores, part_scores)",
         ("tests/training/test_update.py",),
     ),
     "update-reference-is-policy": Fault(
         "the KL to the initial policy is taken to the policy being trained, so it is always zero",
         "recjax/training/update.py",
-        "scored(reference_params)[0]",
-        "scored(params)[0]",
+        "scored_by(context.reference_params).logprobs",
+        "scored_by(params).logprobs",
         (f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later",),
     ),
     # --- Rollout.
@@ -324,8 +324,8 @@ FAULTS = {
     "sources-logprobs-computed-again": Fault(
         "log-probs that a store has are replaced by those of the current policy",
         "recjax/experience/sources.py",
-        "np.concatenate(now)) if _lacks_logprobs(one) else one)",
-        "np.concatenate(now)))",
+        "                if _lacks_logprobs(completion):\n",
+        "                if True:\n",
         ("tests/experience/test_sources.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
     ),
     "exchange-loses-turn-rewards": Fault(
