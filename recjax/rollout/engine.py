@@ -337,7 +337,7 @@ class Engine:
 
 
 def _padded(
-    runs: Sequence[Int[np.ndarray, " run_time"]], count: int, time: int
+    runs: Sequence[np.ndarray], count: int, time: int
 ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]:
     """Runs of tokens as `count` rows, right-padded to `time`, and the rows' mask."""
     # Rows without a run repeat one: the scores of a row are those behind its last token, so it needs a token.
