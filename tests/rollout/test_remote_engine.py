@@ -399,9 +399,9 @@ def test_smollm2_learns_from_the_samples_of_llama_cpp(smollm2_folder, llama_cpp,
     unset = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # set for tests, which compute little
     variables = {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": str(ROOT)}
     file = ROOT / "experiments" / "llama_cpp.yaml"
-    for name in ("numerics", "train"):
+    for name, module in (("numerics", "benchmarks.numerics"), ("train", "recjax.train")):
         flags = ["--config", file, *(["--engine_only"] if name == "numerics" else [])]
-        command = [sys.executable, "-m", f"recjax.{name}", *flags, *settings, f"output={tmp_path / name}"]
+        command = [sys.executable, "-m", module, *flags, *settings, f"output={tmp_path / name}"]
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     (apart,) = json.loads((tmp_path / "numerics/numerics.json").read_text())["cases"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recjax import numerics
+from benchmarks import numerics
 from recjax.config import load_config
 from tests.commands import ROOT
 from tests.training.tiny_run import TINY, one_device
@@ -81,7 +81,7 @@ def test_gates_notice_a_shift_and_a_cut_needs_its_sets(file, monkeypatch):
 def test_the_command_on_a_mesh(file, tmp_path):
     letters = "model.decoder.characters=0123456789+=" + "".join(map(chr, range(0x100, 0x180)))  # enough to record ids
     settings = "mesh={data: 2, tensor: 2}", "rollout={top_k: 4, top_p: 0.9, kept_ids: 4}", letters
-    command = ["-m", "recjax.numerics", "--config", file, *settings]
+    command = ["-m", "benchmarks.numerics", "--config", file, *settings]
     variables = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",

@@ -1,6 +1,6 @@
 """Compares the log-probs of the sampler with those of the update for one model; writes a page and a JSON file.
 
-    python -m recjax.numerics --config FILE [key=value …]
+    python -m benchmarks.numerics --config FILE [key=value …]
 
 The config has the model (`model.run` for that of a run), task, sampling distribution and mesh, as for training.
 The engine samples completions of four prompts, and the update's forward pass scores them with the same weights: in each
