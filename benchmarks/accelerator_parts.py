@@ -40,6 +40,7 @@ from benchmarks.accelerator_measures import (
     work,
 )
 from benchmarks.costs import PEAKS, shares
+from benchmarks.numerics import logprob_difference
 from benchmarks.shapes import Shape
 from recjax.config import Config
 from recjax.experience.batch import Batch
@@ -50,7 +51,6 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
-from benchmarks.numerics import logprob_difference
 from recjax.planning.programs import beside, compiled, plan, programs_of
 from recjax.planning.targets import load_target
 from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, recipe_of, update

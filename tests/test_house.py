@@ -195,14 +195,14 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "sweeps.md": 440,  # two files and four outputs, which a test runs; verdicts
     "debugging.md": 800,
     "devices.md": 990,  # plans for absent devices, the paper's models, processes that differ, wait or stop
-    "memory.md": 500,  # the share of a GPU that JAX takes, tables of remedies, parts and attention kernels; dry runs for several devices
+    "memory.md": 500,  # tables of remedies, parts and kernels; dry runs for several devices; the share that JAX takes
     # Reference
     "configuration.md": 4_490,  # keys of the features above; how overrides are read
     "objectives.md": 4_200,
     "papers.md": 2_500,
     "metrics.md": 550,  # agents, mixtures, following
     "store_format.md": 715,  # imports, sessions, graders, PostgreSQL, read-only copies
-    "tasks.md": 750,  # OpenAI's messages, layouts of data folders, mixtures, pass rates, curricula, variables of chat templates, numbers, ends of chats
+    "tasks.md": 750,  # messages, layouts of folders, mixtures, pass rates, curricula, chat templates, numbers
     "grading.md": 570,  # the library with its slots in TRL and verl, its rules, and the comparison
     "rewards.md": 1_240,  # classifiers, kinds and failures of custom functions, what they get; accuracy
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
