@@ -53,7 +53,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
 from recjax.planning.programs import beside, compiled, plan, programs_of
 from recjax.planning.targets import load_target
-from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, recipe_of, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, hyperparameters_of, recipe_of, update
 
 
 def device() -> None:
@@ -147,7 +147,9 @@ def updates(
 ) -> TrainState:
     """Compiles and makes a few updates; the state after them."""
     layout = Layout(1, pack(batch, rows)) if rows else choose_layout(config, recipe.algorithm, recipe.decoder, batch)
-    context = Context({}, jax.random.key(0), hyperparameters=hyperparameters_of(config, config.optimizer.learning_rate))
+    context = UpdateContext(
+        {}, jax.random.key(0), hyperparameters=hyperparameters_of(config, config.optimizer.learning_rate)
+    )
     arguments = jax.device_put(batch), layout, context
     started = time.perf_counter()
     lowered = update.lower(state, *arguments, recipe=recipe)

@@ -26,7 +26,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training
 from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
-from recjax.training.update import Context, Recipe, first_state, update
+from recjax.training.update import Recipe, UpdateContext, first_state, update
 
 PROMPTS, GROUP, PROMPT_TIME, TIME, VOCABULARY, ROUND = 4, 8, 32, 64, 512, 16
 OPTIMIZER = optax.adam(1e-4)
@@ -81,7 +81,7 @@ def updating(config: DecoderConfig) -> tuple[Callable[[], float], int]:
     )
     recipe = Recipe(unrolled_for_training(Decoder(config)), build_algorithm("grpo", {}), OPTIMIZER, Sampling(), 1024)
     state = first_state(OPTIMIZER, init_params(config, jax.random.key(0)))
-    context = Context({}, jax.random.key(1))
+    context = UpdateContext({}, jax.random.key(1))
     compiled = update.lower(state, batch, Layout(), context, recipe=recipe).compile()
 
     def seconds() -> float:

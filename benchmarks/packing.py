@@ -23,7 +23,7 @@ from recjax.experience.packing import pack, row_shape
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 
 CONFIG = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
 OPTIMIZER = optax.adamw(1e-6)
@@ -84,7 +84,7 @@ def main(_) -> None:
         return Layout(1, pack(batch, rows, share=way == 2)) if way else Layout(micro_batches)
 
     def arguments(batch: Batch, layout: Layout) -> tuple:
-        context = Context({}, jax.random.key(0), reference_params=params if shape.reference_kl else None)
+        context = UpdateContext({}, jax.random.key(0), reference_params=params if shape.reference_kl else None)
         return state, batch, layout, context
 
     def compiled(layout: Layout) -> jax.stages.Compiled:

@@ -33,7 +33,7 @@ from recjax.models.unrolling import unrolled_for_training
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
 PHASES = ("generation", "update")
@@ -108,7 +108,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
                 held["state"],
                 batch,
                 Layout(),
-                Context({}, jax.random.key(number)),
+                UpdateContext({}, jax.random.key(number)),
                 recipe=Recipe(unrolled_for_training(decoder), ALGORITHM, OPTIMIZER, Sampling(), 1024),
             )
         )

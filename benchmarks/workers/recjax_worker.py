@@ -25,7 +25,7 @@ from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
 from recjax.training.mesh import make_mesh
 from recjax.training.start import begin
-from recjax.training.update import Context, hyperparameters_of, recipe_of, update
+from recjax.training.update import UpdateContext, hyperparameters_of, recipe_of, update
 
 CONFIG = """
 output: {scratch}/run
@@ -74,7 +74,7 @@ def prepare(inputs: Inputs) -> System:
             trained,
             put_rows(batch._replace(reward_parts={})),
             layout,
-            Context(run.frozen, jax.random.key(number), hyperparameters=numbers),
+            UpdateContext(run.frozen, jax.random.key(number), hyperparameters=numbers),
             recipe=recipe,
         )
         return trained, {name: float(value) for name, value in on_host(metrics).items()}

@@ -33,7 +33,7 @@ from recjax.training.evaluation import part_key
 from recjax.training.learner import drop_key
 from recjax.training.run import prepare
 from recjax.training.sources import batch_key
-from recjax.training.update import Context, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
 
 class Seed(NamedTuple):
@@ -212,7 +212,7 @@ class Programs:
             batch = self._batch(seed, sampler, asked, keys)
             key = jax.random.fold_in(drop_key(seed.number), number)
             state, metrics, _ = update(
-                state, batch, Layout(), Context({}, key, hyperparameters=self._options), recipe=self._recipe
+                state, batch, Layout(), UpdateContext({}, key, hyperparameters=self._options), recipe=self._recipe
             )
             measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
             return (state, sampler, older), measured

@@ -272,7 +272,21 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         for function in (algorithm.clip, algorithm.mask)
         if is_of_whole_batch(function)
     ]
+    proximal = batch.proximal_logprobs
+    if proximal is None and batch.scored is not None:
+        proximal = batch.scored.logprobs
+    if proximal is not None:
+        proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
     trained = kept if batch.minibatch is None else kept & batch.minibatch
+    observation_weights = None
+    if algorithm.observations is not None and batch.observation_mask is not None:
+        mask = sampled_mask & trained[:, None]
+        observed = batch.observation_mask & trained[:, None]
+        nothing = jnp.zeros(mask.shape)
+        values = TokenValues(nothing, nothing, mask, None, batch.trajectories, per_token=nothing)
+        _, count = call(algorithm.reduction, values)
+        # The sum of weighted values, divided by the loss's count, is their mean, however the batch is cut.
+        observation_weights = jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
     rows = RowTerms(
         advantages,
         weights,
@@ -281,11 +295,11 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         batch.group_ids,
         batch.foreign,
         mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-        proximal_logprobs=_masked_proximal(batch, kept, sampled_mask),
+        proximal_logprobs=proximal,
         teacher_logprobs=batch.teacher_logprobs,
         effective_share=batch.effective_share,
         trajectories=batch.trajectories,
-        observation_weights=_observation_weights(algorithm, batch, trained, sampled_mask),
+        observation_weights=observation_weights,
     )
     return jax.lax.stop_gradient(rows)
 
@@ -351,36 +365,6 @@ def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
 def _of_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
     """Copies values of first rows to all kept rows of their trajectories; values of tokens are of all rows already."""
     return values if values.ndim == 2 else jnp.where(kept, first.shared(values), 0.0)
-
-
-def _masked_proximal(
-    batch: BatchValues, kept: Bool[Array, " batch"], sampled_mask: Bool[Array, "batch time"] | None
-) -> Float[Array, "batch time"] | None:
-    """Log π before the batch's first update: as given, or as scored in that update."""
-    logprobs = batch.proximal_logprobs
-    if logprobs is None and batch.scored is not None:
-        logprobs = batch.scored.logprobs
-    return None if logprobs is None else jnp.where(sampled_mask & kept[:, None], logprobs, 0.0)
-
-
-def _observation_weights(
-    algorithm: Algorithm,
-    batch: BatchValues,
-    trained: Bool[Array, " batch"],
-    sampled_mask: Bool[Array, "batch time"] | None,
-) -> Float[Array, "batch time"] | None:
-    """Equal weights of the observed tokens in trained rows, whose sum is the loss's count.
-
-    The sum of weighted values, divided by the loss's count, is then their mean, however the batch is cut.
-    """
-    if algorithm.observations is None or batch.observation_mask is None:
-        return None
-    mask = sampled_mask & trained[:, None]
-    observed = batch.observation_mask & trained[:, None]
-    nothing = jnp.zeros(mask.shape)
-    values = TokenValues(nothing, nothing, mask, None, batch.trajectories, per_token=nothing)
-    _, count = call(algorithm.reduction, values)
-    return jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
 
 
 def token_terms(

@@ -180,9 +180,19 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     """
     if shape.group is not None:
         _check_groups(groups, shape)
-    rows = _placed_rows(groups, shape)
+    numbered = [
+        (group_number, completion, row_number, row)
+        for group_number, group in enumerate(groups)
+        for completion in group.completions
+        for row_number, row in enumerate(completion.rows)
+    ]
+    rows = [_PlacedRow(index, *row) for index, row in zip(row_places(groups, shape), numbered, strict=True)]
     if shape.group is None:
-        shape = _shape_with_room(shape, rows)
+        lengths = [len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows]
+        _check_lengths([row.name for row in rows], lengths, shape.time + 1)
+        # Doubled, and not the number that fits: each new shape compiles another update, so there should be few.
+        while shape.prompts < len(rows):
+            shape = shape._replace(prompts=2 * shape.prompts)
     parts = {name for row in rows for name in row.grade.reward_parts or ()}
     batch = _empty_batch(shape, sorted(parts), logprobs)
     if shape.group is None:
@@ -192,31 +202,24 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         names = [f"prompt of group {group.id!r}" for group in groups]
         prompts = [group.prompt_tokens for group in groups]
     _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
-    real = _fill_tokens(batch, rows)
-    _fill_grades(batch, rows)
+    real = _fill_rows(batch, rows)
     if shape.group is None:
-        batch = _with_trajectories(batch, len(groups), rows, real)
-    return batch if turns is None else _with_turns(batch, rows, turns)
-
-
-def _placed_rows(groups: Sequence[Group], shape: Shape) -> list[_PlacedRow]:
-    """All rows of the groups, in order."""
-    rows = [
-        (group_number, completion, row_number, row)
-        for group_number, group in enumerate(groups)
-        for completion in group.completions
-        for row_number, row in enumerate(completion.rows)
-    ]
-    return [_PlacedRow(index, *row) for index, row in zip(row_places(groups, shape), rows, strict=True)]
-
-
-def _shape_with_room(shape: Shape, rows: Sequence[_PlacedRow]) -> Shape:
-    """The shape with enough rows. It doubles them: each new shape compiles another update, so there should be few."""
-    lengths = [len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows]
-    _check_lengths([row.name for row in rows], lengths, shape.time + 1)
-    while shape.prompts < len(rows):
-        shape = shape._replace(prompts=2 * shape.prompts)
-    return shape
+        trajectories = np.arange(shape.rows, dtype=np.int32)
+        batch.group_ids[:] = len(groups)  # of padding rows
+        for row in rows:
+            batch.group_ids[row.index] = row.group
+            trajectories[row.index] = row.index - row.number  # the rows of a completion are consecutive
+        batch = batch._replace(token_mask=real, trajectories=trajectories)
+    if turns is None:
+        return batch
+    while turns < max((len(completion_turns(row.completion)) for row in rows), default=0):
+        turns *= 2
+    rewards = np.full((shape.rows, turns), np.nan, np.float32)
+    turn_numbers = np.full(real.shape, -1, np.int32)
+    for row in rows:
+        rewards[row.index, : len(completion_turns(row.completion))] = turn_rewards(row.completion)
+        turn_numbers[row.index, : len(row.row.tokens)] = token_turns(row.completion, row.number)
+    return batch._replace(turn_rewards=rewards, token_turns=turn_numbers)
 
 
 def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
@@ -243,8 +246,8 @@ def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
     )
 
 
-def _fill_tokens(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "batch time"]:
-    """Writes tokens, masks, log-probs and recorded arrays of the rows; returns the mask of real tokens."""
+def _fill_rows(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "batch time"]:
+    """Writes tokens, masks, log-probs, recorded arrays and grades of the rows; returns the mask of real tokens."""
     real = np.zeros(batch.completions.shape, bool)
     indices = np.array([row.index for row in rows], int)
     _fill(batch.completions, real, indices, [row.row.tokens for row in rows], [row.name for row in rows])
@@ -260,12 +263,6 @@ def _fill_tokens(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "
         recorded = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
         recorded[real] = values
         batch.recorded[name] = recorded
-    return real
-
-
-def _fill_grades(batch: Batch, rows: Sequence[_PlacedRow]) -> None:
-    """Writes the values of each row's completion: version, truncation and grade."""
-    indices = [row.index for row in rows]
     versions = [row.completion.policy_version for row in rows]
     batch.policy_version[indices] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[indices] = [row.completion.truncated for row in rows]
@@ -273,35 +270,7 @@ def _fill_grades(batch: Batch, rows: Sequence[_PlacedRow]) -> None:
     batch.accurate[indices] = [bool(row.grade.accurate) for row in rows]
     for part, values in batch.reward_parts.items():
         values[indices] = [(row.grade.reward_parts or {}).get(part, np.nan) for row in rows]
-
-
-def _with_trajectories(
-    batch: Batch, groups: int, rows: Sequence[_PlacedRow], real: Bool[np.ndarray, "batch time"]
-) -> Batch:
-    """The batch with the group and the completion of each row.
-
-    Args:
-        groups: number of groups; it is the group id of padding rows.
-        real: mask of real tokens, also between turns.
-    """
-    batch.group_ids[:] = groups
-    trajectories = np.arange(len(batch.rewards), dtype=np.int32)
-    for row in rows:
-        batch.group_ids[row.index] = row.group
-        trajectories[row.index] = row.index - row.number  # the rows of a completion are consecutive
-    return batch._replace(token_mask=real, trajectories=trajectories)
-
-
-def _with_turns(batch: Batch, rows: Sequence[_PlacedRow], turns: int) -> Batch:
-    """The batch with the rewards of turns and the turn of each token; see `pad`."""
-    while turns < max((len(completion_turns(row.completion)) for row in rows), default=0):
-        turns *= 2
-    rewards = np.full((len(batch.rewards), turns), np.nan, np.float32)
-    turn_numbers = np.full(batch.completions.shape, -1, np.int32)
-    for row in rows:
-        rewards[row.index, : len(completion_turns(row.completion))] = turn_rewards(row.completion)
-        turn_numbers[row.index, : len(row.row.tokens)] = token_turns(row.completion, row.number)
-    return batch._replace(turn_rewards=rewards, token_turns=turn_numbers)
+    return real
 
 
 def minibatch_rows(

@@ -113,7 +113,15 @@ def score_micro_batch(
     *packed_rows, places, _ = layout.packed
     packed_rows = [constrain(x[index], ROWS) for x in packed_rows]
     places = jnp.where(part.completion_mask, places - index * packed_rows[0].size, 0)
-    recorded = _recorded_where_predicted(part, places, packed_rows[0].shape) if part.recorded else {}
+    recorded = {}
+    if part.recorded:
+        shape = packed_rows[0].shape
+        size = packed_rows[0].size
+        predicting = jnp.where(part.completion_mask, places, size).reshape(-1)
+        # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
+        predicted = jnp.full(size, -1).at[predicting].set(jnp.arange(predicting.size), mode="drop").reshape(shape)
+        recorded = {name: x.reshape(predicting.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
+        recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
     values = packed_logprobs(scorer.decoder, params, *packed_rows, recorded, **options)
     scores = _token_scores(values, load)
     load_of_experts = scores.load
@@ -127,23 +135,6 @@ def _token_scores(values: tuple[Array | Load, ...], load: bool) -> TokenScores:
     """Names the values of a forward pass: log-probs, entropies, perhaps a divergence, and the load if there is one."""
     logprobs, entropy, *divergence = values[:-1] if load else values
     return TokenScores(logprobs, entropy, divergence[0] if divergence else None, values[-1] if load else ())
-
-
-def _recorded_where_predicted(
-    part: Batch, places: Int[Array, "batch time"], shape: tuple[int, int]
-) -> dict[str, Array]:
-    """The recorded arrays of a part, moved from each token to the packed token that predicts it.
-
-    Args:
-        places: index of the predicting token in the micro-batch's packed rows, for each token of the part.
-        shape: shape of the packed rows.
-    """
-    size = shape[0] * shape[1]
-    predicting = jnp.where(part.completion_mask, places, size).reshape(-1)
-    # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
-    predicted = jnp.full(size, -1).at[predicting].set(jnp.arange(predicting.size), mode="drop").reshape(shape)
-    recorded = {name: x.reshape(predicting.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
-    return jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
 
 
 def over_micro_batches(

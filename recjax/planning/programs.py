@@ -38,7 +38,7 @@ from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.run import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.trained import check_teacher, teacher_decoder, with_start
-from recjax.training.update import Context, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
 START = "trained parameters as they were at the start"
 REFERENCE = "reference policy's parameters"
@@ -352,7 +352,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
     is_scored_before = "score" in programs_of(config)
-    context = Context(
+    context = UpdateContext(
         frozen,
         jax.eval_shape(lambda: jax.random.key(0)),
         reference_params=reference[0] if reference else None,

@@ -22,7 +22,7 @@ from recjax.tasks.prompts import batch_indices
 from recjax.training import checkpoint
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.run import Run, State
-from recjax.training.update import Context, Recipe, TrainState, first_state, make_optimizer, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, first_state, make_optimizer, update
 from recjax.training.warm_start import FOLDER, supervised_rates
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,11 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
                 key = jax.random.key(config.seed)  # this algorithm does not read it
                 arrays, numbers = put_rows(batch), {"learning_rate": rates[step - 1], "clip_norm": 1.0}
                 trained, measured, _ = update(
-                    trained, arrays, layout, Context(frozen, key, hyperparameters={"optimizer": numbers}), recipe=recipe
+                    trained,
+                    arrays,
+                    layout,
+                    UpdateContext(frozen, key, hyperparameters={"optimizer": numbers}),
+                    recipe=recipe,
                 )
                 log.settle()  # the previous step's
                 row = {"step": step, "tokens": int(batch.completion_mask.sum())}

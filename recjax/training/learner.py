@@ -18,7 +18,15 @@ from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.run import Run, State
 from recjax.training.trained import load_teacher, reference_params, starting_policy
-from recjax.training.update import Context, Learned, TrainState, first_state, hyperparameters_of, recipe_of, update
+from recjax.training.update import (
+    Learned,
+    TrainState,
+    UpdateContext,
+    first_state,
+    hyperparameters_of,
+    recipe_of,
+    update,
+)
 
 
 class Learner:
@@ -102,7 +110,7 @@ class Learner:
             trained,
             put_rows(batch),
             layout,
-            Context(
+            UpdateContext(
                 run.frozen,
                 jax.random.fold_in(self._drop_key, run.batch_of(step)),
                 reference_params=run.reference,

@@ -238,12 +238,16 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
     compared = real & learned.completion_mask.any(-1)
-    groups = [learned.rewards[compared & (learned.group_ids == group)] for group in np.unique(learned.group_ids[real])]
-    are_equal = [np.ptp(rewards) == 0 for rewards in groups if len(rewards) > 1]
+    groups, group_of, sizes = np.unique(learned.group_ids[compared], return_inverse=True, return_counts=True)
+    lowest = np.full(len(groups), np.inf)
+    highest = np.full(len(groups), -np.inf)
+    np.minimum.at(lowest, group_of, learned.rewards[compared])
+    np.maximum.at(highest, group_of, learned.rewards[compared])
+    are_equal = (lowest == highest)[sizes > 1]
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
-        **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal else {}),
+        **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal.size else {}),
         "accuracy": float(batch.accurate[real].mean()),
         "right_and_ended": float((batch.accurate & ~batch.truncated)[real].mean()),
         "completion_length": float(batch.completion_mask.sum() / real.sum()),

@@ -118,7 +118,7 @@ def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.Opt
     return constrain_params(optimizer.init(params))
 
 
-class Context(NamedTuple):
+class UpdateContext(NamedTuple):
     """Values that an update reads and does not change.
 
     frozen: constant parameters that the state lacks; they get no gradient.
@@ -197,7 +197,7 @@ def update(
     state: TrainState,
     batch: Batch,
     layout: Layout,
-    context: Context,
+    context: UpdateContext,
     *,
     recipe: Recipe,
     axis_name: str | None = None,
@@ -240,7 +240,7 @@ def update(
 
 
 def _batch_values(
-    recipe: Recipe, state: TrainState, batch: Batch, layout: Layout, context: Context, devices: _Devices
+    recipe: Recipe, state: TrainState, batch: Batch, layout: Layout, context: UpdateContext, devices: _Devices
 ) -> losses.BatchValues:
     """The values of the whole batch that `row_terms` reads; scores are computed if the algorithm reads them."""
     algorithm = recipe.algorithm
@@ -291,8 +291,12 @@ def _summed(
     params = params_for(decoder, state.params)
 
     def micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, TokenScores]:
-        part_rows, scored_mask = _observed_in_part(layout, part, part_rows, index)
-        scored_part = part._replace(completion_mask=scored_mask)
+        scored_part = part
+        if part_rows.observation_weights is not None:
+            # With packed rows a part is the whole batch: a token observed in another micro-batch would count twice.
+            observed = layout.within(part_rows.observation_weights > 0, index)
+            part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
+            scored_part = part._replace(completion_mask=part.completion_mask | observed)
 
         def scored_by(params: dict, compared: Compared | None = None) -> TokenScores:
             params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
@@ -330,18 +334,6 @@ def _summed(
         no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
     no_sums = _Sums(jnp.zeros(()), jnp.zeros(()), zeros, no_load)
     return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=compared is not None)
-
-
-def _observed_in_part(
-    layout: Layout, part: Batch, part_rows: RowTerms, index: Array
-) -> tuple[RowTerms, Bool[Array, "batch time"]]:
-    """The row terms with observation weights of this micro-batch alone, and the mask of the tokens to score."""
-    if part_rows.observation_weights is None:
-        return part_rows, part.completion_mask
-    # With packed rows a part is the whole batch: a token observed in another micro-batch would count twice.
-    observed = layout.within(part_rows.observation_weights > 0, index)
-    part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
-    return part_rows, part.completion_mask | observed
 
 
 class _ModelValues(NamedTuple):

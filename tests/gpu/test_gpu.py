@@ -17,7 +17,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.rollout.keys_values import put_behind
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.models.test_attention import contexts_of_one_token
 from tests.rollout.padded import engine_completions
 from tests.training.test_update import make_batch
@@ -59,7 +59,12 @@ def update_options(dtype, kernel, chunk=256):
 
 def update_arguments():
     state = TrainState(jax.tree.map(jnp.copy, params()), OPTIMIZER.init(params()))
-    return state, batch(), Layout(1, pack(batch(), SHAPE)), Context({}, jax.random.key(0), reference_params=params())
+    return (
+        state,
+        batch(),
+        Layout(1, pack(batch(), SHAPE)),
+        UpdateContext({}, jax.random.key(0), reference_params=params()),
+    )
 
 
 def test_auto_means_bfloat16_and_cudnn(gpu):

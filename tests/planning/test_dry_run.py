@@ -31,7 +31,7 @@ from recjax.planning.programs import batch_arrays
 from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
 from recjax.training.mesh import make_mesh
 from recjax.training.run import prepare
-from recjax.training.update import Context, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
 from tests.marks import campaign
 from tests.rollout.reference_sampler import sample
@@ -219,7 +219,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
         state,
         batch_arrays(shape),
         Layout(2),
-        Context({}, jax.random.key(0), hyperparameters=hyperparameters_of(config, 1e-3)),
+        UpdateContext({}, jax.random.key(0), hyperparameters=hyperparameters_of(config, 1e-3)),
         recipe=recipe_of(config, run.policy.decoder)._replace(decoder=run.policy.decoder, optimizer=optimizer),
     ).compile()
     planned = compiled.memory_analysis().temp_size_in_bytes

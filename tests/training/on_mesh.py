@@ -28,7 +28,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
 from recjax.training.mesh import make_mesh
-from recjax.training.update import Context, Learned, Recipe, TrainState, first_state, update
+from recjax.training.update import Learned, Recipe, TrainState, UpdateContext, first_state, update
 from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
@@ -125,7 +125,7 @@ def updated(
         state,
         put_rows(batch),
         Layout(1, pack(batch, shape)) if packed else Layout(micro_batches),
-        Context(
+        UpdateContext(
             {},
             jax.random.key(1),
             reference_params=reference,
@@ -173,7 +173,7 @@ def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, di
             state,
             batch,
             Layout(),
-            Context({}, key, reference_params=reference),
+            UpdateContext({}, key, reference_params=reference),
             recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
             axis_name="devices",
         )

@@ -113,10 +113,10 @@ def test_tokens_of_probability_zero_end_the_run(tiny):
 def test_tokens_of_probability_zero_are_counted_where_they_are_dropped(tiny, monkeypatch):
     config, update = tiny("run", *ALONE, "training.impossible_tokens=drop", "training.steps=2"), learner.update
 
-    def with_impossible(state, frozen, initial, batch, *args, **options):
+    def with_impossible(state, batch, *args, **options):
         logprobs = np.array(batch.behavior_logprobs)
         logprobs[1, 0] = -np.inf
-        return update(state, frozen, initial, batch._replace(behavior_logprobs=logprobs), *args, **options)
+        return update(state, batch._replace(behavior_logprobs=logprobs), *args, **options)
 
     monkeypatch.setattr(learner, "update", with_impossible)
     rows = train(config)[1:]

@@ -17,7 +17,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.campaign
@@ -45,7 +45,7 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
         initial(),
         BATCH,
         Layout(1, pack(BATCH, RowShape(3, 64))) if packed else Layout(2),
-        Context({}, jax.random.key(0), reference_params=initial().params),
+        UpdateContext({}, jax.random.key(0), reference_params=initial().params),
         recipe=Recipe(DECODER, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(0.9), chunk),
     ).compile()
 

@@ -21,7 +21,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.sampling import Sampling
 from recjax.training import learner
 from recjax.training.checkpoint import progress
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.marks import campaign, campaign_except, slow
 from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
@@ -64,7 +64,7 @@ def layout_of(batch, index, training=PASSES, packs=False):
 def updated(preset, params, batch, layout, *, proximal=None):
     made = recipe(preset)
     state = TrainState(jax.tree.map(jnp.copy, params), made.optimizer.init(params))
-    context = Context({}, jax.random.key(0), proximal_logprobs=proximal)
+    context = UpdateContext({}, jax.random.key(0), proximal_logprobs=proximal)
     state, metrics, _ = update(state, batch, layout, context, recipe=made)
     return state.params, metrics
 
@@ -222,7 +222,7 @@ def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update()
     def forward_passes(overrides, proximal):
         made = recipe("tis")._replace(algorithm=build_algorithm("tis", overrides))
         state = TrainState(initial(), made.optimizer.init(initial()))
-        context = Context({}, jax.random.key(0), proximal_logprobs=proximal)
+        context = UpdateContext({}, jax.random.key(0), proximal_logprobs=proximal)
         return str(update.trace(state, batch, Layout(), context, recipe=made).jaxpr).count("log_softmax")
 
     assert forward_passes({}, proximal) < forward_passes({}, None)
@@ -240,7 +240,7 @@ def test_minibatches_under_pmap_have_their_share_of_every_device():
     def on_device(state, share, rows):
         layout = Layout(1, None, rows, 2)
         options = {"recipe": recipe("reinforce_pp"), "axis_name": "devices"}
-        state, metrics, _ = update(state, share, layout, Context({}, jax.random.key(0)), **options)
+        state, metrics, _ = update(state, share, layout, UpdateContext({}, jax.random.key(0)), **options)
         return state.params, metrics
 
     shares, rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batch, rows))
@@ -276,11 +276,11 @@ def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
 def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
     seen, recipes, original = [], [], learner.update
 
-    def watched(state, frozen, reference, batch, key, layout, teacher, proximal, numbers, *, recipe):
+    def watched(state, batch, layout, context, *, recipe):
         params = jax.tree.map(np.array, state.params)
-        seen.append((params, batch, jax.random.key_data(key).tolist(), layout.rows, proximal))
+        seen.append((params, batch, jax.random.key_data(context.key).tolist(), layout.rows, context.proximal_logprobs))
         recipes.append(recipe)
-        return original(state, frozen, reference, batch, key, layout, teacher, proximal, numbers, recipe=recipe)
+        return original(state, batch, layout, context, recipe=recipe)
 
     monkeypatch.setattr(learner, "update", watched)
     options = ["training.updates_per_batch=2", "training.minibatches=2", f"algorithm.preset={preset}"]

@@ -19,7 +19,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
 from recjax.training.run import prepare
-from recjax.training.update import Context, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.training.counting import count, graded_batch
 from tests.training.test_update import CONFIG, SGD, initial, make_batch
 from tests.training.tiny_run import train
@@ -59,7 +59,7 @@ def recipe():
 
 def step(batch, layout):
     state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
-    arguments = state, batch, layout, Context({}, jax.random.key(0), teacher_params=teacher_params())
+    arguments = state, batch, layout, UpdateContext({}, jax.random.key(0), teacher_params=teacher_params())
     state, metrics, _ = update(*arguments, recipe=recipe())
     return state.params, metrics
 
@@ -73,7 +73,7 @@ def test_micro_batches_packing_and_devices_change_nothing():
     assert jax.local_device_count() >= 4
 
     def on_device(state, share):
-        arguments = state, share, Layout(), Context({}, jax.random.key(0), teacher_params=teacher_params())
+        arguments = state, share, Layout(), UpdateContext({}, jax.random.key(0), teacher_params=teacher_params())
         state, metrics, _ = update(*arguments, recipe=recipe(), axis_name="devices")
         return state.params, metrics
 
@@ -109,7 +109,7 @@ def test_observations_count_once_however_a_batch_is_cut():
     expected, gradient = jax.value_and_grad(by_hand)(initial())
     for layout in (Layout(), Layout(2), Layout(1, pack(batch, RowShape(2, 12)))):
         state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
-        state, metrics, _ = update(state, batch, layout, Context({}, jax.random.key(0)), recipe=made)
+        state, metrics, _ = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=made)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4)
         np.testing.assert_allclose(metrics["observation_cross_entropy"], expected / 0.3, rtol=1e-4)
         updated = optax.apply_updates(initial(), SGD.update(gradient, SGD.init(initial()), initial())[0])
@@ -122,7 +122,7 @@ def test_scoring_runs_only_where_something_reads_it():
         algorithm = build_algorithm(preset, {})
         state = TrainState(initial(), SGD.init(initial()))
         made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024)
-        traced = update.trace(state, make_batch(), Layout(), Context({}, jax.random.key(0)), recipe=made)
+        traced = update.trace(state, make_batch(), Layout(), UpdateContext({}, jax.random.key(0)), recipe=made)
         return str(traced.jaxpr).count("log_softmax")
 
     plain = forward_passes("grpo")

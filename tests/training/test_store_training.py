@@ -420,6 +420,7 @@ def test_rows_that_fill_a_batch_up_are_in_no_mean():
     assert batch_metrics(6, batch, batch) == {
         "reward": 2,
         "reward/correct": 2,
+        "frac_reward_zero_std": 0,
         "accuracy": 1,
         "right_and_ended": 0,
         "completion_length": 3,

@@ -19,7 +19,15 @@ from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.update import Context, Recipe, TrainState, hyperparameters_of, make_optimizer, recipe_of, update
+from recjax.training.update import (
+    Recipe,
+    TrainState,
+    UpdateContext,
+    hyperparameters_of,
+    make_optimizer,
+    recipe_of,
+    update,
+)
 from tests.marks import campaign_except
 from tests.training.tiny_run import train
 
@@ -60,7 +68,7 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
         state,
         batch,
         Layout(1, packed) if packed else Layout(micro_batches),
-        Context({}, jax.random.key(0), reference_params=reference),
+        UpdateContext({}, jax.random.key(0), reference_params=reference),
         recipe=Recipe(Decoder(CONFIG, remat=remat), algorithm, SGD, Sampling(0.9), chunk),
     )
     return state.params, metrics
@@ -241,7 +249,7 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
     for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
         state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
         recipe = Recipe(decoder, build_algorithm("grpo", {}), SGD, Sampling(0.9), 7)
-        state, _, learned = update(state, batch, layout, Context({}, jax.random.key(0)), recipe=recipe)
+        state, _, learned = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe)
         mask = batch.completion_mask
         np.testing.assert_allclose(learned.logprobs[mask], np.asarray(expected)[mask], atol=1e-5)
         moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)
