@@ -280,7 +280,7 @@ def _batch_values(
 
 
 def _summed(
-    recipe: Recipe, state: TrainState, batch: Batch, rows: RowTerms, layout: Layout, context: Context
+    recipe: Recipe, state: TrainState, batch: Batch, rows: RowTerms, layout: Layout, context: UpdateContext
 ) -> tuple[_Sums, TokenScores]:
     """The sums of all micro-batches, and the scores of the whole batch before the update."""
     decoder = recipe.decoder
