@@ -174,7 +174,7 @@ def test_a_logprob_passes_few_functions():
 
 GENERATED = {"configuration.md", "objectives.md", "papers.md", "claims.md", "accelerator.md"}  # written by commands
 WORDS = {  # at most; a reason where a page describes more than the table of contents planned for
-    "README.md": 650,
+    "README.md": 660,
     # Get started
     "index.md": 250,
     "install.md": 300,

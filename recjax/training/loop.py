@@ -1,4 +1,8 @@
-"""The loop: sync → sample → queue → pad → update → log → evaluate and checkpoint."""
+"""The loop: sync → sample → queue → pad → update → log → evaluate and checkpoint.
+
+`experiments/own_loop.py` is the same loop in 200 lines, for one task on one device. This one adds what long runs need:
+sources that sample late or elsewhere, a queue in front of the update, checkpoints, evaluations, signals, and meshes.
+"""
 
 import gc
 import itertools
