@@ -52,29 +52,29 @@ def terms_of(algorithm: Algorithm) -> tuple[Term, ...]:
         terms.append(Term("entropy", per_token=algorithm.entropy, sign=-1))
     if algorithm.teacher_divergence is not None:
         coefficient = algorithm.teacher_divergence.keywords["coefficient"]
-        measured = functools.partial(divergence_metrics, coefficient=coefficient)
-        terms.append(Term("teacher_divergence", per_token=computed_divergence, metrics=measured))
+        measured = functools.partial(_divergence_metrics, coefficient=coefficient)
+        terms.append(Term("teacher_divergence", per_token=_computed_divergence, metrics=measured))
     if algorithm.observations is not None:
-        summed = functools.partial(observation_sum, cross_entropy=algorithm.observations)
-        terms.append(Term("observations", total=summed, metrics=observation_metrics))
+        summed = functools.partial(_observation_sum, cross_entropy=algorithm.observations)
+        terms.append(Term("observations", total=summed, metrics=_observation_metrics))
     if algorithm.distillation is not None:
-        terms.append(Term("distillation", metrics=distillation_metrics))
+        terms.append(Term("distillation", metrics=_distillation_metrics))
     return tuple(terms)
 
 
-def computed_divergence(divergence: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+def _computed_divergence(divergence: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
     """The divergence from a teacher at each token, which the forward pass computes with the vocabulary's scores."""
     return divergence
 
 
-def divergence_metrics(
+def _divergence_metrics(
     divergence: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: Scalar
 ) -> dict[str, Float[Array, ""]]:
     """Mean divergence from the teacher, in nats per token, without the term's coefficient."""
     return {"teacher_divergence": token_average(divergence, completion_mask) / coefficient}
 
 
-def observation_sum(
+def _observation_sum(
     logprobs: Float[Array, "batch time"], observation_weights: Float[Array, "batch time"], *, cross_entropy: Callable
 ) -> Float[Array, ""]:
     """Sum of the weighted cross-entropy on observed tokens.
@@ -85,14 +85,14 @@ def observation_sum(
     return jnp.sum(cross_entropy(logprobs, observation_weights))
 
 
-def observation_metrics(
+def _observation_metrics(
     logprobs: Float[Array, "batch time"], observation_weights: Float[Array, "batch time"]
 ) -> dict[str, Float[Array, ""]]:
     """Mean cross-entropy on observed tokens, in nats per token."""
     return {"observation_cross_entropy": token_average(-logprobs, observation_weights > 0)}
 
 
-def distillation_metrics(
+def _distillation_metrics(
     logprobs: Float[Array, "batch time"],
     teacher_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],

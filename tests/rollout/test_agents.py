@@ -229,7 +229,7 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
     mask = batch.completion_mask
     assert mask.any(-1).sum() >= 6 and ((batch.token_mask & ~mask).any() or agent == "at_once")
     for layout in (Layout(2), Layout(1, packed)):
-        logprobs, _ = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64)
+        logprobs = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64).logprobs
         np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)
 
 

@@ -392,7 +392,7 @@ def llama_cpp(tmp_path):
             server.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_smollm2_learns_from_the_samples_of_llama_cpp(smollm2_folder, llama_cpp, tmp_path):
     """The samples are from quantized weights that never change: the report and the ratios say how far away they are."""
     settings = [f"model.path={smollm2_folder}", f"rollout.engine={llama_cpp}"]

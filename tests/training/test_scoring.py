@@ -138,7 +138,7 @@ def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny, c
     rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))
     assert rows[1]["truncated"] == 1 and rows[1]["loss"] == rows[1]["gradient_norm"] == 0
     assert rows[1]["completion_length"] == 1 and rows[1]["reward"] == rows[1]["reward/score"]
-    assert "step 1 trains on nothing: all its completions are truncated" in caplog.text
+    assert "step 1 trains on nothing (kept_fraction = 0): all its completions are truncated" in caplog.text
 
 
 @pytest.mark.parametrize("truncated", ["mask", "penalize"])

@@ -153,9 +153,9 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
     def after(state, batch):
         recipe = Recipe(Decoder(CONFIG), algorithm, optimizer, Sampling(0.9), 1024)
         layout = Layout(1, pack(batch, RowShape(rows=4, tokens=16))) if packs else Layout(2)
-        arguments = {}, reference, batch, jax.random.key(0), layout
         rates = {"optimizer": {"learning_rate": 0.1, "clip_norm": 1.0, "weight_decay": 0.5}}
-        return update(jax.tree.map(jnp.copy, state), *arguments, hyperparameters=rates, recipe=recipe)[:2]
+        context = UpdateContext({}, jax.random.key(0), reference_params=reference, hyperparameters=rates)
+        return update(jax.tree.map(jnp.copy, state), batch, layout, context, recipe=recipe)[:2]
 
     moved, _ = after(TrainState(initial(), optimizer.init(initial())), batch)
     empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
