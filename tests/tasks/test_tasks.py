@@ -271,7 +271,7 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
         ("a.jsonl.gz", CONTENT, "a.jsonl.gz: cannot be read as gzip"),
         (
             "a.jsonl",
-            gzip.compress(CONTENT.encode()),
+            gzip.compress(CONTENT.encode(), mtime=0),
             "a.jsonl: holds gzip data; give the file the",
         ),
         ("a.json", b"PAR1\xff", "a.json: holds Parquet data"),
@@ -281,7 +281,7 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
         ("a.jsonl", '{"prompt": "x", "answer": 1, "more": {"k": 1, "k": 1}}\n', "line 1: the key 'k' is given twice"),
         (
             "a.jsonl.gz",
-            gzip.compress(b"{}\n" + bytes(10**6)),
+            gzip.compress(b"{}\n" + bytes(10**6), mtime=0),
             "a.jsonl.gz: line 2 has 1000000 bytes or more; remove it",
         ),
     ],
