@@ -127,7 +127,8 @@ def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, r
         if not isinstance(config, Mapping):
             raise ValueError(f"config = {config!r:.80}: takes a Config, a dict of its values or a YAML file")
         config = make_config(dict(config))
-    task, splits = config.task, problems if isinstance(problems, Mapping) else {"train": problems}
+    task = config.task
+    splits = problems if isinstance(problems, Mapping) else {"train": problems}
     if problems is not None:
         if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
             found = ", ".join(map(repr, splits))
@@ -163,7 +164,8 @@ class Result:
 
     def __init__(self, folder: Path, reward: Callable | None = None):
         """Stores the arguments of `open_run`."""
-        self.folder, self._reward = folder, reward
+        self.folder = folder
+        self._reward = reward
 
     def __repr__(self) -> str:
         """The folder and the step of the newest checkpoint."""
@@ -219,7 +221,8 @@ class TrainedPolicy:
             ValueError: the checkpoint does not exist, or its model or problems cannot be read.
         """
         keep_compiled_programs()
-        self._run, self._reward = Path(run), reward
+        self._run = Path(run)
+        self._reward = reward
         self._config = run_config(self._run)
         with self._mesh():
             place = self._run if step is None else self._run / "checkpoints" / str(step)
@@ -248,12 +251,14 @@ class TrainedPolicy:
         checked = {name: value for name, value in rollout.items() if (name, value) != ("temperature", 0)}
         settings = RolloutConfig(**(dict(self._config.rollout) | checked))
         sampling = settings.sampling() if checked.keys() == rollout.keys() else Sampling(0.0)
-        policy, problems = self._opened.policy, [Problem(prompt, "") for prompt in _checked(prompts)]
+        policy = self._opened.policy
+        problems = [Problem(prompt, "") for prompt in _checked(prompts)]
         if "stop" in rollout:
             policy = policy._replace(stop_ids=stop_token_ids(policy.tokenizer, settings.stop, self._config.model.path))
         with self._mesh():
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
-            keys, longest = row_keys(jax.random.key(seed), len(problems) * samples), settings.max_completion_tokens
+            keys = row_keys(jax.random.key(seed), len(problems) * samples)
+            longest = settings.max_completion_tokens
             arguments = policy, self._opened.params, encoded, keys, samples, longest, sampling
             groups = sample_groups(*arguments, name="sample", source=self._opened.name, version=self.step)
         return [one for group in groups for one in group.completions]
@@ -281,9 +286,11 @@ class TrainedPolicy:
         rows = [group.completions[0].rows[0] for group in groups]
         longest = (max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows))
         with self._mesh():
-            rollout, shards = self._config.rollout, row_shards()
+            rollout = self._config.rollout
+            shards = row_shards()
             together = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
-            shape, chunk = Shape(together, 1, *map(power_of_two, longest)), self._config.model.logprob_chunk
+            shape = Shape(together, 1, *map(power_of_two, longest))
+            chunk = self._config.model.logprob_chunk
             arguments = groups, shape, self._opened.policy, self._opened.params, Sampling(**sampling), chunk
             return [group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)]
 
@@ -303,9 +310,11 @@ class TrainedPolicy:
                 reward function.
         """
         _check_keys(evaluation, _EVALUATE_KEYS)
-        reward, config = reward or self._reward, self._config
+        reward = reward or self._reward
+        config = self._config
         if isinstance(problems, int):
-            evaluation, problems = {**evaluation, "problems": problems}, None
+            evaluation = {**evaluation, "problems": problems}
+            problems = None
         task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
         settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
         config = config.model_copy(update={"task": task, "evaluation": settings})

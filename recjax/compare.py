@@ -75,7 +75,8 @@ def main(argv: list[str]) -> None:
     """Compares, prints the sentences and the settings that differ, and draws the figure."""
     if len(argv) != 3 or argv[1] == argv[2]:
         raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
-    (first, second), metric = argv[1:], FLAGS.metric
+    first, second = argv[1:]
+    metric = FLAGS.metric
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
@@ -107,7 +108,8 @@ def main(argv: list[str]) -> None:
         axes.axvline(problems.mean(), color=COLORS[1])
         axes.set(xlabel=f"difference of a problem\nmean {problems.mean():+.3f}", ylabel="problems")
 
-    difference, output = f"{metric} − {first}", Path(FLAGS.output)
+    difference = f"{metric} − {first}"
+    output = Path(FLAGS.output)
     table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
     more = [draw_problems] if len(problems) > 1 else []
     save_figure(draw_curves(table, "side", "panel", [metric, difference], more=more), output)

@@ -78,7 +78,8 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
 
 def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
     """Overrides of the config with which the programs need less memory, and their cost, the cheapest first."""
-    config, mesh = planned.config, planned.mesh.shape
+    config = planned.config
+    mesh = planned.mesh.shape
     changes = []
     if mesh["data"] > 1:
         change = f"mesh.data=1 mesh.fsdp={mesh['data'] * mesh['fsdp']}"
@@ -101,12 +102,14 @@ def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
 
 def show_plan(console: Console, planned: Plan) -> None:
     """Prints the model's size, the devices and the sampling plan."""
-    model, target = planned.model, planned.target
+    model = planned.model
+    target = planned.target
     console.print(
         f"{count(model.trained) + count(model.frozen):,} parameters, of which trained {count(model.trained):,};"
         f" compute in {model.decoder.dtype}; prompts of {planned.prompt_tokens} tokens"
     )
-    kind, sampled = target.devices[0].device_kind, planned.sampling_plan
+    kind = target.devices[0].device_kind
+    sampled = planned.sampling_plan
     console.print(
         f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {_axes(planned.mesh)}"
     )
@@ -125,7 +128,8 @@ def show_memory(console: Console, planned: Plan, programs: dict[str, Program], p
         if size := bytes_on_device(tree):
             table.add_row(name, *(_gib(size) for _ in programs))
     cache = cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
-    moved, copied = planned.sampling_plan.moved, planned.sampling_plan.copied
+    moved = planned.sampling_plan.moved
+    copied = planned.sampling_plan.copied
     for name, size in (("weights of the sampling mesh", moved), ("unrolled layers", copied)):
         if size:
             table.add_row(name, _gib(size))

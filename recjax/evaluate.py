@@ -86,10 +86,12 @@ def evaluate(
     check_processes(config)
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
     check_problems(config, task)
-    evaluated, label = open_policy(checkpoint, config), task_label(config.task) + "-all" * everything
+    evaluated = open_policy(checkpoint, config)
+    label = task_label(config.task) + "-all" * everything
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
-    limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
+    limit = config.rollout.max_prompt_tokens
+    vocabulary = evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
     open_folder(folder, what_decides(config, evaluated) | ({"pool": "all"} if everything else {}))
     rows = sampled_rows(config, evaluated, prompts, task)

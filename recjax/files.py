@@ -147,7 +147,8 @@ def digest(content: bytes) -> str:
 
 def size_and_digest(path: Path) -> list[Any]:
     """A file's size in bytes and the checksum of its content."""
-    checksum, size = xxhash.xxh3_128(), 0
+    checksum = xxhash.xxh3_128()
+    size = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             checksum.update(block)
@@ -213,7 +214,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """
     try:
         sealed = json.loads(path.read_text(encoding="utf-8"))
-        content, checksum = sealed["content"], sealed["checksum"]
+        content = sealed["content"]
+        checksum = sealed["checksum"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict) or checksum != _json_digest(content):

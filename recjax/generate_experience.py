@@ -70,7 +70,9 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     """
     check_processes(config)
     config = config if run else with_start(config)
-    known, model, name = known_ids(place), config.model, None
+    known = known_ids(place)
+    model = config.model
+    name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         digest = _name(config, None, 0)
@@ -109,13 +111,15 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--engine"))
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
-    config, known = untrained(config), known_ids(place)
+    config = untrained(config)
+    known = known_ids(place)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
-        name, count = _name(config, f"{engine.model} of a server", 0), config.rollout.prompts_per_step
+        name = _name(config, f"{engine.model} of a server", 0)
+        count = config.rollout.prompts_per_step
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
@@ -189,12 +193,15 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
-        (sampler, params), version = prepare(config, starting_policy), 0
+        sampler, params = prepare(config, starting_policy)
+        version = 0
     else:
         require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
         # The config of the run determines the policy, the config of the command the prompts.
         opened = open_checkpoint(Path(run), step)
-        policy, params, version = opened.policy, opened.params, opened.version
+        policy = opened.policy
+        params = opened.params
+        version = opened.version
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = load_task(config)
         check_problems(config, task)

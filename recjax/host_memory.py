@@ -77,8 +77,12 @@ def close_gaps() -> int:
     if given != with_tunables(given) or not has_glibc():
         return 0
     libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype, libc.sbrk.restype, libc.malloc.restype = _HeapInfo, ctypes.c_size_t, ctypes.c_size_t
-    top, taken, size = libc.sbrk(0) - libc.mallinfo2().keepcost, [], 1 << 30
+    libc.mallinfo2.restype = _HeapInfo
+    libc.sbrk.restype = ctypes.c_size_t
+    libc.malloc.restype = ctypes.c_size_t
+    top = libc.sbrk(0) - libc.mallinfo2().keepcost
+    taken = []
+    size = 1 << 30
     while size >= LEAST_GAP:
         start = libc.malloc(ctypes.c_size_t(size))
         if start == 0 or start + size > top:
@@ -86,11 +90,13 @@ def close_gaps() -> int:
             libc.free(ctypes.c_void_p(start))
             size //= 2
             continue
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
         taken.append((first, last))
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
     if taken:
-        first, last = min(taken)[0], max(taken)[1]
+        first = min(taken)[0]
+        last = max(taken)[1]
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_NOHUGEPAGE)
     return len(taken)
 

@@ -24,7 +24,8 @@ from orbax.checkpoint import multihost
 
 logger = logging.getLogger(__name__)
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 WORTH_SHARING = 5000  # things; one process has computed fewer before an exchange is compiled
 SIGNAL_SECONDS = 5  # seconds after which a process that waits for the first process checks for signals
 LOST_SECONDS = 60  # seconds without a heartbeat after which a process counts as lost, and all other processes end
@@ -107,7 +108,9 @@ def _receive_calls(coordinator: str, processes: int) -> None:
             f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
         ) from error
     deadline = time.monotonic() + MEETING_SECONDS
-    calls, missing, refusal = [], {*range(1, processes)}, ""
+    calls = []
+    missing = {*range(1, processes)}
+    refusal = ""
     listener.settimeout(1)
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
@@ -143,7 +146,8 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
         ValueError: see `meet`.
     """
     host, _, port = coordinator.rpartition(":")
-    deadline, shown = time.monotonic() + MEETING_SECONDS, None
+    deadline = time.monotonic() + MEETING_SECONDS
+    shown = None
     while time.monotonic() < deadline:
         reason = "no answer"
         try:
@@ -234,7 +238,8 @@ class LateAnswers:
         if jax.process_count() == 1:
             return yes
         mesh = Mesh(np.array(jax.devices()), ("devices",))
-        flags, split = np.full(jax.local_device_count(), yes, np.int32), NamedSharding(mesh, PartitionSpec("devices"))
+        flags = np.full(jax.local_device_count(), yes, np.int32)
+        split = NamedSharding(mesh, PartitionSpec("devices"))
         before = self._asked
         with jax.set_mesh(mesh):
             self._asked = _greatest(jax.make_array_from_process_local_data(split, flags))
@@ -329,7 +334,9 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     if jax.process_count() == 1 or len(things) < WORTH_SHARING:
         return compute(things, 0)
     size = -(-len(things) // jax.process_count())
-    first, found, refused = jax.process_index() * size, [], None
+    first = jax.process_index() * size
+    found = []
+    refused = None
     try:
         found = compute(things[first : first + size], first)
     except ValueError as error:
@@ -353,7 +360,8 @@ def from_first(act: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return act()
     # Orbax has the client that JAX hides.
-    client, place = multihost.get_jax_distributed_client(), f"recjax/from_first/{next(_told)}"
+    client = multihost.get_jax_distributed_client()
+    place = f"recjax/from_first/{next(_told)}"
     if is_first():
         try:
             found = act()

@@ -107,12 +107,14 @@ def check_texts(
         return "".join(text.split())
 
     for number, record in enumerate(records):
-        group, one = record.group, record.completion
+        group = record.group
+        one = record.completion
         columns = [("prompt_tokens", group.prompt_tokens), *(("tokens", row.tokens) for row in one.rows)]
         for column, tokens in columns:
             if not len(tokens):
                 continue
-            decoded, start = plain(tokenizer.decode(tokens)), 0
+            decoded = plain(tokenizer.decode(tokens))
+            start = 0
             if column == "tokens" or isinstance(group.prompt, str):
                 parts = [one.text if column == "tokens" else group.prompt]
                 agrees = decoded == plain(parts[0])
@@ -140,14 +142,17 @@ def main(argv: list[str]) -> None:
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
-    exports, found = [read_exported(Path(file)) for file in FLAGS.input], None
+    exports = [read_exported(Path(file)) for file in FLAGS.input]
+    found = None
     if all(exports):
-        count, summary = import_exports(exports, FLAGS.output), "completions"
+        count = import_exports(exports, FLAGS.output)
+        summary = "completions"
     elif any(exports):
         raise ValueError("--input: import exported files and files of other programs one after the other")
     else:
         found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-        groups, count = Counter(record.group.id for record in found.records), len(found.records)
+        groups = Counter(record.group.id for record in found.records)
+        count = len(found.records)
         pending = sum(record.completion.grade is None for record in found.records)
         summary = f"rows in {len(groups)} groups, {pending} rows pending"
     with Store(FLAGS.output) as store:

@@ -25,7 +25,8 @@ FLAGS = flags.FLAGS
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
     """Summary numbers of the completions, by name; a group has only members among `records`."""
-    rows, groups = [record.completion for record in records], groups_of(records)
+    rows = [record.completion for record in records]
+    groups = groups_of(records)
     scored = [row.grade.reward for row in rows if row.grade]
     sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]
@@ -52,7 +53,8 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return str(low) if low == high else f"{low} to {high}"
 
 
@@ -65,7 +67,8 @@ def print_summary(records: Sequence[Record], samples: Sequence[Record], console:
         table.add_row(name, *(column[name] for column in columns.values()))
     console.print(table)
     for record in samples:
-        prompt, row = record.group.prompt, record.completion
+        prompt = record.group.prompt
+        row = record.completion
         asked = prompt if isinstance(prompt, str) else " / ".join(turn["content"] for turn in prompt)
         reward = f"{row.grade.reward:g}" if row.grade else "pending"
         console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", highlight=False)

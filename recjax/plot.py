@@ -74,7 +74,8 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
     titles = table if are_runs else titled(table)
     panels = titles[others].agg(", ".join, axis=1) if others else "all runs"
-    difference, drawn = f"{metrics[0]} − {against}", table.assign(panel=panels)
+    difference = f"{metrics[0]} − {against}"
+    drawn = table.assign(panel=panels)
     drawn[difference] = minus_line(table, lines, against, metrics[0])
     shown = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"

@@ -56,7 +56,8 @@ def write_page(runs: Sequence[Path], output: Path) -> int:
     """
     shown = []
     for run in runs:
-        config, rows = run_config(run), kept_rows(run)
+        config = run_config(run)
+        rows = kept_rows(run)
         steps = len({row["step"] for row in rows})
         about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
         shown.append({"name": run.resolve().name, "about": about, "rows": rows})

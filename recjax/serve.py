@@ -65,7 +65,8 @@ def load(
         opened = open_checkpoint(Path(run), step)
         weights = Weights(for_sampling(opened.policy, put_params(opened.params)), opened.version)
         return name, opened.policy, weights, None
-    checkpoints, mesh = FollowedRun(Path(follow)), jax.sharding.get_mesh()
+    checkpoints = FollowedRun(Path(follow))
+    mesh = jax.sharding.get_mesh()
 
     def on_devices(weights: Weights | None) -> Weights | None:
         with jax.set_mesh(mesh):  # each thread has its own current mesh
@@ -81,7 +82,9 @@ def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
 
     The function raises a ValueError if the folder is elsewhere, too large, damaged, or of another model.
     """
-    mesh, root, plain = jax.sharding.get_mesh(), root.resolve(), dataclasses.replace(policy.decoder.config, lora=None)
+    mesh = jax.sharding.get_mesh()
+    root = root.resolve()
+    plain = dataclasses.replace(policy.decoder.config, lora=None)
     most = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(plain))) * 21 // 20 + 2**26
 
     def read(name: str) -> dict:

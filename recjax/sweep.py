@@ -50,7 +50,9 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     waiting = [run for run in runs if not is_finished(run.config)]
     # Otherwise XLA would start one thread per core in every run.
     environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
-    failed, alive, stopping = {}, set(), threading.Event()
+    failed = {}
+    alive = set()
+    stopping = threading.Event()
 
     def start(run: SweepRun) -> None:
         log = Path(run.config.output).parent / LOGS / f"{run.name}.log"

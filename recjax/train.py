@@ -68,14 +68,17 @@ def show_result(result: "recjax.api.Result") -> None:
     from rich.table import Table  # not at module level: --help needs no tables
     from rich.text import Text
 
-    console, output, summary = plain_console(), result.folder, result.summary
+    console = plain_console()
+    output = result.folder
+    summary = result.summary
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
     try:
         before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
     except ValueError as error:
         print(f"warning: {error}; recjax shows no samples", file=sys.stderr)
-        before, after = [], []
+        before = []
+        after = []
     pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
     width = max(16, (console.width - 10) // 3)
     for old, new in list(pairs.values())[:5]:

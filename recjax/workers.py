@@ -73,10 +73,16 @@ class Workers:
             memory: number of bytes that a worker may allocate; None: no limit.
             held: pickled object that every worker has in `Workers.held`; the time limit does not include its loading.
         """
-        self._count, self._seconds, self._modules, self._memory = count, seconds, modules, memory
+        self._count = count
+        self._seconds = seconds
+        self._modules = modules
+        self._memory = memory
         self._held = held
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._starting, self._closed, self._program, self._control = threading.Lock(), False, None, None
+        self._starting = threading.Lock()
+        self._closed = False
+        self._program = None
+        self._control = None
 
     held: Any = None  # in a worker, the object of the argument `held`
 

@@ -61,14 +61,17 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[floa
         ways[: silent + 1, 0] = [math.comb(silent, votes) for votes in range(silent + 1)]
         worth = np.zeros_like(ways)
         for count, value in answers:
-            new_ways, new_worth = np.zeros_like(ways), np.zeros_like(ways)
+            new_ways = np.zeros_like(ways)
+            new_worth = np.zeros_like(ways)
             for votes in range(min(count, top) + 1):
-                choices, tied = math.comb(count, votes), int(votes == top)
+                choices = math.comb(count, votes)
+                tied = int(votes == top)
                 into = (slice(votes, None), slice(tied, None))
                 out = (slice(None, total + 1 - votes), slice(None, len(answers) + 1 - tied))
                 new_ways[into] += choices * ways[out]
                 new_worth[into] += choices * (worth[out] + tied * value * ways[out])
-            ways, worth = new_ways, new_worth
+            ways = new_ways
+            worth = new_worth
         worth_of_size += (worth[:, 1:] / np.arange(1, len(answers) + 1)).sum(-1)
     return tuple(float(worth_of_size[k] / math.comb(total, k)) for k in range(1, total + 1))
 
@@ -108,7 +111,8 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
 
     accurate = by_problem("accurate")
     counts = np.array([len(each) for each in accurate])
-    problems, samples = len(counts), int(counts.max())
+    problems = len(counts)
+    samples = int(counts.max())
     lengths = np.full((problems, samples), np.nan)
     lengths[np.arange(samples) < counts[:, None]] = rows["tokens"]
     votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
@@ -134,7 +138,9 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         for name, numbers in values.items()
     }
     for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
-        value, low, high = np.quantile(rows["tokens"], share), None, None
+        value = np.quantile(rows["tokens"], share)
+        low = None
+        high = None
         if problems > 1:
             statistic = functools.partial(quantile_of, share=share)
             low, high = interval(np.arange(problems), statistic, lengths.size, resamples=999)

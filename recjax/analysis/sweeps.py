@@ -38,7 +38,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     if not path.is_file():
         raise ValueError(f"{str(path)!r}: no such sweep file; name a YAML file")
     content = read_yaml_file(path)
-    needed, known = {"config", "output", "settings", "grids"}, ["config", "output", "settings", "grids", *_OPTIONAL]
+    needed = {"config", "output", "settings", "grids"}
+    known = ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
         raise ValueError(
             f"{path}: must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}"
@@ -49,7 +50,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     for key in ("config", "output"):
         if not isinstance(content[key], str):
             raise ValueError(f"{path}: {key} = {content[key]!r}: must be text; put it in quotes")
-    base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
+    base = path.parent / content["config"]
+    output = content["output"] + ("_smoke" if smoke else "")
     settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
     for axis, block in _mapping(path, "settings", content["settings"]):
         names = _mapping(path, f"settings.{axis}", block)

@@ -21,8 +21,11 @@ from recjax.config.fields import (
 )
 from recjax.models.sampling import Sampling
 
-_ASYNC, _STORE, _FOLLOW = "regime.mode = async", "experience.store", "experience.follow"
-_ENGINE, _LONG = "rollout.engine", "task.agent or experience.follow"
+_ASYNC = "regime.mode = async"
+_STORE = "experience.store"
+_FOLLOW = "experience.follow"
+_ENGINE = "rollout.engine"
+_LONG = "task.agent or experience.follow"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
@@ -150,7 +153,8 @@ class ReplayConfig(ConfigBlock):
         sampled = config.sampled_groups
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
-        least, limit = config.training.updates - 1, self.max_staleness
+        least = config.training.updates - 1
+        limit = self.max_staleness
         problem = f"must be at least {least}, the staleness of fresh groups in the last update of their batch"
         yield limit is not None and limit < least, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
@@ -208,12 +212,14 @@ class RegimeConfig(ConfigBlock):
         """A limit of staleness that no batch could keep."""
         if self.mode == "sync":
             return
-        batches, why = self.sync_interval, f"regime.sync_interval = {self.sync_interval}"
+        batches = self.sync_interval
+        why = f"regime.sync_interval = {self.sync_interval}"
         if replay := config.experience and config.experience.replay:
             batches += replay.draw_every - 1
             why += f" and experience.replay.draw_every = {replay.draw_every}"
         updates = config.training.updates
-        least, why = batches * updates - 1, why + f" and {updates} updates of each batch" * (updates > 1)
+        least = batches * updates - 1
+        why = why + f" and {updates} updates of each batch" * (updates > 1)
         problem = f"must be at least {least}, the staleness due to {why}"
         yield self.max_staleness < least, "regime.max_staleness", problem
 

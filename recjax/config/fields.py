@@ -18,7 +18,8 @@ from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal, read_yaml_file
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+LOWEST_TEMPERATURE = 0.01
+HIGHEST_TEMPERATURE = 100.0
 _LARGEST = 1e20  # float32 overflows soon after
 
 
@@ -226,7 +227,8 @@ def takes(field: FieldInfo) -> str:
 
 
 def _takes(annotation: Any, limits: str = "") -> str:
-    kind, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    arguments = typing.get_args(annotation)
     if kind is Annotated:
         return _takes(arguments[0], limits)
     if kind in (types.UnionType, typing.Union):
@@ -253,9 +255,11 @@ def error_lines(
         sources: file or override that set a key, by dotted key.
         file: source of keys that are missing.
     """
-    keys, named = schema_keys(block), set()
+    keys = schema_keys(block)
+    named = set()
     for each in error.errors():
-        path, kind = [str(part) for part in each["loc"]], each["type"]
+        path = [str(part) for part in each["loc"]]
+        kind = each["type"]
         names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
         source = next((f"{sources[name]}: " for name in names if name in sources), "")
         name = next((name for name in names if name in keys), "")
@@ -283,7 +287,8 @@ def error_lines(
             accepted = takes(keys[name])
             if is_inner:  # a value in a key's mapping, or a name in it
                 inner = typing.get_args(keys[name].annotation)[-1]
-                name, value = names[0], each["input"]
+                name = names[0]
+                value = each["input"]
                 accepted = "names that are texts" if path[-1] == "[key]" else _takes(inner)
             finite = ", finite" * (isinstance(value, float) and not math.isfinite(value))
             digits = ", in decimal digits" * kind.startswith(("int", "float"))

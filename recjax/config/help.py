@@ -23,7 +23,8 @@ def sections(
     block: type[ConfigBlock] = Config, name: str = "", rules: str = ""
 ) -> Iterator[tuple[str, str, list[Key]]]:
     """Name ("" for the whole run), meaning and keys of a block, then of the blocks inside it, in the schema's order."""
-    keys, nested = [], []
+    keys = []
+    nested = []
     for key, field in block.model_fields.items():
         needs, excludes, required, must = field.json_schema_extra.values()
         words = [needs and f" Only with {needs}.", required not in ("", needs) and f" Required with {required}."]

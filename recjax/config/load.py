@@ -43,7 +43,8 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
     """
     if not isinstance(values, dict):
         raise ValueError(f"{source}: the file must hold keys and values; got {values!r:.300}")
-    merged, sources = {}, {}
+    merged = {}
+    sources = {}
     for name, layer in [(source, values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
         _merge(merged, layer, name, sources)
     try:
@@ -103,7 +104,8 @@ def _parse_override(text: str) -> dict:
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
     accepted = takes(KEYS[key]) if key in KEYS else ""
-    is_text, is_yaml = accepted.startswith("text"), accepted.startswith(("a list", "a mapping", "some of"))
+    is_text = accepted.startswith("text")
+    is_yaml = accepted.startswith(("a list", "a mapping", "some of"))
     try:
         value.encode()  # an argument that is not UTF-8
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)

@@ -169,7 +169,8 @@ class ModelConfig(_Described):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """A continued adapter with settings that train the base."""
-        continued, answers = self.adapter is not None and not self.merge_adapter, config.warm_start is not None
+        continued = self.adapter is not None and not self.merge_adapter
+        answers = config.warm_start is not None
         answers = answers and not config.demonstrations
         problem = "trains the adapter only; set model.merge_adapter=true to train the base too, or remove "
         yield continued and bool(self.freeze), "model.adapter", f"{problem}model.freeze"
@@ -201,7 +202,8 @@ class WarmStartConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Demonstrations without a learning rate of their own, and log-probs of a policy before them."""
-        shown, experience = self.demonstrations is not None, config.experience
+        shown = self.demonstrations is not None
+        experience = config.experience
         problem = "is for small decoders; set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
         yield shown and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
         problem = "does not work with warm_start.demonstrations; use current, or export the warm-started model first"

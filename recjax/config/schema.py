@@ -75,7 +75,9 @@ class AlgorithmConfig(ConfigBlock):
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
-        algorithm, agent, teacher = self.build(), config.task.agent, config.model.teacher
+        algorithm = self.build()
+        agent = config.task.agent
+        teacher = config.model.teacher
         place = "algorithm.advantage" if self.advantage else "algorithm.preset"
         problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
         problem += " coefficient of one, or remove this key"
@@ -89,7 +91,8 @@ class AlgorithmConfig(ConfigBlock):
         yield algorithm.observations and not config.has_trajectories, f"algorithm.{axis}", problem
         problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
         yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
-        of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"
+        of_turns = algorithm.reads("turn_rewards", "token_turns")
+        penalizes = config.task.truncated == "penalize"
         problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
@@ -98,7 +101,8 @@ class AlgorithmConfig(ConfigBlock):
         stores = config.experience and (config.experience.store or config.experience.mix)
         problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
         yield of_turns and not (agent or stores), place, problem
-        axes, stored = self.resolved(), config.experience and config.experience.store and not config.follows
+        axes = self.resolved()
+        stored = config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
         problem = f"{axes.get('advantage', axes['objective'])['name']} is always 0 for a group's only completion;"
         problem += (
@@ -180,7 +184,8 @@ class OptimizerConfig(ConfigBlock):
         import optax  # imported here, so that grading workers start without JAX
 
         options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
-        place, name = "optimizer.schedule", options.pop("name", None)
+        place = "optimizer.schedule"
+        name = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
         require(name in known, f"{place}.name", name, remedy)
@@ -207,7 +212,8 @@ class OptimizerConfig(ConfigBlock):
         if self.warmup_steps == 0:
             return after
         # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …
-        first, last = options[peak] / self.warmup_steps, max(self.warmup_steps - 1, 1)
+        first = options[peak] / self.warmup_steps
+        last = max(self.warmup_steps - 1, 1)
         return optax.join_schedules([optax.linear_schedule(first, options[peak], last), after], [self.warmup_steps])
 
 
@@ -268,7 +274,8 @@ class TrainingConfig(ConfigBlock):
         """No steps, steps to trace that the run does not have, and prompts that minibatches cannot share equally."""
         problem = "takes 1 or more, or 0 for a warm start alone; set warm_start.demonstrations"
         yield self.steps == 0 and not config.demonstrations, "training.steps", problem
-        prompts, chosen = config.rollout.prompts_per_step // self.minibatches, self.micro_batch_prompts
+        prompts = config.rollout.prompts_per_step // self.minibatches
+        chosen = self.micro_batch_prompts
         problem = f"must divide the {prompts} prompts of a minibatch (rollout.prompts_per_step / training.minibatches)"
         yield self.minibatches > 1 and chosen and prompts % chosen, "training.micro_batch_prompts", problem
         reads = not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage))
@@ -419,7 +426,8 @@ class Config(ConfigBlock):
     @property
     def sampled_groups(self) -> int:
         """Number of groups in a batch that come from no store, in a run that samples."""
-        count, mix = self.rollout.prompts_per_step, self.experience and self.experience.mix
+        count = self.rollout.prompts_per_step
+        mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:

@@ -12,7 +12,9 @@ from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym import check_gym
 
 _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
-_MIXTURE, _TOOLS, _PLAYS = "task.mixture", "task.agent = tools", "task.agent = environment"
+_MIXTURE = "task.mixture"
+_TOOLS = "task.agent = tools"
+_PLAYS = "task.agent = environment"
 _SIMPLE = "recjax.tasks.rewards:"
 _GRADERS = ", ".join(GRADERS)
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
@@ -89,7 +91,8 @@ class ReasoningGymTask(ConfigBlock):
     )
 
 
-POLICY, INITIAL = "policy", "initial"
+POLICY = "policy"
+INITIAL = "initial"
 
 
 class OneTask(ConfigBlock):
@@ -342,7 +345,9 @@ class TaskConfig(OneTask):
         """Refuses unknown rewards, seats that cannot be played or trained, and settings that nothing would read."""
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
-        every, trained, place = config.training.checkpoint_every, self.trained_seats, "task.train_seats"
+        every = config.training.checkpoint_every
+        trained = self.trained_seats
+        place = "task.train_seats"
         for name, player in self.seats.items():
             is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)
             problem = "takes policy, initial, a number of steps, or module:function"

@@ -49,7 +49,8 @@ class _Literal(_Loader):
     """An override's YAML, which loses no text: line breaks within quotes stay, and comments are errors."""
 
     def scan_to_next_token(self) -> None:
-        start, mark = self.pointer, self.get_mark()
+        start = self.pointer
+        mark = self.get_mark()
         super().scan_to_next_token()
         if "#" in self.buffer[start : self.pointer]:
             raise yaml.scanner.ScannerError(None, None, "' #' would begin a comment; put the text in quotes", mark)

@@ -69,7 +69,8 @@ class Batch(NamedTuple):
     @property
     def shape(self) -> "Shape":
         """The shape of the batch."""
-        prompts, (rows, time) = self.prompts.shape, self.completions.shape
+        prompts = self.prompts.shape
+        rows, time = self.completions.shape
         return Shape(prompts[0], rows // prompts[0] if self.trajectories is None else None, prompts[1], time)
 
 

@@ -46,7 +46,8 @@ class Unavailable(ValueError):
 class _Escaped(sql.types.TypeDecorator):
     """Text in PostgreSQL, which has no NUL character; `escaped` writes it as two others."""
 
-    impl, cache_ok = sql.Text, True
+    impl = sql.Text
+    cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
         return escaped(value)
@@ -126,7 +127,8 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
         lasts_of(path).unlink(missing_ok=True)
     if not os.access(path, os.R_OK):
         raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
-    access, columns = _access(path, name, follows), _columns_in(path)
+    access = _access(path, name, follows)
+    columns = _columns_in(path)
     if columns and "version" not in columns.get("store", ()):
         remedy = "it is a database of another program; give another file" if create else MAKE
         raise ValueError(f"{name} is not an experience store; {remedy}")
@@ -269,7 +271,8 @@ def _limited(generator: Generator) -> Generator:
     Raises:
         TimeoutError: no answer for somewhat longer than the server's own limit.
     """
-    end, ready = time.monotonic() + 1.1 * _STATEMENT_SECONDS, None
+    end = time.monotonic() + 1.1 * _STATEMENT_SECONDS
+    ready = None
     while True:
         try:
             wanted = generator.send(ready)

@@ -20,7 +20,9 @@ from recjax.experience.group import Grade
 from recjax.experience.store import Record, Store, record_of, row_of
 from recjax.files import whole_file
 
-_VERSION, _CURRENT = b"recjax.experience.version", b"8"  # metadata key of Parquet files, and its value
+# metadata key of Parquet files, and its value
+_VERSION = b"recjax.experience.version"
+_CURRENT = b"8"
 TOGETHER = 1024  # completions to convert or import at a time
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
@@ -69,7 +71,8 @@ def export_store(store: Store, path: Path) -> int:
     Raises:
         ValueError: another ending, a damaged store, or a file that cannot be written; an existing file stays.
     """
-    records, count = store.records(others=True), 0
+    records = store.records(others=True)
+    count = 0
     if path.suffix not in (".parquet", ".jsonl"):
         raise ValueError(f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
     with whole_file(path) as file:
@@ -146,7 +149,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _exported(record: Record) -> dict[str, Any]:
     """The row of a completion."""
-    row, grade = row_of(record, 0), record.completion.grade or Grade(None)
+    row = row_of(record, 0)
+    grade = record.completion.grade or Grade(None)
     others = {name: [*given, comment] for name, (given, comment) in record.others.items()}
     row |= {name: np.frombuffer(row[name], dtype) if row[name] else None for name, dtype in _LISTS.items()}
     row |= {

@@ -57,8 +57,13 @@ class Follower:
             run: id of this run; a server that follows the run writes it into the metadata of its completions.
             state: result of `state`, to continue from there.
         """
-        self.name, self.rewarded, self.waiting = store_name(config.experience.store), 0, (0, 0, 0)
-        self._config, self._policy, self._run, self._resumed = config, policy, run, state
+        self.name = store_name(config.experience.store)
+        self.rewarded = 0
+        self.waiting = (0, 0, 0)
+        self._config = config
+        self._policy = policy
+        self._run = run
+        self._resumed = state
         seconds = config.experience.deadline_seconds
         self._deadline = seconds and timedelta(seconds=seconds)
         self._store: Store | None = None
@@ -83,7 +88,8 @@ class Follower:
             return dict(self._resumed)
         ranges = itertools.groupby(enumerate(sorted(self._left)), key=lambda pair: pair[1] - pair[0])
         numbers = ([number for _, number in pairs] for _, pairs in ranges)
-        left, unrewarded = [[part[0], part[-1]] for part in numbers], sorted(self._unrewarded)
+        left = [[part[0], part[-1]] for part in numbers]
+        unrewarded = sorted(self._unrewarded)
         read = {"read": self._read.completion, "row": self._rows[0]}
         return {"store": self._store.id, **read, "left": left, "unrewarded": unrewarded}
 
@@ -103,7 +109,8 @@ class Follower:
                 logger.warning("%s: the run can read it again", self.name)
             self._unavailable_since = None
         except ValueError as error:
-            now, limit = time.monotonic(), self._config.experience.outage_seconds
+            now = time.monotonic()
+            limit = self._config.experience.outage_seconds
             # If the run has never read the store, its URL may be wrong.
             may_wait = isinstance(error, Unavailable) and (self._store is not None or "store" in self._resumed)
             if may_wait and self._unavailable_since is None:
@@ -113,7 +120,8 @@ class Follower:
                 raise ValueError(f"experience.store = {self.name!r}: {error}") from error
         candidates = self._candidates()
         candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
-        self.rewarded, arrived = len(candidates), []
+        self.rewarded = len(candidates)
+        arrived = []
         for chosen, over in candidates[:room]:
             self._give_up(over)
             for one in chosen:
@@ -123,7 +131,8 @@ class Follower:
             rows = [one.record.completion for one in chosen]
             completions = map(as_trained, rows, itertools.repeat(self._config.task), versions)
             arrived.append(chosen[0].record.group._replace(completions=tuple(completions)))
-        left_out, self._left_out = self._left_out, Counter()
+        left_out = self._left_out
+        self._left_out = Counter()
         return Arrival(arrived, left_out=left_out)
 
     def _candidates(self) -> list[tuple[list[_Waiting], list[_Waiting]]]:
@@ -134,14 +143,17 @@ class Follower:
         groups: dict[str, list[_Waiting]] = {}
         for one in self._left.values():
             groups.setdefault(one.key, []).append(one)
-        candidates, waits, size = [], [], self._config.rollout.group_size
+        candidates = []
+        waits = []
+        size = self._config.rollout.group_size
         for members in groups.values():
             rewarded = [one for one in members if one.has_reward]
             pending = [one for one in members if not one.has_reward]
             over = list(filter(self._is_over, pending))
             if rewarded and self._config.experience.group_by == "group":
                 # The completions without a reward wait with their group, and leave with it at the deadline.
-                ready, over = [(rewarded, over)] if len(over) == len(pending) else [], []
+                ready = [(rewarded, over)] if len(over) == len(pending) else []
+                over = []
             else:
                 parts = [rewarded[start : start + size] for start in range(0, len(rewarded), size)]
                 ready = [(part, []) for part in parts if len(part) == size or any(map(self._is_over, part))]
@@ -172,7 +184,8 @@ class Follower:
         return one.version if one.version is not None and one.version < step else None
 
     def _waiting(self, record: Record) -> _Waiting:
-        one, by = record.completion, self._config.experience.group_by
+        one = record.completion
+        by = self._config.experience.group_by
         value = one.metadata.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None
         key = record.group.id
         if by == "prompt":
@@ -188,7 +201,8 @@ class Follower:
     def _check_growth(self, last: Last) -> None:
         """Raises an error unless the store has the rows that this run has read, and perhaps more."""
         before = self._read or Last(self._resumed.get("read", 0))
-        ours, theirs = self._rows, self._store.identities(before)
+        ours = self._rows
+        theirs = self._store.identities(before)
         have_deleted = last.completion > last.completions, last.reward > last.rewards
         is_lost = [
             own is not None and (other != own if other else not deleted)
@@ -216,7 +230,8 @@ class Follower:
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"
             )
-        last, before = self._store.last(), self._read
+        last = self._store.last()
+        before = self._read
         self._check_growth(last)
         if last == before:
             return
@@ -238,7 +253,8 @@ class Follower:
         if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
             gone = self._left.keys() - self._store.numbers("number", list(self._left)).keys()
         self._left = {number: one for number, one in self._left.items() if number not in gone}
-        self._read, self._rows = last, rows
+        self._read = last
+        self._rows = rows
         for record in records:
             record, why, words = self._usable(record)
             if why is None:
@@ -259,7 +275,8 @@ class Follower:
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""
-        missing, rollout = self._config.experience.missing_logprobs, self._config.rollout
+        missing = self._config.experience.missing_logprobs
+        rollout = self._config.rollout
         try:
             (record,) = tokenized([record], self._policy)
         except ValueError as error:

@@ -80,7 +80,10 @@ def import_rows(
             problem = "is a folder; give its files" if file.is_dir() else "no such file; correct --input"
             raise ValueError(f"{file}: {problem}")
         digest.update(file.read_bytes())
-    name, records, places, seen = digest.hexdigest()[:12], [], [], {}
+    name = digest.hexdigest()[:12]
+    records = []
+    places = []
+    seen = {}
     fields = [(field, column) for field, column in columns._asdict().items() if column]
     for file in map(Path, files):
         is_csv = file.suffix.lower() == ".csv"
@@ -90,7 +93,8 @@ def import_rows(
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
         for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
             given = {field: values[column] for field, column in fields if column in values}
-            row, number = _Source(values, given, columns, place), len(records)
+            row = _Source(values, given, columns, place)
+            number = len(records)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
             seen |= values
@@ -164,7 +168,8 @@ def _record(
     row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
     # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
     parts = {part: value for part, value in (parts or {}).items() if value is not None}
-    truncated, reason = row.given.get("truncated"), row.given.get("finish_reason")
+    truncated = row.given.get("truncated")
+    reason = row.given.get("finish_reason")
     row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")
     endings = "takes stop (it ended) and length (it was cut off); other replies are no completions"
     row.require(reason in (None, "stop", "length"), "finish_reason", endings)

@@ -24,7 +24,8 @@ from recjax.models.sampling import Sampling
 
 # Packing must save this share of an update's FLOPs, and this many FLOPs (about half a second on two CPU cores), to be
 # worth a second compiled program.
-LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
+LEAST_SHARE = 0.25
+LEAST_SAVED = 1e11
 
 
 class TokenScores(NamedTuple):
@@ -220,7 +221,8 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
     Args:
         tokens: tokens of a micro-batch, if the longest sequence has no more; None: LEAST_TOKENS on each device.
     """
-    shape, shards = batch.shape, row_shards()
+    shape = batch.shape
+    shards = row_shards()
     tokens = max(tokens or LEAST_TOKENS * shards, shape.longest * shards)
     rows = row_shape(tokens, shape.longest, 1, shards, shape.rows)
     return Layout(1, pack(batch, rows, share=_shares_beginnings(decoder)))
@@ -267,13 +269,16 @@ def choose_layout(
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
-    shards, budget, minibatches = row_shards(), config.training.tokens_per_micro_batch, config.training.minibatches
+    shards = row_shards()
+    budget = config.training.tokens_per_micro_batch
+    minibatches = config.training.minibatches
     padded = batch.shape._replace(prompts=batch.shape.prompts // minibatches)
     if rows is not None:
         batch = batch._replace(completion_mask=batch.completion_mask & rows[:, None])
     parts = config.micro_batches(padded.positions, shards)
     in_parts = Layout(parts, None, rows, minibatches)
-    compares, optional = algorithm.compares_completions, budget is None and padded.group is not None
+    compares = algorithm.compares_completions
+    optional = budget is None and padded.group is not None
     least = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards
     if optional and (compares or too_small or not _saves(decoder.config, padded, least, least, least)):
@@ -311,7 +316,8 @@ def _saves(config: DecoderConfig, shape: Shape, positions: int, pairs: int, scor
         pairs: attention pairs.
         scores: positions with vocabulary scores.
     """
-    rest, rows = shape.time - 1, shape.rows
+    rest = shape.time - 1
+    rows = shape.rows
     pairs_padded = shape.prompts * shape.prompt_time**2 + rows * rest * (shape.prompt_time + rest)
     padded = _flops(config, shape.positions, pairs_padded, rows * shape.time)
     return padded - _flops(config, positions, pairs, scores) > max(LEAST_SHARE * padded, LEAST_SAVED)
@@ -333,9 +339,11 @@ def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:
     if layout.packed is not None:
         computed = layout.packed.ends[: layout.packed.count]
         return 1 - (computed > 0).mean().item() if computed.size else 0.0
-    completions, prompts = np.maximum(batch.completion_mask.sum(-1) - 1, 0), batch.prompt_mask.sum(-1)
+    completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0)
+    prompts = batch.prompt_mask.sum(-1)
     if layout.rows is not None:
-        completions, prompts = completions[layout.rows], prompts[layout.rows.reshape(len(prompts), -1)[:, 0]]
+        completions = completions[layout.rows]
+        prompts = prompts[layout.rows.reshape(len(prompts), -1)[:, 0]]
     computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
     filled_tokens = prompts.sum() + completions.sum() - filled / layout.minibatches
     return 1 - filled_tokens.item() * layout.minibatches / computed

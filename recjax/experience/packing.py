@@ -12,7 +12,8 @@ from recjax.experience.batch import Batch, Shape
 TILE = 128  # accelerators compute attention in tiles of this many tokens
 # By default a packed micro-batch has LEAST_TOKENS tokens per device, since smaller matmuls are slow, or the size of the
 # padded batch over MOST_MICRO_BATCHES if that is more, since mainly the last micro-batch has empty positions.
-LEAST_TOKENS, MOST_MICRO_BATCHES = 2048, 32
+LEAST_TOKENS = 2048
+MOST_MICRO_BATCHES = 32
 
 
 class RowShape(NamedTuple):
@@ -110,7 +111,8 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
         ValueError: the budget is too small for the longest sequence, or for all completions of a prompt if the
             algorithm compares them.
     """
-    algorithm, budget = config.algorithm.build(), config.training.tokens_per_micro_batch
+    algorithm = config.algorithm.build()
+    budget = config.training.tokens_per_micro_batch
     if budget is None:
         most = shape.positions // config.micro_batches(shape.positions, multiple)
         budget = min(max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES), most)
@@ -148,8 +150,10 @@ def pack(
     Raises:
         ValueError: a micro-batch is too small for what goes together.
     """
-    sequences, members = _sequences(batch, share), {}
-    lengths, groups = sequences.lengths, batch.group_ids
+    sequences = _sequences(batch, share)
+    members = {}
+    lengths = sequences.lengths
+    groups = batch.group_ids
     for row in sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row]):
         members.setdefault(row if together is None else int(together[row]), []).append(row)
     # The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
@@ -173,7 +177,8 @@ def pack(
 
 def _sequences(batch: Batch, share: bool) -> _Sequences:
     """The sequences of a batch; without `share` they share no tokens."""
-    per_prompt, rows = len(batch.completions) // len(batch.prompts), range(len(batch.completions))
+    per_prompt = len(batch.completions) // len(batch.prompts)
+    rows = range(len(batch.completions))
     prompts = [tokens[mask] for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
     completions = [tokens[mask] for tokens, mask in zip(batch.completions, batch.real_tokens, strict=True)]
     tokens = [np.concatenate([prompts[row // per_prompt], completions[row]]) for row in rows]
@@ -204,11 +209,13 @@ def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, m
     Args:
         most: number of micro-batches.
     """
-    free, row_of = np.full(most * shape.rows, shape.tokens), np.full(len(sequences.lengths), -1)
+    free = np.full(most * shape.rows, shape.tokens)
+    row_of = np.full(len(sequences.lengths), -1)
 
     def needed(index: int) -> np.ndarray:
         """Tokens that a sequence takes in each row; more than a row has if it has no room."""
-        placed, shared = np.flatnonzero(row_of >= 0), np.zeros(len(free), int)
+        placed = np.flatnonzero(row_of >= 0)
+        shared = np.zeros(len(free), int)
         np.maximum.at(shared, row_of[placed], sequences.shared_with(index)[placed])
         tokens = sequences.lengths[index] - shared
         return np.where(tokens <= free, tokens, shape.tokens + 1)
@@ -241,15 +248,21 @@ def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, r
     """The packed batch, with each sequence in its row from `_first_fit`."""
     tokens, positions, targets, ends = np.zeros((4, most * shape.rows, shape.tokens), np.int32)
     places = np.full(batch.completions.shape, -1, np.int32)
-    of_completions, order = batch.real_tokens, np.argsort(sequences.ranks)
+    of_completions = batch.real_tokens
+    order = np.argsort(sequences.ranks)
     for row in np.unique(row_of[row_of >= 0]):
-        used, path, rank = 0, np.zeros(0, int), -1  # path: where the row runs the tokens of the latest sequence
+        # path: where the row runs the tokens of the latest sequence
+        used = 0
+        path = np.zeros(0, int)
+        rank = -1
         for index in order[row_of[order] == row]:
             shared = sequences.shared[rank + 1 : sequences.ranks[index] + 1].min() if used else 0
             ends[row, path[shared:]] = used
             own = np.arange(shared, sequences.lengths[index])
-            path, sequence = np.concatenate([path[:shared], used + own - shared]), sequences.tokens[index]
-            used, rank = used + len(own), sequences.ranks[index]
+            path = np.concatenate([path[:shared], used + own - shared])
+            sequence = sequences.tokens[index]
+            used = used + len(own)
+            rank = sequences.ranks[index]
             for array, values in ((tokens, sequence[own]), (positions, own), (targets, sequence[own + 1])):
                 array[row, path[own]] = values
             completion = of_completions[index]

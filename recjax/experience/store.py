@@ -209,7 +209,8 @@ class Store:
         self._server: str | None = None  # whose name this store has reserved in PostgreSQL
         self._connection: sql.Connection | None = None  # holds the name
         self._lock = threading.Lock()  # of the connection
-        self._writing, dialect = self._engine.execution_options(writes=True), self._engine.dialect
+        self._writing = self._engine.execution_options(writes=True)
+        dialect = self._engine.dialect
         self._insertions = {table.name: table.insert().compile(dialect=dialect) for table in (COMPLETIONS, REWARDS)}
         with self._trying("opened"):
             if create:
@@ -415,7 +416,10 @@ class Store:
         Raises:
             ValueError: a completion is damaged or lost.
         """
-        began, seen, graded, start = self.last(), 0, 0, after
+        began = self.last()
+        seen = 0
+        graded = 0
+        start = after
         end = began.completion if last is None else last
         wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= end)
         wanted = wanted.order_by(COMPLETIONS.c.number).limit(_TOGETHER)
@@ -458,7 +462,9 @@ class Store:
         Raises:
             ValueError: a value is damaged, or a reward is lost.
         """
-        began, numbers, rewards = self.last(), [np.zeros(0, np.int64)], [np.zeros(0)]
+        began = self.last()
+        numbers = [np.zeros(0, np.int64)]
+        rewards = [np.zeros(0)]
         for columns in self._scan(REWARDS, _SCANNED_REWARDS, began, began.rewards):
             is_chosen = np.array([name == grader for name in columns["grader"]])
             numbers.append(np.array(columns["completion"], np.int64)[is_chosen])
@@ -511,7 +517,8 @@ class Store:
         """
         if values is None:
             self.check_indexes()
-        row, numbers = COMPLETIONS.alias(), {}
+        row = COMPLETIONS.alias()
+        numbers = {}
         # The index answers for the first two columns, and the row itself for the third.
         wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
@@ -575,7 +582,8 @@ class Store:
 
     def _connection_of_server(self) -> sql.Connection:
         """The connection that holds the server's name, or a new one that has got the name if that one is lost."""
-        dialect, connection = self._engine.dialect, self._connection
+        dialect = self._engine.dialect
+        connection = self._connection
         if connection is not None:
             with contextlib.suppress(sql.exc.DBAPIError, dialect.loaded_dbapi.Error):
                 if not connection.invalidated and dialect.do_ping(connection.connection.dbapi_connection):
@@ -650,7 +658,8 @@ class Store:
     def _add_rewards(
         self, connection: sql.Connection, last: Last, grades: Mapping[int, tuple[Grade, str | None]], grader: str
     ) -> Last:
-        count, now = len(grades), datetime.now(UTC).timestamp()
+        count = len(grades)
+        now = datetime.now(UTC).timestamp()
         columns = {
             "number": range(last.reward + 1, last.reward + 1 + count),
             "completion": list(grades),
@@ -709,7 +718,8 @@ class Store:
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, "reward {0.number} of completion {0.completion}")
         _, _, _, reward, _, parts, accurate, failure, comment, turns, *_ = row
-        parts, turns = _from_json(parts, None), tuple(_from_json(turns, ()))
+        parts = _from_json(parts, None)
+        turns = tuple(_from_json(turns, ()))
         return Grade(reward, parts, accurate, failure, turns), comment
 
     def _verify(self, row: Any, name: str) -> None:
@@ -813,13 +823,18 @@ def _checksum(values: Iterable[Any]) -> bytes:
 
 def row_of(record: Record, number: int) -> dict[str, Any]:
     """The columns of a completion, in order, without `checksum`; `scan_checksum` is None."""
-    group, completion = record.group, record.completion
-    rows, sampling, prompt = completion.rows, completion.sampling, np.asarray(group.prompt_tokens, "<i4")
+    group = record.group
+    completion = record.completion
+    rows = completion.rows
+    sampling = completion.sampling
+    prompt = np.asarray(group.prompt_tokens, "<i4")
     is_chat = not isinstance(group.prompt, str)
     own = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
     prompts = [prompt, *(tokens for tokens in own if tokens is not None)]
-    is_single, tokens = len(rows) <= 1 and len(prompts) == 1, [row.tokens for row in rows]
-    prompt_lengths, lengths = [len(row.prompt_tokens) for row in rows], [*map(len, tokens)]
+    is_single = len(rows) <= 1 and len(prompts) == 1
+    tokens = [row.tokens for row in rows]
+    prompt_lengths = [len(row.prompt_tokens) for row in rows]
+    lengths = [*map(len, tokens)]
     own_lengths = [None if one is None else len(one) for one in own]
     has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
     return {
@@ -875,8 +890,10 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     Raises:
         ValueError: the columns contradict each other.
     """
-    prompts, tokens = np.frombuffer(row["prompt_tokens"], "<i4"), np.frombuffer(row["completion_tokens"], "<i4")
-    mask, logprobs = np.frombuffer(row["completion_mask"], bool), row["behavior_logprobs"]
+    prompts = np.frombuffer(row["prompt_tokens"], "<i4")
+    tokens = np.frombuffer(row["completion_tokens"], "<i4")
+    mask = np.frombuffer(row["completion_mask"], bool)
+    logprobs = row["behavior_logprobs"]
     logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
     size, *lengths = _from_json(row["row_lengths"], plain)
@@ -885,12 +902,17 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
         lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
         raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
     recorded = recorded_from_bytes(row["recorded"], [length for _, length in lengths])
-    prompt, rows, begin, start = prompts[:size], [], size, 0
+    prompt = prompts[:size]
+    rows = []
+    begin = size
+    start = 0
     for (own, length), of_sampler in zip(lengths, recorded, strict=True):
-        here, end = slice(start, start + length), begin + (own or 0)
+        here = slice(start, start + length)
+        end = begin + (own or 0)
         of_row = prompt if own is None else prompts[begin:end]
         rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here], of_sampler))
-        begin, start = end, start + length
+        begin = end
+        start = start + length
     sampling = (row["temperature"], row["top_k"], row["top_p"], row["min_p"])
     metadata = _from_json(row["metadata"], {})
     completion = Completion(
@@ -936,7 +958,8 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
         if group is None:
             groups[record.group.id] = record.group
             continue
-        one, other = group.prompt_tokens, record.group.prompt_tokens
+        one = group.prompt_tokens
+        other = record.group.prompt_tokens
         if len(one) and len(other) and (len(one) != len(other) or (one != other).any()):
             raise ValueError(
                 f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"

@@ -47,7 +47,8 @@ Rules = Iterator[tuple[str, Any, Any, str]]  # column, value, true if the value 
 
 def _rules(record: Any, ids: Container[str]) -> Rules:
     """The rules for a record in order; each may rely on earlier rules."""
-    group, one = record.group, record.completion
+    group = record.group
+    one = record.completion
     texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text}
     for column, value in (texts | {"time": record.time}).items():
         if value is None:
@@ -93,7 +94,9 @@ def _rules_of_rows(group: Group, rows: Sequence[Row], turns: Sequence[Turn], tok
         unnamed = "tokens need the name of their vocabulary in the column tokenizer, which is null"
         yield column, tokens, tokenizer is not None, unnamed
     for row in rows:
-        mask, logprobs, size = row.mask, row.behavior_logprobs, len(row.tokens)
+        mask = row.mask
+        logprobs = row.behavior_logprobs
+        size = len(row.tokens)
         has_size = mask is not None and len(mask) == size
         yield "completion_mask", mask, has_size, "must be as long as completion_tokens"
         yield "completion_mask", mask, np.asarray(mask).dtype == bool, "takes true and false"
@@ -132,11 +135,13 @@ def _rules_of_numbers(one: Completion) -> Rules:
         is_object = False
     yield "metadata", one.metadata, is_object, "takes a JSON object"
     if one.grade is not None:
-        reward, parts = one.grade.reward, one.grade.reward_parts
+        reward = one.grade.reward
+        parts = one.grade.reward_parts
         yield "reward", reward, reward is None or is_finite_number(reward), f"{_FINITE}, or null while it is pending"
         yield "reward_parts", parts, reward is not None or not parts, "has reward parts, but the reward is null"
         yield "reward_parts", parts, parts is None or are_parts(parts), f"takes names; each {_FINITE}"
-        rewards, count = one.grade.turns, len(one.turns) or 1
+        rewards = one.grade.turns
+        count = len(one.turns) or 1
         are_rewards = not rewards or len(rewards) == count and all(map(is_finite_number, rewards))
         yield "turn_rewards", rewards, are_rewards, f"takes {count} finite numbers, one for each turn, or none"
 

@@ -30,7 +30,8 @@ class Stored(NamedTuple):
 
 def stored_per_batch(config: Config) -> int:
     """The number of groups in a batch that come whole from a store."""
-    experience, count = config.experience, config.rollout.prompts_per_step
+    experience = config.experience
+    count = config.rollout.prompts_per_step
     if experience and experience.store and not experience.follow:
         return count
     mix = experience and experience.mix
@@ -45,7 +46,8 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     Raises:
         ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
-    mix, rollout = config.experience.mix, config.rollout
+    mix = config.experience.mix
+    rollout = config.rollout
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
 
     def of_this_run(group: Group, _: np.ndarray) -> Group:
@@ -61,7 +63,8 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         index = everything.index
         pending = np.isnan(index.rewards[everything.members])
         is_whole = ~everything.any_in(pending)
-        waiting, whole = everything.chosen(~is_whole), everything.chosen(is_whole)
+        waiting = everything.chosen(~is_whole)
+        whole = everything.chosen(is_whole)
         if not len(whole):
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
@@ -125,8 +128,11 @@ def _digest(groups: StoredGroups) -> str:
 
 def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config) -> None:
     """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
-    sizes, index, ranges = groups.sizes, groups.index, {}
-    kinds, rewards = index.kinds[groups.members], index.rewards[groups.members]
+    sizes = groups.sizes
+    index = groups.index
+    ranges = {}
+    kinds = index.kinds[groups.members]
+    rewards = index.rewards[groups.members]
     for place, (source, *_) in enumerate(index.origins):
         if len(given := rewards[kinds == place]):
             low, high = ranges.get(source, (np.inf, -np.inf))

@@ -158,9 +158,11 @@ class StoredGroups(Sequence[Group]):
                     f"{self.store.name} is damaged: completion {record.number} has lost its reward {reward:g}; restore"
                     " the store from a backup"
                 )
-        groups, start = [], 0
+        groups = []
+        start = 0
         for size in sizes.tolist():
-            (group,), own = groups_of(records[start : start + size]), numbers[start : start + size]
+            (group,) = groups_of(records[start : start + size])
+            own = numbers[start : start + size]
             if self.grader is None:
                 completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)
                 group = group._replace(completions=completions)
@@ -189,13 +191,15 @@ class ByPrompt:
             of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
                 compare the prompts' tokens.
         """
-        self._of_problems, keys = of_problems, groups.contents(of_problems)
+        self._of_problems = of_problems
+        keys = groups.contents(of_problems)
         self._order = np.argsort(keys, kind="stable")
         self._groups, self._keys = groups, keys[self._order]
 
     def get(self, group: Group) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
-        content, of_problems = content_of(group, self._of_problems), self._of_problems
+        content = content_of(group, self._of_problems)
+        of_problems = self._of_problems
         ends = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = self._groups.chosen(self._order[slice(*ends)])
         groups = [one for one in groups if content_of(one, of_problems) == content and one.seat == group.seat]
@@ -228,7 +232,8 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     columns["kinds"] = np.concatenate(kinds).astype(np.int32)
     group, _ = pd.factorize(columns.pop("group_id"))  # numbers the groups in order of their first completions
     _, firsts = np.unique(group, return_index=True)
-    prompts, problems = columns.pop("prompt_key"), columns.pop("problem_key")
+    prompts = columns.pop("prompt_key")
+    problems = columns.pop("problem_key")
     if len(two := np.flatnonzero(prompts != prompts[firsts][group])):
         groups_of(store.read(columns["numbers"][[firsts[group[two[0]]], two[0]]]))  # raises an error that names them
     order = np.argsort(group, kind="stable")
@@ -313,10 +318,12 @@ def _with_tokens(store: Store, policy: Policy) -> Store:
 
 def _tokenize_into(copy: Store, store: Store, policy: Policy) -> Store:
     """Adds the completions that a copy lacks to it, with tokens; returns the copy."""
-    done, last = copy.last().completion, store.last().completion
+    done = copy.last().completion
+    last = store.last().completion
     if done and (done > last or copy.read([done], None)[0].completion.id != store.read([done], None)[0].completion.id):
         raise ValueError(f"{copy.name} is damaged: the store has gone back to an earlier state since the copy was made")
-    left, shown = store.records(done, last, grader=None), hosts.is_first() and last - done > SMALL
+    left = store.records(done, last, grader=None)
+    shown = hosts.is_first() and last - done > SMALL
     with progress_bar("tokenizing", last - done, unit="row", shown=shown) as bar:
         while part := list(itertools.islice(left, _TOKENIZE_TOGETHER)):
             copy.append(tokenized(part, policy), numbers=[record.number for record in part])

@@ -35,28 +35,35 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
             a token without an embedding in the model, or a completion without tokens; the message names the row. Or a
             chat that the tokenizer's template rejects.
     """
-    name, prompts, done, begin = tokenizer_name(policy.tokenizer), {}, [], ""
+    name = tokenizer_name(policy.tokenizer)
+    prompts = {}
+    done = []
+    begin = ""
     if any(not record.completion.rows and _is_chat(record) for record in records):
         # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
-        opening, reply = [{"role": "user", "content": "hello"}], {"role": "assistant", "content": "recjax-reply"}
+        opening = [{"role": "user", "content": "hello"}]
+        reply = {"role": "assistant", "content": "recjax-reply"}
         with contextlib.suppress(ValueError):
             prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
             space, found, _ = chat.removeprefix(prompt).partition(reply["content"])
             begin = space if found and chat.startswith(prompt) and not space.strip() else ""
     # All completions of a group have the same prompt, so render each chat only once.
     asked = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
-    chats, variables = [one.group.prompt for one in asked.values()], [chat_template_of(one) for one in asked.values()]
+    chats = [one.group.prompt for one in asked.values()]
+    variables = [chat_template_of(one) for one in asked.values()]
     texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
     rendered = dict(zip(asked, texts, strict=True))
     for record in records:
-        group, one = record.group, record.completion
+        group = record.group
+        one = record.completion
         place = f"row {one.id!r} of source {one.source!r}"
         if record.tokenizer not in (None, name):
             raise ValueError(
                 f"{place} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train the"
                 " model with that vocabulary, or import the texts without tokens"
             )
-        rows, prompt_tokens = one.rows, group.prompt_tokens
+        rows = one.rows
+        prompt_tokens = group.prompt_tokens
         if _lacks_prompt(record):
             if group.prompt == PROMPT_LEFT_OUT:
                 raise ValueError(

@@ -65,7 +65,8 @@ def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
         if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
             return False
         said = match["exact"]
-    tree, answer = parse_math(wanted, _marks(wanted, said)), parse_math(said, _marks(said, wanted))
+    tree = parse_math(wanted, _marks(wanted, said))
+    answer = parse_math(said, _marks(said, wanted))
     if tree is None or answer is None:
         return False
     if factors and factors[0] != 1:
@@ -103,7 +104,8 @@ def names_its_unit(text: str) -> bool:
 def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Unit, ...]]:
     """Splits an expression from the unit at its end; degrees may stay, as a sign of the expression."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
-        core, rest = text[: match.start()].strip(), text[match.end() :]
+        core = text[: match.start()].strip()
+        rest = text[match.end() :]
         if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
             continue
         if core and core.count("{") == core.count("}") and (unit := named_unit(rest)):
@@ -144,7 +146,8 @@ def _is_name(node: Node) -> bool:
 
 def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
     """True if only the name of a constant of integration, or of the integer that counts periods, differs."""
-    old, new = names(said) - names(wanted), names(wanted) - names(said)
+    old = names(said) - names(wanted)
+    new = names(wanted) - names(said)
     if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
         for name in old:
             said = _renamed(said, name, name.swapcase())
@@ -169,15 +172,18 @@ def _renamed(node: Any, old: str, new: str) -> Any:
 
 
 def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
-    (operators, sides), (others, parts) = wanted.args, said.args
+    operators, sides = wanted.args
+    others, parts = said.args
     if {*operators} == {*others} == {"="} and len(sides) == len(parts) > 2:
         return matched(sides, parts, values.equal)
-    pairs, answers = relation_pairs(wanted), relation_pairs(said)
+    pairs = relation_pairs(wanted)
+    answers = relation_pairs(said)
     if len(pairs) > 1 or len(answers) > 1:
         return len(pairs) == len(answers) and matched(pairs, answers, _same_pair)
     if operators == others == ("=",):
         said = _in_the_same_letters(wanted, said)
-        value, got = _value_of(wanted), _value_of(said)
+        value = _value_of(wanted)
+        got = _value_of(said)
         if value is not None and got is not None and values.equal(sides[0], said.args[1][0]):
             return _same(value, got, is_periodic)
     return _same_pair(*relation_pairs(wanted), *relation_pairs(said))
@@ -185,7 +191,8 @@ def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
 
 def _in_the_same_letters(wanted: Node, said: Node) -> Node:
     """Renames the answer's variable to the truth's: f(t) = … becomes f(x) = …."""
-    left, other = wanted.args[1][0], said.args[1][0]
+    left = wanted.args[1][0]
+    other = said.args[1][0]
     if left.kind == other.kind == "call" and left.args[0] == other.args[0] and len(left.args) == len(other.args) == 2:
         letters = [each.args[1].args[0] for each in (left, other) if each.args[1].kind == "name"]
         if len(letters) == 2 and letters[0] not in names(said):
@@ -197,14 +204,16 @@ def _in_the_same_letters(wanted: Node, said: Node) -> Node:
 
 
 def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> bool:
-    (operator, a, b), (other, x, y) = wanted, said
+    operator, a, b = wanted
+    other, x, y = said
     if operator != other:
         return False
     if values.equal(a, x) and values.equal(b, y):
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    whole, answer = difference(a, b), difference(x, y)
+    whole = difference(a, b)
+    answer = difference(x, y)
     if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(whole, answer):
         return False
     sign = values.ratio(whole, answer)
@@ -285,7 +294,8 @@ def same_region(wanted: str, said: str) -> bool | None:
     ):
         return None
     try:
-        (name, region), (other, answer) = _region_of(wanted), _region_of(said)
+        name, region = _region_of(wanted)
+        other, answer = _region_of(said)
     except (Unreadable, sympy.PolynomialError, NotImplementedError, TypeError, ValueError, AttributeError):
         return None
     if name and other and name != other:
@@ -295,7 +305,8 @@ def same_region(wanted: str, said: str) -> bool | None:
 
 def _region_of(text: str) -> tuple[set[str], sympy.Set]:
     """The unknown, in an empty set if the text names none, and the union of the regions that "or" separates."""
-    unknown, regions = set(), []
+    unknown = set()
+    regions = []
     for part in OR.split(text):
         statements = split_outside_brackets(_AND.sub(",", part))
         name, unequal, _ = statements[0].partition("\\neq")
@@ -316,7 +327,8 @@ def _region_of(text: str) -> tuple[set[str], sympy.Set]:
 def _region(node: Node | None) -> sympy.Set:
     match node:
         case Node("call", (str(brackets), low, high)) if brackets in _INTERVALS:
-            low, high = _constant(low), _constant(high)
+            low = _constant(low)
+            high = _constant(high)
             if not low < high:
                 raise Unreadable("no interval")
             return sympy.Interval(low, high, brackets[0] == "(", brackets[1] == ")")
@@ -327,7 +339,8 @@ def _region(node: Node | None) -> sympy.Set:
         case Node("call", ("^+", Node("name", (r"\mathbb{R}",)))):
             return sympy.Interval.open(0, sympy.oo)
         case Node("call", (r"\cup" | r"\cap" | r"\setminus" as operator, a, b)):
-            a, b = _region(a), _region(b)
+            a = _region(a)
+            b = _region(b)
             return {r"\cup": a.union, r"\cap": a.intersect, r"\setminus": a.__sub__}[operator](b)
         case Node("add", (a, Node("mul", (Node("number", (Fraction(numerator=-1, denominator=1),)), b)))):
             return _region(a) - _region(b)
@@ -351,7 +364,8 @@ def _solved(relation: Node) -> sympy.Set:
     """
     if len(names(relation)) != 1 or _size(relation) > _MOST_PARTS:
         raise Unreadable("not of one unknown")
-    variable, region = Node("name", (*names(relation),)), sympy.S.Reals
+    variable = Node("name", (*names(relation),))
+    region = sympy.S.Reals
     for operator, a, b in relation_pairs(relation):
         if operator not in _INEQUALITIES:
             raise Unreadable(operator)

@@ -40,7 +40,8 @@ def decided(truth: str, given: str) -> bool | None:
     if (answer := next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)) is not None:
         return answer
     # Digits with a base in the subscript, as written; base 10 also equals a plain number.
-    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
+    wanted = _SUBSCRIPT.fullmatch(truth)
+    said = _SUBSCRIPT.fullmatch(given)
     if wanted:
         digits = said[1] if said else given
         return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
@@ -69,7 +70,8 @@ def _as_choices(truth: str, given: str) -> bool | None:
 
 def _as_congruence(truth: str, given: str) -> bool | None:
     """Compares congruences such as 3 (mod 7), named or not; one side may omit the modulus of a single number."""
-    wanted, said = _CONGRUENCE.fullmatch(truth), _CONGRUENCE.fullmatch(given)
+    wanted = _CONGRUENCE.fullmatch(truth)
+    said = _CONGRUENCE.fullmatch(given)
     if not wanted and not (said and quantity(truth) and not said["name"]):
         return None
     if not wanted:
@@ -94,7 +96,8 @@ def _letter(match: re.Match) -> str:
 
 
 def _as_clock(truth: str, given: str) -> bool | None:
-    wanted, said = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(given)
+    wanted = _CLOCK.fullmatch(truth)
+    said = _CLOCK.fullmatch(given)
     if not wanted or not (wanted[2] or wanted[3]) or int(wanted[2] or 0) > 59 or int(wanted[1]) > 24:
         return None
     if not said or not (said[2] or said[3]):
@@ -152,5 +155,6 @@ def _as_formula(truth: str, given: str) -> bool | None:
 
 
 def _is_number(truth: str, given: str) -> bool:
-    wanted, said = quantity(truth), quantity(given)
+    wanted = quantity(truth)
+    said = quantity(given)
     return wanted is not None and said is not None and same_quantity(wanted, said)

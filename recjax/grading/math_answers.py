@@ -14,7 +14,9 @@ from recjax.grading.notation import braced, depths, plain
 from recjax.grading.quantities import quantity
 from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, whole_reply
 
-LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the depth of its brackets
+# limits of an answer: its characters, and the depth of its brackets
+LONGEST = 2000
+DEEPEST = 16
 
 _BEHIND = 100  # the longest text behind a box that may belong to it
 _PART = re.compile(r"(?:\^ ?\{?|_ ?\{|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?\{|\\sqrt ?(?:\[[^]]*\] ?)?\{)\s*$")

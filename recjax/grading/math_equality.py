@@ -121,7 +121,8 @@ def _compared(truth: str, given: str, finished: bool) -> tuple[bool, str]:
     truth, given = _as_vector(truth, given), _as_vector(given, truth)
     if (decided := expressions.same_region(truth, given)) is not None:
         return decided, "compared as regions of the number line"
-    taken, said = _spread(truth), _spread(unnamed(given))
+    taken = _spread(truth)
+    said = _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided, "compared item by item"
     return expressions.same_expression(truth, given, quantity(unnamed(given))), "compared as expressions"

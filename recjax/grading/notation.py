@@ -160,7 +160,8 @@ def _inner(text: str) -> str:
     """Removes math delimiters, Markdown marks and quotation marks around the whole text, and a final period."""
     before = None
     while before != text:
-        before, text = text, text.strip()
+        before = text
+        text = text.strip()
         for opening, closing in _ENCLOSING:
             inside = text[len(opening) : len(text) - len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inside.strip() and not inside.endswith("\\"):

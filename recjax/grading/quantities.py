@@ -20,7 +20,8 @@ _PARTS = {name: 3 + n for n, name in enumerate("third fourth fifth sixth seventh
 _PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twelfth": 12, "hundredth": 100, "thousandth": 1000}
 _PARTS |= {f"{name}s": value for name, value in _PARTS.items()}
 PERCENT = (Unit(Fraction(1), (("percent", 1),)),)
-_MOST_DIGITS, _LARGEST_POWER = 1000, 1000
+_MOST_DIGITS = 1000
+_LARGEST_POWER = 1000
 _EXACT_DIGITS = 6  # a decimal with fewer significant digits is never a rounding of another number
 _DEGREES = {(("degree", 1),), (("temperature", 1),)}  # a truth in plain degrees may be a temperature
 _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printed
@@ -58,7 +59,8 @@ _FRACTIONS = [  # each with the groups whole number, numerator and denominator
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
     re.compile(rf"(){_INTEGER} ?(?:/|:(?=[^A-Za-z%°]*$)) ?{_INTEGER}", re.A),  # a ratio has no unit
 ]
-_TIMES, _EXPONENT = r"(?:\\times|\\cdot|\*|x)", r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
+_TIMES = r"(?:\\times|\\cdot|\*|x)"
+_EXPONENT = r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
 _POWER = re.compile(rf" ?{_TIMES} ?10 ?{_EXPONENT}|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)
 _BARE_POWER = re.compile(rf"10 ?{_EXPONENT}(?: ?{_TIMES} ?([-+]?\d+(?:\.\d+)?))?(?!\d)", re.A)
 _SIGN = r"[-+]|(?i:negative|minus|positive)\b"
@@ -88,7 +90,8 @@ def quantity(text: str, letters: Collection[str] = BARE_LETTERS) -> Quantity | N
 
 def _sum(first: str, second: str, letters: Collection[str]) -> Quantity | None:
     """Adds a quantity and a smaller one with a smaller unit: 2 hours and 30 minutes."""
-    large, small = _quantity(first.strip(), letters), _quantity(second.strip(), letters)
+    large = _quantity(first.strip(), letters)
+    small = _quantity(second.strip(), letters)
     if large is None or small is None:
         return None
     for unit in large.units:
@@ -107,7 +110,8 @@ def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
     if match["sign"] and match["other"]:
         return None
     sign = -1 if (match["sign"] or match["other"] or "").casefold() in ("-", "negative", "minus") else 1
-    money, text = match["money"] or "", _without_parentheses(text[match.end() :])
+    money = match["money"] or ""
+    text = _without_parentheses(text[match.end() :])
     if text[:2] == r"\t":
         text = _without_text(text)
     number, rest = _leading_number(text)
@@ -152,7 +156,9 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
         number = Quantity(whole + Fraction(over, under)) if under and (not whole or over * under >= 0) else None
     else:
         parts = match.groupdict(default="")
-        whole, decimals, cycle = re.sub(r"\D", "", parts["whole"]), parts["decimals"], parts["bar"] or parts["cycle"]
+        whole = re.sub(r"\D", "", parts["whole"])
+        decimals = parts["decimals"]
+        cycle = parts["bar"] or parts["cycle"]
         place = Fraction(1, 10 ** len(decimals))
         number = Quantity(int(whole + decimals or 0) * place)
         if cycle:
@@ -254,7 +260,8 @@ def _fraction(words: list[str]) -> Fraction | None:
     *before, last = words
     if "and" in before:  # two and a half
         place = len(before) - 1 - before[::-1].index("and")
-        whole, part = _cardinal(before[:place]), _fraction(words[place + 1 :])
+        whole = _cardinal(before[:place])
+        part = _fraction(words[place + 1 :])
         return None if whole is None or part is None or part >= 1 else whole + part
     count = 1 if before in (["a"], ["an"]) or words == ["half"] else _cardinal(before)
     return Fraction(count, _PARTS[last]) if count and last.endswith("s") is (count > 1) else None
@@ -269,7 +276,8 @@ def _cardinal(words: list[str]) -> int | None:
         value = sum(_SMALL.get(word, _TENS.get(word, 0)) for word in words)
         is_pair = len(words) == 2 and words[0] in _TENS and 0 < _SMALL.get(words[1], 0) < 10
         return value if is_pair or (len(words) == 1 and words[0] in _SMALL | _TENS) else None
-    before, after = words[: words.index(scale)], words[words.index(scale) + 1 :]
+    before = words[: words.index(scale)]
+    after = words[words.index(scale) + 1 :]
     count = 1 if before in ([], ["a"], ["an"]) else _cardinal(before)
     rest = _cardinal(after[after[0] == "and" :]) if after else 0
     is_read = count is not None and rest is not None and not (after and after[0] in _SCALES)

@@ -115,7 +115,9 @@ _TOKEN = re.compile(
 
 _INFINITE = Node("name", (r"\infty",))
 _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
-MARKED, CAPITAL = re.compile(r"\\(?:vec|mathbf|hat)\{"), re.compile(r"[A-Z](?:_.*)?$")  # names of vectors, of matrices
+# names of vectors, of matrices
+MARKED = re.compile(r"\\(?:vec|mathbf|hat)\{")
+CAPITAL = re.compile(r"[A-Z](?:_.*)?$")
 _CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # these words are no factors
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
@@ -130,7 +132,9 @@ def tokens(text: str) -> list[str]:
         run = match.group()
         if run[0].isalpha():
             if found and found[-1] in ("^", "_"):
-                found, run = [*found, run[0]], run[1:]  # A^TBC
+                # A^TBC
+                found = [*found, run[0]]
+                run = run[1:]
             found += _letters(run, text[match.end() : match.end() + 1])
         else:
             found.append(run)
@@ -209,7 +213,8 @@ class _Reader:
         """The text between braces, unparsed; without braces, the next token."""
         if not self.accept("{"):
             return self.next()
-        depth, start = 1, self.place
+        depth = 1
+        start = self.place
         while depth:
             depth += {"{": 1, "}": -1}.get(self.next(), 0)
         return "".join(self.tokens[start : self.place - 1])
@@ -217,7 +222,8 @@ class _Reader:
     # --- From statements down to products.
 
     def statement(self) -> Node:
-        sides, operators = [self.sets()], []
+        sides = [self.sets()]
+        operators = []
         while self.token in RELATIONS:
             operators.append(self.next())
             sides.append(self.sets())
@@ -233,7 +239,8 @@ class _Reader:
         return node
 
     def ratio(self) -> Node:
-        first, ratios = self.sum(), []
+        first = self.sum()
+        ratios = []
         while self.accept(":"):
             ratios.append(Node("mul", (first, inverse(self.sum()))))
         return Node("call", ("ratio", *ratios)) if len(ratios) > 1 else ratios[0] if ratios else first
@@ -276,13 +283,16 @@ class _Reader:
         return token[-1].isalpha() or token in ("(", "[", "{")
 
     def power(self) -> Node:
-        node, raised = self.primary(), False
+        node = self.primary()
+        raised = False
         while True:
             if self.token == "^" and not raised:
                 self.next()
-                node, raised = self.raised(node), True
+                node = self.raised(node)
+                raised = True
             elif self.accept("!"):
-                node, raised = Node("call", ("factorial2" if self.accept("!") else "factorial", node)), False
+                node = Node("call", ("factorial2" if self.accept("!") else "factorial", node))
+                raised = False
             elif self.accept("%"):
                 node = Node("mul", (node, number(Fraction(1, 100))))
             elif self.accept("°"):
@@ -293,7 +303,8 @@ class _Reader:
                 return node
 
     def raised(self, base: Node) -> Node:
-        start, mark = self.place, self.enclosed()
+        start = self.place
+        mark = self.enclosed()
         is_transposed = mark == r"\top" or (mark == "T" and _is_matrix_name(base))
         if is_transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
             return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
@@ -315,7 +326,8 @@ class _Reader:
             return self.group(token)
         if token in _ENCLOSED:
             closing = token.replace(r"\l", r"\r")
-            bars, self.bars = self.bars, closing
+            bars = self.bars
+            self.bars = closing
             inside = self.sum()
             self.expect(closing)
             self.bars = bars
@@ -332,7 +344,8 @@ class _Reader:
         return number(found.value)
 
     def group(self, opening: str) -> Node:
-        bars, self.bars = self.bars, ""
+        bars = self.bars
+        self.bars = ""
         items = [self.statement()]
         while self.accept(",", ";"):
             items.append(self.statement())
@@ -426,7 +439,9 @@ class _Reader:
         raise Unreadable(token)
 
     def function(self, name: str) -> Node:
-        name, base, power = INVERSES.get(name, name), None, None
+        name = INVERSES.get(name, name)
+        base = None
+        power = None
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
@@ -435,7 +450,8 @@ class _Reader:
         if self.accept("^"):
             power = signed(self.accept("-"), self.primary())
             if power == number(-1) and name in TRIGONOMETRY:
-                name, power = f"arc{name}", None
+                name = f"arc{name}"
+                power = None
         if self.token == "(":
             node = Node("call", (name, *self.arguments()))
         else:
@@ -450,7 +466,8 @@ class _Reader:
 
     def fraction(self) -> Node:
         start = self.place
-        over, under = self.enclosed(), self.enclosed()
+        over = self.enclosed()
+        under = self.enclosed()
         for mark in ("d", r"\partial"):
             if over.startswith(mark) and re.match(rf"{re.escape(mark)}\^?\{{?\d?\}}?\\?[A-Za-z]", under):
                 return Node("name", (f"{over}/{under}",))
@@ -491,7 +508,8 @@ class _Reader:
         if not ends:
             raise Unreadable("integral")
         variable = self.tokens[ends[-1] + 1]
-        rest, self.tokens = self.tokens[ends[-1] + 2 :], self.tokens[: ends[-1]]
+        rest = self.tokens[ends[-1] + 2 :]
+        self.tokens = self.tokens[: ends[-1]]
         body = self.sum() if self.token is not None else number(1)
         if self.token is not None or not (variable.isalpha() or variable[1:] in GREEK):
             raise Unreadable("integral")

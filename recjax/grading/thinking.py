@@ -61,11 +61,16 @@ def one_thought(reply: str) -> tuple[str, str] | None:
 
 def _parts(reply: str) -> tuple[str, str]:
     """The text after the last closed thoughts, and the thinking tag that is never closed."""
-    begin, end, opening = 0, len(reply), ""
+    begin = 0
+    end = len(reply)
+    opening = ""
     for match in _TAG.finditer(reply):
         tag = match.group()
         if tag == _TAGS[opening] if opening else tag in _CLOSING:
-            begin, end, opening = match.end(), len(reply), ""
+            begin = match.end()
+            end = len(reply)
+            opening = ""
         elif not opening:
-            end, opening = match.start(), tag
+            end = match.start()
+            opening = tag
     return reply[begin:end], opening

@@ -133,7 +133,8 @@ def _tables() -> tuple[dict[str, tuple[Unit, ...]], dict[str, tuple[Unit, ...]]]
     rows = [(text is _SI, row) for text in (_SI, _OTHER) for row in re.split(r"[;\n]", text.strip())]
     for has_prefixes, row in rows + [(False, noun.replace("/", " ")) for noun in _NOUNS.split()]:
         names, _, definition = row.partition("=")
-        (symbol, *others), (size, _, base) = names.split(), definition.strip().partition(" ")
+        symbol, *others = names.split()
+        size, _, base = definition.strip().partition(" ")
         unit = Unit(Fraction(1), ((symbol, 1),))
         if base:
             unit = _product(Unit(Fraction(size), ()), _parsed(base, table.get)[0])
@@ -171,10 +172,14 @@ def units(text: str) -> tuple[Unit, ...]:
 
 
 def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) -> tuple[Unit, ...]:
-    readings, place, sign, within = (NOTHING,), 0, 1, False
+    readings = (NOTHING,)
+    place = 0
+    sign = 1
+    within = False
     if leading := re.match(r"(?:/|(?:per|an?|each)\b)\s*", text, re.I):
         # In "$5 per hour" the dollar precedes the number, so the remaining text starts with "per".
-        place, sign = leading.end(), -1
+        place = leading.end()
+        sign = -1
     while True:
         for end in (len(text), text.find("-", place)):  # kilowatt-hours has its own row, but N-m has not
             factor = _FACTOR.match(text, place, end)
@@ -187,15 +192,19 @@ def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) ->
         readings = tuple(_product(product, unit, power) for product in readings for unit in known)
         place = factor.end()
         if within and text[place : place + 1] == ")":
-            place, within, sign = place + 1, False, 1
+            place = place + 1
+            within = False
+            sign = 1
         if place == len(text):
             return () if within else readings
         between = _BETWEEN.match(text, place)
         if not between or not between.group():
             return ()
-        place, sign = between.end(), -1 if between["over"] else sign
+        place = between.end()
+        sign = -1 if between["over"] else sign
         if text[place : place + 1] == "(" and not within:
-            place, within = place + 1, True
+            place = place + 1
+            within = True
 
 
 def _product(a: Unit, b: Unit, power: int = 1) -> Unit:

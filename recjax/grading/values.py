@@ -20,10 +20,14 @@ import mpmath
 from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
 # Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
-_DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
+_DIGITS = 50
+_MORE_DIGITS = 150
+_MANY_DIGITS = 1500
 _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
-_LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
+_LARGEST_BITS = 25_000
+_MANY_TERMS = 300
+_AGREEMENTS = 4
 _MOST_TERMS = 3000  # in a sum or product
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # of _MANY_DIGITS
@@ -50,12 +54,14 @@ def equal(a: Node, b: Node) -> bool:
 
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
-    unknown, agreed = names(a) | names(b), 0
+    unknown = names(a) | names(b)
+    agreed = 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
     matrices = ordered(a, b)
     if not matrices:
         # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
-        capitals, nodes = {*filter(CAPITAL.match, unknown)}, list(walk((a, b)))
+        capitals = {*filter(CAPITAL.match, unknown)}
+        nodes = list(walk((a, b)))
         if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
             capitals = capitals.union(*map(names, transposed))
         else:
@@ -67,7 +73,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
         for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
-                wanted, said = evaluation.defined(a), evaluation.defined(b)
+                wanted = evaluation.defined(a)
+                said = evaluation.defined(b)
                 if wanted is None or said is None:
                     if only_one_has_bars and not is_complex and wanted is not said:
                         return False  # ln x does not equal ln|x|
@@ -101,11 +108,13 @@ def ordered(a: Node, b: Node) -> dict[str, bool]:
 
 def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
-    unknown, quotients = names(a) | names(b), []
+    unknown = names(a) | names(b)
+    quotients = []
     with mpmath.workdps(_DIGITS):
         for point in _points(unknown, {}):
             evaluation = _Evaluation(point, contains((a, b), "i"))
-            over, under = evaluation.defined(a), evaluation.defined(b)
+            over = evaluation.defined(a)
+            under = evaluation.defined(b)
             is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
             if over is None or under is None or under == 0 or (not is_exact and (_is_long(over) or _is_long(under))):
                 continue
@@ -226,7 +235,8 @@ def _logarithm(value: Any, base: Any = None) -> Any:
     return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
 
 
-_CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech csch coth".split()
+_CIRCULAR = "sin cos tan sec csc cot".split()
+_HYPERBOLIC = "sinh cosh tanh sech csch coth".split()
 # These functions take fractions, and are exact then. FUNCTIONS take mpmath's numbers.
 _EXACT: dict[str, Callable] = {
     **{"factorial": _factorial, "binomial": _binomial},
@@ -266,15 +276,19 @@ def _exactly(operation: Callable) -> Callable:
     return apply
 
 
-_added, _multiplied = _exactly(operator.add), _exactly(operator.mul)
+_added = _exactly(operator.add)
+_multiplied = _exactly(operator.mul)
 
 
 class _Evaluation:
     """Evaluation at one point; a value is a Fraction if exact, else mpmath's real or complex number or matrix."""
 
     def __init__(self, point: Mapping[str, Any], is_complex: bool):
-        self.point, self.is_complex = dict(point), is_complex
-        self.largest, self.approximate, self.terms = mpmath.mpf(0), False, 0
+        self.point = dict(point)
+        self.is_complex = is_complex
+        self.largest = mpmath.mpf(0)
+        self.approximate = False
+        self.terms = 0
 
     def close(self, a: Any, b: Any, is_final: bool) -> bool:
         """True if two values are equal within the current precision.
@@ -288,7 +302,8 @@ class _Evaluation:
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
-        a, b = floating(a), floating(b)
+        a = floating(a)
+        b = floating(b)
         if a == b or mpmath.isinf(a) or mpmath.isinf(b):
             return a == b
         relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
@@ -336,7 +351,8 @@ class _Evaluation:
         if node.kind == "relation":
             return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
         if node.kind == "call":
-            name, values = node.args[0], [self.value(each) for each in node.args[1:]]
+            name = node.args[0]
+            values = [self.value(each) for each in node.args[1:]]
             if name == "transpose" and isinstance(values[0], mpmath.matrix):
                 return values[0].T
             if name not in FUNCTIONS:
@@ -394,7 +410,8 @@ class _Evaluation:
 
     def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
         """A sum, product, integral or limit over a variable."""
-        low, high = self.value(lower), None if upper is None else self.value(upper)
+        low = self.value(lower)
+        high = None if upper is None else self.value(upper)
         # Unknown functions, or names with the variable as index, such as a_k.
         has_unknowns = any(
             name in part.args[0].partition("_")[2] if part.kind == "name" else part.args[0] not in FUNCTIONS
@@ -434,7 +451,8 @@ class _Evaluation:
             def at(value: Any) -> Any:
                 return floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
 
-            low, high = floating(low), None if high is None else floating(high)
+            low = floating(low)
+            high = None if high is None else floating(high)
             if kind == "integral":
                 result, error = mpmath.quad(at, [low, high], error=True)
                 if error > _APPROXIMATE * abs(result) and mpmath.isfinite(low) and mpmath.isfinite(high):

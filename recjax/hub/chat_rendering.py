@@ -56,7 +56,8 @@ def render_chats(
         ([dict(message) for message in chat], {**common, **own, **fixed})
         for chat, own in zip(chats, variables or [{}] * len(chats), strict=True)
     ]
-    date, limit = tokenizer.init_kwargs.get(CHAT_DATE), seconds + len(chats) / 100
+    date = tokenizer.init_kwargs.get(CHAT_DATE)
+    limit = seconds + len(chats) / 100
     name = f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
     remedy = "correct the model's chat_template, or use another model"
     try:
@@ -146,7 +147,8 @@ def _rendered(
             return datetime.fromisoformat(date)
 
     chat_template_utils.datetime = datetime if date is None else Stopped
-    tokenizer, texts = PreTrainedTokenizerBase(chat_template=template), []
+    tokenizer = PreTrainedTokenizerBase(chat_template=template)
+    texts = []
     for chat, options in requests:
         try:
             texts.append(_applied(functools.partial(tokenizer.apply_chat_template, **options), chat))
@@ -186,7 +188,8 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
     except Exception:
         if not objects:
             raise
-        text, printed = None, [None]
+        text = None
+        printed = [None]
     if printed:
         other = template([_with_arguments(message, as_text) for message in chat])
         text = other if text is None or any(one not in other for one in printed) else text

@@ -163,7 +163,9 @@ def write_adapters(
     written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
     is_multimodal = written.get("model_type") in CONTAINERS
     plain = dataclasses.replace(config, lora=None)
-    leaves, names, rows = flatten(jax.device_get(params)), tensor_names(plain), fused_rows(plain)
+    leaves = flatten(jax.device_get(params))
+    names = tensor_names(plain)
+    rows = fused_rows(plain)
     if config.experts and {"gate", "up", "down"} & {*config.lora.targets}:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
         config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
@@ -174,7 +176,9 @@ def write_adapters(
             module = name.removesuffix(".weight")
             module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
             parts.setdefault((module, place), []).append(path.removesuffix("/kernel"))
-    tensors, ranks, rank = {}, {}, config.lora.rank
+    tensors = {}
+    ranks = {}
+    rank = config.lora.rank
 
     def factor(kernel: str, side: str, place: int) -> np.ndarray:
         stack = leaves[f"{kernel}_lora_{side}/kernel"]  # of layers, or of layers and experts
@@ -214,7 +218,10 @@ def write_adapters(
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
-    leaves, table, rows, tensors = flatten(jax.device_get(params)), tensor_names(config), fused_rows(config), {}
+    leaves = flatten(jax.device_get(params))
+    table = tensor_names(config)
+    rows = fused_rows(config)
+    tensors = {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
     # Views of the parameters in Hugging Face layout; a fused tensor has several, in the order of its rows.

@@ -230,7 +230,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     if "mrope_section" in FAMILIES[fields["model_type"]].read:
         usual = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # no effect on text
     if "full_attention" in rope:
-        usual, local = rope["full_attention"], rope["sliding_attention"]
+        usual = rope["full_attention"]
+        local = rope["sliding_attention"]
         if usual.get("truncate", True) is not True:  # transformers does not read it here
             raise ValueError(f"rope_parameters.full_attention.truncate = {usual['truncate']!r}: takes only true")
         if _rope_scaling(local) is not None:
@@ -240,7 +241,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
         options["local_rope_theta"] = float(local["rope_theta"])
     if "no_rope_layers" in fields:
         # Despite the field's name, 1 marks a layer with rotary embeddings. The list may be longer than the layers.
-        rotated, count = fields["no_rope_layers"], fields["num_hidden_layers"]
+        rotated = fields["no_rope_layers"]
+        count = fields["num_hidden_layers"]
         if len(rotated) < count:
             raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
         options["rope_layers"] = () if all(rotated[:count]) else tuple(map(bool, rotated[:count]))
@@ -299,7 +301,8 @@ def _check_numbers(fields: dict) -> None:
             raise ValueError(f"{name} = {value!r:.80}: takes a finite number above 0; correct config.json")
         if name in _COUNTS and not (isinstance(value, int) and value < _LARGEST):
             raise ValueError(f"{name} = {value!r:.80}: takes a whole number below {_LARGEST}; correct config.json")
-    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"] or fields["num_attention_heads"]
+    heads = fields["num_attention_heads"]
+    groups = fields["num_key_value_heads"] or fields["num_attention_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
 
@@ -324,7 +327,8 @@ def _delta(fields: dict) -> DeltaNet | None:
 def _experts(fields: dict) -> dict[str, object]:
     """The decoder options of a mixture of experts."""
     count = next(fields[name] for name in ("num_local_experts", "num_experts") if fields.get(name))
-    per_token, is_mixtral = fields["num_experts_per_tok"], fields["model_type"] == "mixtral"
+    per_token = fields["num_experts_per_tok"]
+    is_mixtral = fields["model_type"] == "mixtral"
     if not per_token <= count <= 2**15:
         raise ValueError(
             f"num_experts_per_tok = {per_token} of {count} experts: takes at most all, and {2**15} experts; correct"

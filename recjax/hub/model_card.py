@@ -43,7 +43,9 @@ def model_card(
         figure: name of the training figure in the folder, or "".
         adapter_note: note on the use of a folder with only adapters, or ""; None: a folder with the whole model.
     """
-    task, rollout, path = config.task.chosen(), config.rollout, config.model.path
+    task = config.task.chosen()
+    rollout = config.rollout
+    path = config.model.path
     try:
         base_license = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
     except (OSError, ValueError):

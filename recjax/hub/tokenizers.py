@@ -211,7 +211,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
-    usual, kind = PreTrainedTokenizerFast, type(tokenizer)
+    usual = PreTrainedTokenizerFast
+    kind = type(tokenizer)
     own = ("encode", "_encode_plus", "decode", "_decode")
     if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in own):
         return None
@@ -289,7 +290,8 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
         ValueError: the vocabulary does not cover the text.
     """
     alone = _encode(tokenizer, text, what)
-    once, twice = _decode(tokenizer, alone), _decode(tokenizer, alone * 2)
+    once = _decode(tokenizer, alone)
+    twice = _decode(tokenizer, alone * 2)
     is_same_everywhere = twice == 2 * once and (once[:1] == " ") == (text[:1] == " ")
     if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
         return alone
@@ -337,7 +339,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
-    ids, backend = [int(token) for token in tokens], _backend(tokenizer)
+    ids = [int(token) for token in tokens]
+    backend = _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)
     with _explained(tokenizer, f"text of {len(ids)} tokens", "cannot be decoded"):

@@ -126,7 +126,8 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
         ValueError: the model is no such classifier, or see `read_config`.
     """
     folder = model_folder(path)
-    config, fields = read_config(folder), transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(folder)
+    fields = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = fields.architectures or ["none"]
     if not kinds[0].endswith("ForSequenceClassification") or fields.num_labels != 1:
         raise ValueError(
@@ -160,7 +161,8 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises:
         ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
-    file, written = folder / "config.json", _written_config(folder)
+    file = folder / "config.json"
+    written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{folder} holds {_ADAPTER_CONFIG} next to a model, and transformers would add that adapter to the model's"
@@ -222,7 +224,8 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
     Args:
         written: content of config.json.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     files = {}
     if single.is_file():
         with _opened(single) as opened:
@@ -306,9 +309,11 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     With layers of several kinds, the path `layers/2/…` has the parameters of each period's layer 2. Kernels of experts
     have a name for each expert of the first layer, then for each of the second, and so on.
     """
-    modules, experts = MODULES | (POST_NORM_MODULES if config.post_norms else {}), range(1)
+    modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
+    experts = range(1)
     if config.experts:
-        mlp, experts = f"model.layers.{{layer}}.{config.experts.module}", range(config.experts.count)
+        mlp = f"model.layers.{{layer}}.{config.experts.module}"
+        experts = range(config.experts.count)
         modules |= {"layers/experts/router": f"{mlp}.gate"}
         for part, name in EXPERT_MODULES[config.experts.module].items():
             modules[f"layers/experts/{part}"] = f"{mlp}.experts.{{expert}}.{name}"
@@ -329,7 +334,9 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
 
 def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
     """For kernels that share a tensor with others: first row, end and number of rows of the tensor, by path."""
-    rows, queries, keys = {}, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = {}
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
     sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
     for parts in FUSED_MODULES.values() if config.fused_projections else ():
         ends = np.cumsum([sizes.get(part, config.intermediate_size) for part in parts]).tolist()
@@ -348,12 +355,15 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
     Raises:
         ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
-    names, fused, leaves = tensor_names(config), fused_rows(config), flatten(abstract_params(config))
+    names = tensor_names(config)
+    fused = fused_rows(config)
+    leaves = flatten(abstract_params(config))
     if scores:
         names["score/kernel"] = ["score.weight"]
         leaves["score/kernel"] = jax.ShapeDtypeStruct((config.hidden_size, 1), jnp.float32)
     with contextlib.ExitStack() as stack:
-        written, stored = _written_config(folder), {}
+        written = _written_config(folder)
+        stored = {}
         for file in _safetensors_files(folder, _tensors_of(folder, written)):
             opened = stack.enter_context(_opened(file))
             stored |= {name: (file, opened, name) for name in opened.keys()}
@@ -364,13 +374,15 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
         _check_names(folder, {name for group in names.values() for name in group}, found)
 
         def read(path, leaf):
-            layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
+            layered = path.startswith("layers/")
+            transposed = path.endswith("/kernel")
             axes = param_axes(path, leaf.shape)
             of_experts = "/experts/" in path and "/router/" not in path
             shape = leaf.shape[layered + of_experts :]
 
             def tensor(name):
-                stored_shape, rows = shape[::-1] if transposed else shape, fused.get(path)
+                stored_shape = shape[::-1] if transposed else shape
+                rows = fused.get(path)
                 cut = ((rows[2], *stored_shape[1:]), slice(*rows[:2])) if rows else cuts.get(name)
                 values = _read(*found[name], stored_shape, cut)
                 return values.T if transposed else values
@@ -397,7 +409,10 @@ def _split_joint_experts(found: dict[str, tuple], config: DecoderConfig) -> dict
     Returns:
         Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.
     """
-    count, module, width, cuts = config.experts.count, config.experts.module, config.intermediate_size, {}
+    count = config.experts.count
+    module = config.experts.module
+    width = config.intermediate_size
+    cuts = {}
     shapes = {"down_proj": (count, config.hidden_size, width), "gate_up_proj": (count, 2 * width, config.hidden_size)}
     for layer in range(config.num_layers):
         mlp = f"model.layers.{layer}.{module}"
@@ -408,7 +423,8 @@ def _split_joint_experts(found: dict[str, tuple], config: DecoderConfig) -> dict
         if f"{joint_mlp}.gate.weight" in found:
             found[f"{mlp}.gate.weight"] = found.pop(f"{joint_mlp}.gate.weight")
         for parameter, parts in _JOINT_EXPERTS.items():
-            tensor, rows = found.pop(f"{joint_mlp}.experts.{parameter}"), shapes[parameter][1] // len(parts)
+            tensor = found.pop(f"{joint_mlp}.experts.{parameter}")
+            rows = shapes[parameter][1] // len(parts)
             for expert, (number, projection) in itertools.product(range(count), enumerate(parts)):
                 name = f"{mlp}.experts.{expert}.{EXPERT_MODULES[module][projection]}.weight"
                 found[name] = tensor
@@ -458,11 +474,14 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     Raises:
         ValueError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
     """
-    fields, folder = adapter_fields(path), model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))
+    fields = adapter_fields(path)
+    folder = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))
     if not (file := folder / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder} holds no {file.name}; save the adapter with PEFT's save_pretrained")
     plain = dataclasses.replace(config, lora=None)
-    leaves, fused, parts = flatten(abstract_params(plain)), fused_rows(plain), {}
+    leaves = flatten(abstract_params(plain))
+    fused = fused_rows(plain)
+    parts = {}
 
     def divisor(rank: float) -> float:
         return rank**0.5 if fields.get("use_rslora") else rank
@@ -484,7 +503,8 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     for kernel, names in tensor_names(plain).items():
         target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
         for place, name in enumerate(names) if target in _TARGETS else ():
-            module, (inputs, units) = name.removesuffix(".weight"), leaves[kernel].shape[-2:]
+            module = name.removesuffix(".weight")
+            inputs, units = leaves[kernel].shape[-2:]
             both = [f"{module}.lora_{side}.weight" for side in "AB"]
             if not stored.keys() & {*both}:
                 continue
@@ -538,8 +558,10 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
     Returns:
         The name of PEFT's parameter, by the name of the projection's module.
     """
-    count, module = config.experts.count, config.experts.module
-    ends, parameters = {str(one).split(".")[-1] for one in fields.get("target_parameters") or ()}, {}
+    count = config.experts.count
+    module = config.experts.module
+    ends = {str(one).split(".")[-1] for one in fields.get("target_parameters") or ()}
+    parameters = {}
     for layer in range(config.num_layers):
         place = f"model.layers.{layer}.mlp.experts"
         nested = zip([name for name in _JOINT_EXPERTS if name in ends], ("", ".base_layer"), strict=False)
@@ -547,7 +569,8 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
             a, b = (stored.pop(f"{place}{wrapper}.lora_{side}.weight", None) for side in "AB")
             if a is None or b is None or len(a) % count:
                 continue
-            a, b = a.reshape(count, -1, a.shape[-1]), np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
+            a = a.reshape(count, -1, a.shape[-1])
+            b = np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
             for part, rows in zip(
                 _JOINT_EXPERTS[parameter], np.split(b, len(_JOINT_EXPERTS[parameter]), 1), strict=True
             ):

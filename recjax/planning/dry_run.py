@@ -96,7 +96,9 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
         ValueError: an invalid config.
     """
     result = DryRun(*programs.resolve_shapes(config))
-    model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
+    model = result.model
+    prompt_tokens = result.prompt_tokens
+    notes = result.notes
     if model:
         mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
         check_fits(mesh, model.decoder.config)
@@ -110,7 +112,9 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
             mesh=mesh,
             checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0),
         )
-    experience, regime, staleness = config.experience, config.regime, []
+    experience = config.experience
+    regime = config.regime
+    staleness = []
     if regime.mode == "async":
         notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
     if experience and (folder := experience.store or experience.mix and experience.mix.store):
@@ -162,8 +166,11 @@ def sampling_items(
     config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None, platform: str
 ) -> list[Item]:
     """Memory of sampling, for the larger of training's and evaluation's batches."""
-    decoder, shape, prompts = model.decoder, model.decoder.config, config.rollout.prompts_per_step
-    rows, longest = prompts * most_completions(config), config.rollout.max_completion_tokens
+    decoder = model.decoder
+    shape = model.decoder.config
+    prompts = config.rollout.prompts_per_step
+    rows = prompts * most_completions(config)
+    longest = config.rollout.max_completion_tokens
     size = decoder.dtype.itemsize
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
@@ -173,7 +180,8 @@ def sampling_items(
     plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free, platform)
     states = (plan.prompts + plan.slots) if plan else prompts + rows
     if plan:
-        prompts, rows = plan.prompts + (0 if plan.shares_prompts else plan.slots), plan.slots
+        prompts = plan.prompts + (0 if plan.shares_prompts else plan.slots)
+        rows = plan.slots
     formula = (
         f"2 × {shape.attention_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
@@ -181,9 +189,11 @@ def sampling_items(
     sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
     recurrent = ""
     if net := shape.delta:
-        state, window = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B", (net.kernel - 1) * net.channels
+        state = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B"
+        window = (net.kernel - 1) * net.channels
         recurrent = f"{sum(net.layers)} layers × {states} rows × ({state} + {window} × {size} B)"
-    scores, each = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B", "" if engines == 1 else f"{engines} × "
+    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    each = "" if engines == 1 else f"{engines} × "
     with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
         items = [
             Item("sample", name, f"{size} B × trained", cast),
@@ -200,21 +210,27 @@ def update_items(
     config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, remats: Sequence[str] = ()
 ) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
-    shape, shards = programs.minibatch_shape(config, prompt_tokens), row_shards(mesh)
+    shape = programs.minibatch_shape(config, prompt_tokens)
+    shards = row_shards(mesh)
     if programs.is_packed(config):
         rows, time = shape_for(config, shape, shards)
         rows = -(-rows // shards)
-        tokens, contents = rows * time, f"{rows} packed rows × {time} tokens"
+        tokens = rows * time
+        contents = f"{rows} packed rows × {time} tokens"
         inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
     else:
         parts = config.micro_batches(shape.positions, shards) * shards
         shape = shape._replace(prompts=-(-shape.prompts // parts))
-        batch, rows = batch_arrays(shape), shape.prompts * shape.group
+        batch = batch_arrays(shape)
+        rows = shape.prompts * shape.group
         tokens = rows * shape.time
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
         inputs = [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask]
-    chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
-    tensor, part, whole = mesh.shape["tensor"], model, model.decoder.config
+    chunk = min(config.model.logprob_chunk, tokens)
+    vocabulary = model.decoder.config.vocab_size
+    tensor = mesh.shape["tensor"]
+    part = model
+    whole = model.decoder.config
     split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
     if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
         names = ("num_heads", "num_kv_heads", "intermediate_size")
@@ -257,7 +273,8 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
-    parts, shape = resident_arrays(config, model), sampled_shape(config, prompt_tokens)
+    parts = resident_arrays(config, model)
+    shape = sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
     prompts = shape.prompts * (1 if shape.group is None else shape.prompt_time)
     batch = prompts * 5 + shape.rows * shape.time * 9
@@ -301,7 +318,8 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
         device: name of devices to plan for, for `recjax.planning.targets.named_devices`; None: one of this machine's.
     """
     try:
-        config, devices = load_config(path, overrides), named_devices(device) if device else None
+        config = load_config(path, overrides)
+        devices = named_devices(device) if device else None
         if devices and devices.kind and config.model.dtype == "auto":
             dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
@@ -322,7 +340,9 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 def warn_of_memory(run: Run) -> None:
     """Logs a warning if the estimated memory of a run exceeds that of a device of the mesh in context."""
-    config, decoder, available = run.config, run.policy.decoder, device_memory()
+    config = run.config
+    decoder = run.policy.decoder
+    available = device_memory()
     model = Model(decoder, *split_params(abstract_params(decoder.config), config.model))
     try:
         items, _ = memory_items(config, model, run.train.tokens.shape[1], jax.sharding.get_mesh(), available)
@@ -367,21 +387,23 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     of the longest completion, sampling also reads all weights, and the keys and values of half the completions. The
     bounds ignore recomputation, padding, traffic and scoring passes.
     """
-    rollout, decoder, prompt = config.rollout, result.model.decoder, result.prompt_tokens
-    shape, longest, group, size = (
-        decoder.config,
-        rollout.max_completion_tokens,
-        rollout.group_size,
-        decoder.dtype.itemsize,
-    )
-    layers, head = shape.num_layers * shape.active_layer_weights, shape.vocab_size * shape.hidden_size
+    rollout = config.rollout
+    decoder = result.model.decoder
+    prompt = result.prompt_tokens
+    shape = decoder.config
+    longest = rollout.max_completion_tokens
+    group = rollout.group_size
+    size = decoder.dtype.itemsize
+    layers = shape.num_layers * shape.active_layer_weights
+    head = shape.vocab_size * shape.hidden_size
     trained = min(count(result.model.trained) / (layers + shape.idle_weights + head), 1.0)
     backward = 2 * trained if config.model.freeze else 1 + trained
     # One prompt with its group.
     pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
     forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
     forward += 4 * shape.attention_layers * shape.num_heads * shape.head_dim * pairs
-    flops, bandwidth = devices.count * devices.kind.teraflops * 1e12, devices.kind.bandwidth * 1e9
+    flops = devices.count * devices.kind.teraflops * 1e12
+    bandwidth = devices.kind.bandwidth * 1e9
     seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
     sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
     if sampled:
@@ -406,9 +428,11 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
     Returns:
         False if the given devices are too small.
     """
-    needed, can_run = max(_in_phases(result.memory).values()), True
+    needed = max(_in_phases(result.memory).values())
+    can_run = True
     if devices:
-        kind, usable = devices.kind, devices.usable / GIB
+        kind = devices.kind
+        usable = devices.usable / GIB
         can_run = needed <= devices.usable
         fits = "fits" if can_run else "does not fit"
         place = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
@@ -436,13 +460,16 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
 def show_dry_run(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = plain_console(soft_wrap=True, highlight=False)
-    print_line, rollout, steps = console.print, config.rollout, config.training.steps
+    print_line = console.print
+    rollout = config.rollout
+    steps = config.training.steps
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in config.algorithm.resolved().items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
-        trained, frozen = count(result.model.trained), count(result.model.frozen)
+        trained = count(result.model.trained)
+        frozen = count(result.model.frozen)
         print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
         if experts := (shape := result.model.decoder.config).experts:
             each = f"{experts.per_token} of {experts.count} experts in each layer"
@@ -464,7 +491,8 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         for remat, size in result.activations.items():
             if remat != config.model.remat:
                 print_line(f"activations with model.remat={remat}: {size / GIB:.3f} GiB")
-        size, kept = result.checkpoint_bytes / GIB, config.training.keep_checkpoints
+        size = result.checkpoint_bytes / GIB
+        kept = config.training.keep_checkpoints
         print_line(f"a checkpoint: {size:.2f} GiB on disk; {kept} are kept, plus one during writing")
     rows = rollout.prompts_per_step * rollout.group_size
     prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number"
@@ -474,11 +502,13 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     print_line(f"tokens a {of}, at most: {prompts} of prompts, {completions}")
     if result.staleness:
         shown = result.staleness[: first_steps(config.regime, steps, updates)]
-        mean, highest = np.mean(result.staleness), max(result.staleness)
+        mean = np.mean(result.staleness)
+        highest = max(result.staleness)
         print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
-        problems, seats = len(result.task.train), len(config.task.trained_seats)
+        problems = len(result.task.train)
+        seats = len(config.task.trained_seats)
         taken = rollout.prompts_per_step / seats / updates
         print_line(
             f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"

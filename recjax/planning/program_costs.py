@@ -43,7 +43,8 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     if sum(len(_COLLECTIVE.findall(body)) for _, _, body in computations) != len(_COLLECTIVE.findall(text)):
         raise ValueError("the program's text has collectives outside of the computations that were read from it")
     bodies = {name: body.splitlines() for _, name, body in computations}
-    runs, pending = Counter(), [(name, 1) for is_entry, name, _ in computations if is_entry]
+    runs = Counter()
+    pending = [(name, 1) for is_entry, name, _ in computations if is_entry]
     while pending:
         name, times = pending.pop()
         runs[name] += times
@@ -58,7 +59,8 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
             key = channel or f"{name} {len(found)}"
             if key not in found or (times, -times * size) < (found[key][1], -found[key][2]):
                 found[key] = (kind, times, times * size)
-    counts, sent = Counter(), Counter()
+    counts = Counter()
+    sent = Counter()
     for kind, times, size in found.values():
         counts[kind] += times
         sent[kind] += size
@@ -69,7 +71,8 @@ def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iter
     """The computations that an instruction runs, and the number of times."""
     if " async-done(" in line or " async-update(" in line:
         return
-    line, trips = re.sub(r", metadata=.*?(?=, backend_config=|$)", "", line), 1
+    line = re.sub(r", metadata=.*?(?=, backend_config=|$)", "", line)
+    trips = 1
     if " while(" in line:
         # TPU programs do not state the number: a scan's condition compares its counter, from zero, with a constant.
         condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
@@ -132,7 +135,8 @@ def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, unknown_trips: int = 1) -> int:
     """
     total = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name, options = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        options = equation.params
         if name == "dot_general":
             contracted = [equation.invars[0].aval.shape[axis] for axis in options["dimension_numbers"][0][0]]
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(contracted)

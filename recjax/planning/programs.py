@@ -109,7 +109,10 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     Raises:
         ValueError: an invalid config.
     """
-    config, notes, missing, model = with_start(config), [], [], None
+    config = with_start(config)
+    notes = []
+    missing = []
+    model = None
 
     def reached(load: Callable) -> Any:
         try:
@@ -151,14 +154,16 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         except ValueError as error:
             missing.append(str(error))
         else:
-            problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
+            problems = [*task.train, *task.evaluation]
+            vocabulary = model.decoder.config.vocab_size
             prompt_tokens = encode_problems(problems, encoder, None, vocabulary).tokens.shape[1]
     return model, task, prompt_tokens, notes, missing
 
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
-    optimizer, size = make_optimizer(config.optimizer), model.decoder.dtype.itemsize
+    optimizer = make_optimizer(config.optimizer)
+    size = model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
         "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
@@ -279,7 +284,8 @@ def beside(plan: Plan, program: str) -> int:
 
 def compiled(plan: Plan, program: str) -> Program:
     """Traces, compiles and measures one of `programs_of`, without running it."""
-    started, taken = time.perf_counter(), bytes_on_device(given(plan, program))
+    started = time.perf_counter()
+    taken = bytes_on_device(given(plan, program))
     if program == "sample":
         parts = executables(plan.config, plan.model.decoder, plan.sampling_plan, *given(plan, "sample").values())
     else:
@@ -288,7 +294,9 @@ def compiled(plan: Plan, program: str) -> Program:
             traced = traced_score(plan) if scores else traced_update(plan)
         times = plan.config.training.minibatches if scores else 1
         parts = [Executable(traced, plan.mesh, times, _turns(plan), 0)]
-    peaks, flops, traffic = [], 0, {}
+    peaks = []
+    flops = 0
+    traffic = {}
     for part in parts:
         flops += part.times * matmul_flops(part.traced.jaxpr, unknown_trips=part.turns) // len(plan.target.devices)
         try:
@@ -320,7 +328,8 @@ def needed_by(refusal: str) -> int:
 
 def traced_score(plan: Plan) -> jax.stages.Traced:
     """The scoring of a minibatch under the proximal policy, traced for the plan's devices."""
-    config, (batch, layout) = plan.config, batch_and_layout(plan)
+    config = plan.config
+    batch, layout = batch_and_layout(plan)
     options = plan.model.decoder, combine(*given(plan, "score").values()), batch, config.rollout.sampling()
     return score_batch.trace(layout, *options, config.model.logprob_chunk)
 
@@ -328,10 +337,12 @@ def traced_score(plan: Plan) -> jax.stages.Traced:
 def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     """Sharded shapes of a batch and its layout; packed rows are in the largest possible number of micro-batches."""
     config = plan.config
-    minibatches, parts = config.training.minibatches, micro_batches_of(plan)
+    minibatches = config.training.minibatches
+    parts = micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
-    vocabulary, sampling = plan.model.decoder.config.vocab_size, config.rollout.sampling()
+    vocabulary = plan.model.decoder.config.vocab_size
+    sampling = config.rollout.sampling()
     recorded = kept_shapes(vocabulary, sampling, config.rollout.kept_ids) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
@@ -347,7 +358,9 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
 
 def traced_update(plan: Plan) -> jax.stages.Traced:
     """The update, traced for the plan's devices."""
-    config, decoder, arguments = plan.config, plan.model.decoder, given(plan, "update")
+    config = plan.config
+    decoder = plan.model.decoder
+    arguments = given(plan, "update")
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)

@@ -78,13 +78,16 @@ def sampling_of(
         free: bytes on each device that the run does not always hold.
         platform: JAX's name of the devices' platform.
     """
-    weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
+    weights = abstract_weights(decoder)
+    on = grouped(decoder, mesh, free)
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
-    moved, group = 0 if same else bytes_on_device(there), most_completions(config)
+    moved = 0 if same else bytes_on_device(there)
+    group = most_completions(config)
     layers = {"layers": weights["layers"]} if copies_layers(decoder.config, platform) else {}
     copied = bytes_on_device(laid_out_by_rules(on, layers))
-    longest, requests = config.rollout.max_completion_tokens, config.rollout.prompts_per_step * group
+    longest = config.rollout.max_completion_tokens
+    requests = config.rollout.prompts_per_step * group
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
         sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved - copied}
         plan = plan_for(decoder, requests, longest, group, **sizes)
@@ -106,10 +109,13 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
     Args:
         trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
     """
-    weights, found, home = combine(trained, frozen), [], 0
+    weights = combine(trained, frozen)
+    found = []
+    home = 0
     if plan.moved:
         # The weights move one array after another, from the mesh of the run to the sampling mesh.
-        placed, home = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
+        placed = laid_out_by_rules(plan.mesh, weights)
+        home = bytes_on_device(weights)
         there = home
         for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
             if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
@@ -132,9 +138,13 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         shape = *x.shape[:-4], rows, x.shape[-3], time, x.shape[-1]
         return laid_out(plan.mesh, shape, x.dtype, None, ROWS, "tensor")
 
-    longest, shares, prompt_time = config.rollout.max_completion_tokens, plan.shares_prompts, plan.engine.prefix_time
-    time, lengths = plan.engine.round_time, plan.engine.lengths
-    of, sampling = np.arange(plan.slots) // most_completions(config), config.rollout.sampling()
+    longest = config.rollout.max_completion_tokens
+    shares = plan.shares_prompts
+    prompt_time = plan.engine.prefix_time
+    time = plan.engine.round_time
+    lengths = plan.engine.lengths
+    of = np.arange(plan.slots) // most_completions(config)
+    sampling = config.rollout.sampling()
     kept_ids = config.rollout.kept_ids
 
     def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
@@ -148,7 +158,8 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
 
     prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
     waiting = 0 if shares else bytes_on_device(cache(plan.prompts, prompt_time))
-    later, found = [cache(plan.slots, length) for length in lengths], [prefilled]
+    later = [cache(plan.slots, length) for length in lengths]
+    found = [prefilled]
     if len(lengths) > 1:
         grown = keys_values.resized.trace(later[-2], time=lengths[-1])
         found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))

@@ -155,9 +155,11 @@ def named_devices(name: str) -> Devices:
     if name == "host":
         return Devices(name, jax.local_device_count(), device_memory(), None)
     generation, _, shape = named_slice(name).partition(":")
-    kind, count = name if name in ACCELERATORS else _gpu_kind(generation), shape or "1"
+    kind = name if name in ACCELERATORS else _gpu_kind(generation)
+    count = shape or "1"
     if generation in CHIPS and shape in CHIPS[generation].slices:
-        kind, count = CHIPS[generation].accelerator, math.prod(map(int, shape.split("x")))
+        kind = CHIPS[generation].accelerator
+        count = math.prod(map(int, shape.split("x")))
     elif kind is None or count not in map(str, COUNTS):
         raise ValueError(f"--device {name!r} is unknown; give host, one of {', '.join(ACCELERATORS)}, {_topologies()}")
     return Devices(name, int(count), ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
@@ -228,7 +230,8 @@ def _gpu_kind(name: str) -> str | None:
 
 def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
-    memory, gpu = ACCELERATORS[kind], ACCELERATORS[kind].gpu
+    memory = ACCELERATORS[kind]
+    gpu = ACCELERATORS[kind].gpu
     major, minor = gpu.capability
     message = f"""
         platform_name: "CUDA"

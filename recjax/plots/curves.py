@@ -38,7 +38,8 @@ def draw_curves(
         more: functions that each draw another panel; only with a single column.
     """
     names = names or {}
-    compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
+    compared = list(dict.fromkeys(table[lines]))
+    across = list(dict.fromkeys(table[columns]))
     single = len(across) == 1
     count = len(metrics) + len(more)
     height, width = (-(-count // 2), min(2, count)) if single else (len(metrics), len(across))
@@ -54,12 +55,14 @@ def draw_curves(
                 if chosen.empty:
                     continue
                 values = chosen.pivot_table(metric, [*chosen.select_dtypes(exclude="number")], "step")  # a row a run
-                known, runs = values.notna().to_numpy(float), len(values)
+                known = values.notna().to_numpy(float)
+                runs = len(values)
                 weights = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), 999)
                 with np.errstate(invalid="ignore"):  # a resample may have no run with this step
                     means = (weights @ values.fillna(0.0).to_numpy()) / (weights @ known)
                 low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
-                color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
+                color = COLORS[index % len(COLORS)]
+                style = STYLES[index // len(COLORS) % len(STYLES)]
                 axes.fill_between(values.columns, low, high, color=color, alpha=0.15, lw=0)
                 form = {"color": color, "ls": style, "lw": 1.4, "marker": "o" if len(values.columns) == 1 else ""}
                 axes.plot(values.columns, values.mean(), label=names.get(line, line), **form)
@@ -82,7 +85,8 @@ def draw_curves(
 def _scale(axes: Axes, metric: str) -> None:
     """The axes of a panel, which no value leaves."""
     limits = np.ravel([panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)])
-    low, high = min(limits[np.isfinite(limits)], default=0.0), max(limits[np.isfinite(limits)], default=1.0)
+    low = min(limits[np.isfinite(limits)], default=0.0)
+    high = max(limits[np.isfinite(limits)], default=1.0)
     if metric == "evaluation/initial_kl" and low >= 0:
         axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)

@@ -27,8 +27,10 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     if algorithm.compares_completions or algorithm.needs_teacher or algorithm.needs_rescoring:
         return None
     behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
-    logprobs, mask = behavior + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behavior.shape, bool)
-    advantages, kept = jnp.full(len(RATIOS), advantage), mask[:, 0]
+    logprobs = behavior + jnp.log(jnp.asarray(RATIOS))[:, None]
+    mask = jnp.ones(behavior.shape, bool)
+    advantages = jnp.full(len(RATIOS), advantage)
+    kept = mask[:, 0]
     weights = algorithm.row_weight(advantages, kept) if algorithm.row_weight else kept.astype(float)
     ids = jnp.arange(len(RATIOS))
     rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)

@@ -19,7 +19,8 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
     """
 
     def by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-        labels, (values, reach) = list(numbers["difficulty"]), _bars([*numbers["difficulty"].values()])
+        labels = list(numbers["difficulty"])
+        values, reach = _bars([*numbers["difficulty"].values()])
         axes.bar(range(len(labels)), values, yerr=reach, color=COLORS[0], alpha=0.75, capsize=3)
         axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
         long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
@@ -53,7 +54,8 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-    low, high = rows["tokens"].min(), rows["tokens"].max()
+    low = rows["tokens"].min()
+    high = rows["tokens"].max()
     width = 1 + (high - low) // 40
     bins = np.arange(low, high + width + 1, width) - 0.5  # of whole numbers of tokens each
     parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}

@@ -30,7 +30,8 @@ def has_logprobs(completion: Completion) -> bool:
 
 def draw_store(records: Sequence[Record], title: str, path: Path) -> None:
     """Writes a PNG with bars stacked by source; bars about groups are not split."""
-    sources, groups = by_source(records), groups_of(records)
+    sources = by_source(records)
+    groups = groups_of(records)
     colors = [COLORS[place % len(COLORS)] for place in range(len(sources))]
     figure = new_figure(13, 6.5, title)
     (rewards, signal, sizes), (versions, lengths, known) = figure.subplots(2, 3)
@@ -68,7 +69,8 @@ def _histogram(axes: Axes, name: str, values: list[list], colors: list[str], who
     if not every:
         axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
         return
-    low, high = min(every), max(every)
+    low = min(every)
+    high = max(every)
     few = whole and high - low < 40
     bins = np.arange(low, high + 2) - 0.5 if few else np.linspace(min(low, 0), max(high, min(low, 0) + 1), 21)
     axes.hist(values, bins, stacked=True, color=colors, rwidth=0.9)

@@ -141,7 +141,8 @@ def _series(rows: Rows, name: str) -> list[float]:
 
 def _draw_band(axes: Axes, rows: Rows) -> None:
     """The 1st to 99th percentile of the ratio; only in words where it is 1."""
-    low, high = _series(rows, "ratio/q01"), _series(rows, "ratio/q99")
+    low = _series(rows, "ratio/q01")
+    high = _series(rows, "ratio/q99")
     if not rows:
         return
     if 1 - NEAR_1 < min(low) and max(high) < 1 + NEAR_1:

@@ -108,7 +108,8 @@ class Seats:
         """
         if self._ended or self.timeout.expired():
             raise asyncio.CancelledError("this agent has ended or reached its time limit")
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
         if not self._waiting:
             self._left = self.timeout.when() - loop.time()
             self.timeout.reschedule(None)
@@ -148,9 +149,15 @@ class AgentPolicy:
             template: variables that the problem gives the chat template, including `tools`.
             seats: all seats of the agent; None: this one only.
         """
-        self._live, self._policy, self._sampling = live, policy, sampling
-        self._config, self._keys, self._template, self._asked = config, keys, template, 0
-        self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
+        self._live = live
+        self._policy = policy
+        self._sampling = sampling
+        self._config = config
+        self._keys = keys
+        self._template = template
+        self._asked = 0
+        self.trajectory = Trajectory(policy.tokenizer)
+        self.last_text = ""
         self.rewards: dict[int, float] = {}  # by turn
         self.seats = seats or Seats()
         self.seat = self.seats.seat
@@ -208,13 +215,15 @@ class AgentPolicy:
         text = prompt if isinstance(prompt, str) else None
         ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
         check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
-        context, turns = self._config.rollout.max_context_tokens, self._config.task.agent_turns
+        context = self._config.rollout.max_context_tokens
+        turns = self._config.task.agent_turns
         longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
         if longest < 1:
             raise ContextFull(f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {context}")
         if self._asked == turns:
             raise TurnsSpent(f"task.agent_turns = {turns}")
-        turn, self._asked = self._asked, self._asked + 1
+        turn = self._asked
+        self._asked = self._asked + 1
         limit = min(longest, max_tokens or longest)
         with self.seats.standing_still():
             sampled = await self._live.sample(Request(ids, self._keys[turn], limit, self._sampling))
@@ -250,7 +259,9 @@ class Script:
 
     def __init__(self, function: Callable, keys: UInt32[np.ndarray, "turns words"]):
         """Stores the function and the key data of each turn, which seeds its `random.Random` generator."""
-        self._function, self._keys, self._asked = function, keys, 0
+        self._function = function
+        self._keys = keys
+        self._asked = 0
 
     async def complete(self, prompt: Any, **options: Any) -> Reply:
         """Returns the function's reply to a prompt or to messages, without tokens; ignores options of sampling.
@@ -259,7 +270,8 @@ class Script:
             TurnsSpent: the agent has had all its replies.
             TypeError: the function returned no text.
         """
-        turn, self._asked = self._asked, self._asked + 1
+        turn = self._asked
+        self._asked = self._asked + 1
         if turn == len(self._keys):
             raise TurnsSpent(f"task.agent_turns = {turn}")
         text = self._function(prompt, random.Random(self._keys[turn].tobytes()))

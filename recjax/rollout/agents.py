@@ -96,7 +96,8 @@ class Agents(contextlib.AbstractContextManager):
             )
         task = config.task
         functions = {name: named("task.tools", name) for name in task.tools}
-        self._config, self.last_failure = config, ""
+        self._config = config
+        self.last_failure = ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
         places = {name: player for name, player in task.seats.items() if ":" in str(player)}
@@ -139,7 +140,8 @@ class Agents(contextlib.AbstractContextManager):
             ValueError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
             RuntimeError: the engine failed.
         """
-        task, sizes = self._config.task, {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
+        task = self._config.task
+        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
         lives: dict[int | None, LiveEngine] = {}  # by version; None: the policy's, which gets newer weights
         for at, weights in [(None, params), *self._older_weights(params, version, newer is not None)]:
             options = {"kept_ids": policy.kept_ids, "newer": newer if at is None else None}
@@ -160,7 +162,8 @@ class Agents(contextlib.AbstractContextManager):
         played = [problem for problem in prompts.problems for _ in range(seats)]
         sampled = [[completion_of(one, source, sampling) for one in group] for group in by_group]
         groups = problem_groups(name, played, sampled)
-        tried, completions = list(itertools.chain(*by_group)), [one for group in groups for one in group.completions]
+        tried = list(itertools.chain(*by_group))
+        completions = [one for group in groups for one in group.completions]
         places = [place // seats for place, group in enumerate(by_group) for _ in group]
         problems, texts = ([column[place] for place in places] for column in (prompts.problems, prompts.texts))
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
@@ -200,7 +203,9 @@ class Agents(contextlib.AbstractContextManager):
             lives: engines by version of frozen weights; None: the policy's engine.
             keys: key data of each seat of each agent, agent by agent.
         """
-        task, names, trials = self._config.task, [*self._config.task.seats] or [""], []
+        task = self._config.task
+        names = [*self._config.task.seats] or [""]
+        trials = []
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
                 await stack.enter_async_context(live)
@@ -236,7 +241,8 @@ class Agents(contextlib.AbstractContextManager):
         # Raised errors are the same failure if they have the same type.
         kinds = [(one.failure, one.words.partition(":")[0] if one.failure == "raised" else "") for one in failed]
         (most, count), *_ = Counter(kinds).most_common(1)
-        level, problem = logging.WARNING, "the most frequent failure"
+        level = logging.WARNING
+        problem = "the most frequent failure"
         if count > max(1, len(tried) // 2):
             level = logging.ERROR
             problem = "most of the batch failed for the same reason, so the policy learns little from it"
@@ -253,7 +259,9 @@ class Agents(contextlib.AbstractContextManager):
         Raises:
             ValueError: an agent's rewards lack a part that has a weight.
         """
-        task, left, grades = self._config.task, iter(of_reward), []
+        task = self._config.task
+        left = iter(of_reward)
+        grades = []
         weights = agent_weights(task.reward_weights)
         for one, completion in zip(tried, completions, strict=True):
             if one.failure:
@@ -262,7 +270,8 @@ class Agents(contextlib.AbstractContextManager):
             returned = one.returned if isinstance(one.returned, Mapping) else {SCORE: one.returned}
             of_turns = one.policy.rewarded
             grade = next(left) if one.needs_reward else Grade(None, returned, failure=FAILURES[0])
-            reward, parts = grade.reward, {part: float(value) for part, value in grade.reward_parts.items()}
+            reward = grade.reward
+            parts = {part: float(value) for part, value in grade.reward_parts.items()}
             if of_turns is not None:
                 parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
             if not one.needs_reward:
@@ -276,7 +285,8 @@ class Agents(contextlib.AbstractContextManager):
                 reward = sum(weights.get(part, 1.0) * value for part, value in parts.items())
             elif reward is not None and of_turns is not None:
                 reward += weights.get(SCORE, 1.0) * of_turns
-            given, count = one.policy.rewards, len(completion.turns)
+            given = one.policy.rewards
+            count = len(completion.turns)
             turns = tuple(weights.get(SCORE, 1.0) * given.get(turn, 0.0) for turn in range(count)) if given else ()
             grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
             grade = with_counts(grade, count, len(completion.rows), weights)
@@ -291,7 +301,8 @@ class Agents(contextlib.AbstractContextManager):
 
 def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float]) -> Grade:
     """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
-    counts, reward = {TURNS: float(turns), ROWS: float(rows)}, grade.reward
+    counts = {TURNS: float(turns), ROWS: float(rows)}
+    reward = grade.reward
     if reward is not None:
         reward = float(np.float32(reward + sum(weights[part] * value for part, value in counts.items())))
     return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
@@ -299,7 +310,8 @@ def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float
 
 async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig) -> list[Tried]:
     """Runs one agent to its end or its time limit, even if it keeps running; returns the results of trained seats."""
-    policy, trained = seats if task.seats else seats.players[""], task.trained_seats
+    policy = seats if task.seats else seats.players[""]
+    trained = task.trained_seats
 
     async def outcome() -> tuple[Any, str | None, str]:
         try:
@@ -318,14 +330,17 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         returned, failure, words = running.result()
     except TimeoutError:
         words = f"it spent task.agent_seconds = {task.agent_seconds} without waiting for the policy"
-        returned, failure = None, "timeout"
+        returned = None
+        failure = "timeout"
     finally:
         seats.end()
         running.cancel()
         running._log_destroy_pending = False  # some agents do not end when canceled
     if failure is None and not any(seats.players[name].trajectory.turns for name in trained):
-        failure, words = "silent", "it returned without a call of the policy"
-    rewards, form = [returned], "" if not task.seats else f" for each of the seats {', '.join(trained)}"
+        failure = "silent"
+        words = "it returned without a call of the policy"
+    rewards = [returned]
+    form = "" if not task.seats else f" for each of the seats {', '.join(trained)}"
     if task.seats:
         by_seat = dict.fromkeys(trained) if returned is None else returned
         has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
@@ -334,7 +349,8 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
     are_valid = (each and all(isinstance(name, str) and is_reward(value) for name, value in each) for each in parts)
     if failure is None and not all(are_valid):
         form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
-        failure, words = "invalid", f"it returned {returned!r:.200}; rewards are {form}"
+        failure = "invalid"
+        words = f"it returned {returned!r:.200}; rewards are {form}"
     return [
         Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
     ]

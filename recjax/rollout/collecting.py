@@ -59,7 +59,8 @@ def sample_groups(
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
-    tickets, finished = engine.admit(requests, group_size), engine.drain()
+    tickets = engine.admit(requests, group_size)
+    finished = engine.drain()
     sampled = iter([finished[ticket] for ticket in tickets])
 
     completions = [
@@ -91,7 +92,8 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
     Args:
         name: beginning of the ids that groups and completions get; of a mixture, they also get the task's name.
     """
-    groups, numbers = [], itertools.count()
+    groups = []
+    numbers = itertools.count()
     for place, (problem, own) in enumerate(zip(problems, completions, strict=True)):
         more = {"task": problem.task} if problem.task else {}
         own = tuple(one._replace(id=f"{name}/{next(numbers):05d}", metadata={**one.metadata, **more}) for one in own)
@@ -125,7 +127,9 @@ class Grades:
             count: their number in all processes.
             complete: function from their grades to the grades of the whole batch.
         """
-        self._scores, self._count, self._complete = scores, count, complete
+        self._scores = scores
+        self._count = count
+        self._complete = complete
 
     def result(self) -> list[Grade]:
         """Waits and returns one grade per completion. Every process gets all grades, and all processes must call this.

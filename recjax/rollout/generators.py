@@ -97,7 +97,8 @@ class Generators:
         self._since = [0.0] * regime.generators
         self._failures = [0] * regime.generators
         self.in_flight: dict[int, int] = {}
-        self.restarts, self.waited_seconds = 0, 0.0
+        self.restarts = 0
+        self.waited_seconds = 0.0
 
     def __enter__(self) -> "Generators":
         """Connects to `regime.address`; if None, starts Ray on this machine unless this process already has Ray.
@@ -117,7 +118,8 @@ class Generators:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
 
-        self._ray, self._begun_here = ray, not ray.is_initialized()
+        self._ray = ray
+        self._begun_here = not ray.is_initialized()
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -249,7 +251,8 @@ class Generators:
         return found
 
     def _collected(self, wait: bool) -> list[tuple[int, Any]]:
-        started, found = time.monotonic(), []
+        started = time.monotonic()
+        found = []
         while self._assigned:
             answer_by = min(self._since[one.generator] for one in self._assigned.values()) + self._seconds
             left = max(answer_by - time.monotonic(), 0.0) if wait and not found else 0.0
@@ -292,11 +295,13 @@ class Generators:
             self._restart(generator, f"died ({str(error).strip().splitlines()[-1]})")
             return []
         del self._assigned[reference]
-        self._since[generator], self._failures[generator] = time.monotonic(), 0
+        self._since[generator] = time.monotonic()
+        self._failures[generator] = 0
         return [(number, result)]
 
     def _restart(self, generator: int, why: str) -> None:
-        numbers, name = self._at(generator), f"generator {generator + 1} of {self._regime.generators}"
+        numbers = self._at(generator)
+        name = f"generator {generator + 1} of {self._regime.generators}"
         self._failures[generator] += 1
         self.restarts += 1
         if self._failures[generator] > RESTARTS:

@@ -13,7 +13,8 @@ from recjax.models.placement import ROWS, constrain, over_rows
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis. States of
 # delta nets have their rows on the same axis, and no time.
-_ROW_AXIS, _TIME_AXIS = -4, -2
+_ROW_AXIS = -4
+_TIME_AXIS = -2
 
 
 class Memory(NamedTuple):
@@ -84,7 +85,8 @@ def gather_slots(memory: Memory, order: Int[Array, " slots"], *, time: int) -> M
 
 def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
     """Memory of some slots, each with a copy of its prompt; indices count from the first slot on this device."""
-    count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
+    count = cache_rows(memory.later)
+    sharing = cache_rows(memory.later) // cache_rows(memory.prompts)
     slots = slots % count
     parts = (
         jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
@@ -115,7 +117,8 @@ def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: In
             def copied(mine: Array, theirs: Array) -> Array:
                 one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
                 start = [0] * mine.ndim
-                start[_ROW_AXIS], start[_TIME_AXIS] = slot, tokens
+                start[_ROW_AXIS] = slot
+                start[_TIME_AXIS] = tokens
                 return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
 
             return jax.tree.map(copied, cache, new)

@@ -23,9 +23,11 @@ class _Asked:
     """A request, the future of its completion and, for followers, the tokens sampled so far."""
 
     def __init__(self, request: Request, followed: bool):
-        self.request, self.followed = request, followed
+        self.request = request
+        self.followed = followed
         self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self.changed, self.so_far = asyncio.Event(), None
+        self.changed = asyncio.Event()
+        self.so_far = None
         self.done.add_done_callback(lambda _: self.changed.set())
 
 
@@ -42,7 +44,9 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
             engine: engine with weights.
             passes: passes of the event loop before a round. Two are enough for a follower to close its iterator.
         """
-        self._engine, self._mesh, self._passes = engine, jax.sharding.get_mesh(), passes
+        self._engine = engine
+        self._mesh = jax.sharding.get_mesh()
+        self._passes = passes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrived: list[_Asked] = []
         self._waiting: dict[int, _Asked] = {}
@@ -120,7 +124,9 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         finally:
             for asked in [*self._waiting.values(), *self._arrived]:
                 asked.done.cancel()
-            self._serving, self._waiting, self._arrived = None, {}, []
+            self._serving = None
+            self._waiting = {}
+            self._arrived = []
 
     def _admit_and_cancel(self) -> None:
         """Between rounds: cancels requests that nobody awaits anymore, and admits requests that have arrived."""
@@ -128,7 +134,8 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         self._engine.cancel(gone)
         for ticket in gone:
             del self._waiting[ticket]
-        arrived, self._arrived = [asked for asked in self._arrived if not asked.done.done()], []
+        arrived = [asked for asked in self._arrived if not asked.done.done()]
+        self._arrived = []
         for asked in arrived:
             try:
                 self._waiting |= dict.fromkeys(self._engine.admit([asked.request]), asked)

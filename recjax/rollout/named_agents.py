@@ -32,7 +32,8 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     if task.agent == "environment":
         return environment_agent(named("task.environment", task.environment), task.agent_turns)
     agent = named("task.agent", task.agent)
-    place, form = f"task.agent = {task.agent!r}:", "write it as async def agent(problem, policy)"
+    place = f"task.agent = {task.agent!r}:"
+    form = "write it as async def agent(problem, policy)"
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))):  # noqa: B004
         raise ValueError(f"{place} must be a coroutine function; {form}")
     try:
@@ -103,7 +104,8 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
     """
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
-        world, steps = environment(problem), []
+        world = environment(problem)
+        steps = []
         try:
             # The seed depends only on the problem, so that all agents of a group play the same game.
             digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()

@@ -16,7 +16,9 @@ from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules,
 from recjax.models.trainable import in_compute_dtype
 
 ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
-SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # shortest cache in tokens; fewest slots that an engine shrinks to
+# shortest cache in tokens; fewest slots that an engine shrinks to
+SHORTEST_CACHE = 64
+FEWEST_SLOTS = 8
 # Tokens per tile in a TPU's layout of the cache. If tokens do not fill the tiles, programs copy the whole cache.
 TILE = 16
 FEWEST_CONTINUED = 4  # fewest rows of a program that continues the contents of slots
@@ -154,7 +156,8 @@ def cache_lengths(longest: int, round_time: int) -> list[int]:
 
     The final length is 1.5 to 3 times the length before, so no two lengths are almost equal.
     """
-    lengths, most = [SHORTEST_CACHE if longest > ROUND + 1 else round_time], longest - 1 + round_time
+    lengths = [SHORTEST_CACHE if longest > ROUND + 1 else round_time]
+    most = longest - 1 + round_time
     if most > TILE:
         most += -most % TILE
     while 1.5 * lengths[-1] < most:
@@ -175,7 +178,8 @@ def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows:
         prompts: copies of prompts: one per group if all its completions have slots, otherwise one per slot plus one
             per prompt.
     """
-    shape, tensor = decoder.config, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    shape = decoder.config
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
     number = jnp.dtype(decoder.cache_dtype or decoder.dtype).itemsize
     per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * number
@@ -238,8 +242,11 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
     Returns:
         The mesh itself if the groups have no room for the weights.
     """
-    weights, shape, free = abstract_weights(decoder), decoder.config, free_bytes() if free is None else free
-    found, needed = mesh, 0
+    weights = abstract_weights(decoder)
+    shape = decoder.config
+    free = free_bytes() if free is None else free
+    found = mesh
+    needed = 0
     most = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
     for size in range(1, most + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):

@@ -32,7 +32,8 @@ _MOST_WAIT = 30.0  # seconds before a request is tried again
 _ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # finish reasons of complete completions
 _CUT = ("length", "max_tokens", "model_length")
 # Servers write -9999 for a log-prob of minus infinity. Rounding can lift a log-prob slightly above 0.
-_LOWEST, _HIGHEST = -9000.0, 1e-3
+_LOWEST = -9000.0
+_HIGHEST = 1e-3
 KEY_VARIABLE = "RECJAX_API_KEY"  # environment variable with the API key, for clients and servers without a key file
 _SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
 _REMEDIES = {
@@ -93,15 +94,20 @@ class RemoteEngine(contextlib.AbstractContextManager):
         Raises:
             ValueError: the server does not answer, or lacks the model.
         """
-        self._address, self._policy, self._rollout = address, policy, config.rollout
+        self._address = address
+        self._policy = policy
+        self._rollout = config.rollout
         self._says_sampling = bool(config.rollout.engine and config.rollout.engine.processed_logprobs)
         self.version, self._tag, self._pusher, self._adapter = None, None, uuid.uuid4().hex[:12], None
         self._template = config.model.chat_template_kwargs
         base = address.url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
-        self._place, self._gives_ids, self._warned = base, True, set()
-        self.left_out, self.missing = Counter(), 0
+        self._place = base
+        self._gives_ids = True
+        self._warned = set()
+        self.left_out = Counter()
+        self.missing = 0
         self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
         try:
             self.model, self.api = self._chosen_model()
@@ -186,7 +192,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
             self._acknowledged("update_weight_version", {"new_version": tag})
         else:
             self._acknowledged("update_weights_from_disk", {"model_path": str(folder), "weight_version": tag})
-        self.version, self._tag = version, tag
+        self.version = version
+        self._tag = tag
 
     def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
         reply = self._sent("POST", f"{self._place}/{path}", body)
@@ -229,10 +236,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
     def _token_completions(
         self, prefix: np.ndarray, size: int, seed: int, source: str, version: int
     ) -> list[Completion]:
-        found, asked, retries = [], 0, self._address.retries
+        found = []
+        asked = 0
+        retries = self._address.retries
         while len(found) < size:
             choices = self._token_choices(prefix, size - len(found), seed + asked)
-            asked, wrong = asked + max(len(choices), 1), [] if choices else ["no choices"]
+            asked = asked + max(len(choices), 1)
+            wrong = [] if choices else ["no choices"]
             for choice in choices[: size - len(found)]:
                 try:
                     sampled = self._sampled(choice, version)
@@ -252,7 +262,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     def _token_choices(self, prefix: np.ndarray, count: int, seed: int) -> list[dict[str, Any]]:
         """The choices of a reply, each with token_ids, token_logprobs and finish_reason, whatever the server's API."""
-        rollout, tokens = self._rollout, prefix.tolist()
+        rollout = self._rollout
+        tokens = prefix.tolist()
         stops = np.atleast_1d(self._policy.stop_ids).tolist()
         body = rollout.sampling()._asdict()
         if self.api == "sglang":
@@ -275,9 +286,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
         body |= {} if self.api == "recjax" else {"stop_token_ids": stops}
         asked = {"model": self._adapter or self.model}
         if self._takes_tokens:
-            path, asked = f"{self._place}{_GENERATE}", asked | {"token_ids": tokens, "sampling_params": body}
+            path = f"{self._place}{_GENERATE}"
+            asked = asked | {"token_ids": tokens, "sampling_params": body}
         else:
-            path, asked = "completions", asked | body | {"prompt": tokens, "return_token_ids": True}
+            path = "completions"
+            asked = asked | body | {"prompt": tokens, "return_token_ids": True}
         reply = self._read_tokens(self._sent("POST", path, asked))
         tag = reply.get("weight_version")
         if self.api == "vllm" and self._tag and not self._adapter:  # vLLM's replies do not name their weights
@@ -300,7 +313,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             _UnusableError: the choice is not certainly a completion of the policy.
             LostWeightsError: it is from other weights than pushed.
         """
-        reason, tokens, tag = choice.get("finish_reason"), choice.get("token_ids"), choice.get("tag")
+        reason = choice.get("finish_reason")
+        tokens = choice.get("token_ids")
+        tag = choice.get("tag")
         limit = self._rollout.max_completion_tokens
         if self._tag and not self._adapter and not str(tag).startswith(self._pusher):
             raise LostWeightsError(f"{self._at}: a reply is from weights {tag!r:.60}, which this run did not push")
@@ -347,7 +362,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     def _completions(self, problem: Problem, seed: int, source: str) -> tuple[list[Completion], list[str]]:
         """Completions of a problem, still without ids, and the reasons why other replies are unusable."""
-        found, unusable, asked, retries = [], [], 0, self._address.retries
+        found = []
+        unusable = []
+        asked = 0
+        retries = self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers always send a single choice, for any n.
             reply = self._reply(self._body(problem, size - len(found), seed + asked))
@@ -379,7 +397,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
         return found, unusable
 
     def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
-        rollout, template = self._rollout, dict(self._template) | dict(problem.template)
+        rollout = self._rollout
+        template = dict(self._template) | dict(problem.template)
         fields = {"model": self.model, "n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens}
         fields |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
         optional = {"top_k": rollout.top_k, "min_p": rollout.min_p, "stop": list(rollout.stop)}
@@ -404,7 +423,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Sends a request, with retries after temporary failures, and returns the response."""
-        wait, tries = 0.5, self._address.retries
+        wait = 0.5
+        tries = self._address.retries
         for left in range(tries, -1, -1):
             try:
                 reply = self._client.request(method, path, json=body)
@@ -465,8 +485,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     def _rows(self, reply: dict[str, Any], choice: dict[str, Any], text: str) -> tuple[Row, ...]:
         """The row of a choice; none unless the server sends tokens that certainly belong to the policy's vocabulary."""
-        tokenizer, vocabulary = self._policy.tokenizer, self._policy.vocabulary
-        prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
+        tokenizer = self._policy.tokenizer
+        vocabulary = self._policy.vocabulary
+        prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        tokens = choice.get("token_ids")
         if not tokens or not prompt:
             if self._gives_ids:
                 self._warn("none", "the server sends no token ids, so the store gets only texts")
@@ -530,7 +552,8 @@ def _of_sglang(reply: dict[str, Any]) -> dict[str, Any]:
 
 def _wrong_with(choice: dict[str, Any]) -> str | None:
     """The reason why a choice is not a completion of the policy; None if it is one."""
-    message, reason = choice.get("message"), choice.get("finish_reason")
+    message = choice.get("message")
+    reason = choice.get("finish_reason")
     said = message if isinstance(message, dict) else {}
     if said.get("refusal"):
         return "refusal"

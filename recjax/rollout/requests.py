@@ -36,7 +36,8 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         ValueError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
-        leader, prefix = requests[place - place % (group_size or 1)], request.prefix
+        leader = requests[place - place % (group_size or 1)]
+        prefix = request.prefix
         if request.limit < 1:
             raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
         if not len(prefix):

@@ -45,7 +45,9 @@ class Slots:
         Args:
             dtype: dtype of the memory for new tokens; None: the dtype of the keys and values given.
         """
-        self.columns, self.memory, self._dtype = _columns(0), None, dtype
+        self.columns = _columns(0)
+        self.memory = None
+        self._dtype = dtype
 
     @property
     def count(self) -> int:
@@ -89,14 +91,16 @@ class Slots:
             count: new number, at least `fewest`, so that every live slot stays on its device.
         """
         shards = row_shards()
-        own, new = self.live.reshape(shards, -1), np.arange(count // shards)
+        own = self.live.reshape(shards, -1)
+        new = np.arange(count // shards)
         _, held = own.shape
         # With fewer slots, a device's live slots come first; with more slots, the order stays.
         places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
         self.columns = SlotColumns(*(column[order] for column in self.columns))
-        self.columns.live[again], self.columns.current[again] = False, False
+        self.columns.live[again] = False
+        self.columns.current[again] = False
         self.memory = keys_values.gather_slots(self.memory, order.astype(np.int32), time=time)
 
     def resize(self, time: int) -> None:
@@ -110,7 +114,8 @@ class Slots:
 
     def _drop(self, slots: Bool[np.ndarray, " slots"], most: int) -> None:
         """Keeps at most so many tokens behind the prompts of slots. No state is known for a beginning of the tokens."""
-        columns, longer = self.columns, slots & (self.columns.cached > most)
+        columns = self.columns
+        longer = slots & (self.columns.cached > most)
         columns.cached[longer] = most
         if self.memory.states:
             columns.current[longer] = False
@@ -124,7 +129,10 @@ class Slots:
             count: number of slots to provide.
             time: room behind each prompt, if the engine has no slots yet.
         """
-        jobs, cache, lengths, group_size = begun.jobs, begun.cache[:2], begun.lengths, begun.group_size
+        jobs = begun.jobs
+        cache = begun.cache[:2]
+        lengths = begun.lengths
+        group_size = begun.group_size
         states = begun.cache[2] if len(begun.cache) > 2 else ()
         places = np.array([job.slot for job in jobs], int)
         if begun.continues:
@@ -144,14 +152,18 @@ class Slots:
             places = free[np.argsort(self.held[free], kind="stable")][: len(jobs)]
             jobs = jobs[: len(places)]
             self._copy("prompts", cache, places, jobs, 0)
-            self.columns.lengths[places], self.columns.cached[places] = lengths[[job.row for job in jobs]], 0
+            self.columns.lengths[places] = lengths[[job.row for job in jobs]]
+            self.columns.cached[places] = 0
         if states:
             self._copy("states", states, places, jobs, 0)
         columns = self.columns
-        columns.live[places], columns.current[places], columns.counts[places] = True, begun.current, 1
+        columns.live[places] = True
+        columns.current[places] = begun.current
+        columns.counts[places] = 1
         for place, job in zip(places, jobs, strict=True):
             columns.jobs[place], columns.last[place] = job, job.rounds[0][0].item()
-            columns.limits[place], columns.keys[place] = job.request.limit, job.request.key
+            columns.limits[place] = job.request.limit
+            columns.keys[place] = job.request.key
         return len(jobs)
 
     def _provide(self, count: int, cache: tuple, states: tuple, time: int) -> None:
@@ -195,7 +207,8 @@ class Slots:
 
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Adds a round's tokens to the columns of the slots that sampled them."""
-        columns, counts = self.columns, np.where(mine, state.counts, 0)
+        columns = self.columns
+        counts = np.where(mine, state.counts, 0)
         for slot in np.flatnonzero(mine):
             here = slot, slice(counts[slot])
             recorded = {name: values[here] for name, values in state.recorded.items()}
@@ -221,7 +234,9 @@ class Slots:
 
     def continue_slots(self, jobs: Sequence[EngineJob]) -> None:
         """Gives each job the free slot, if any, that holds the longest beginning of the job's prefix."""
-        columns, lengths, held = self.columns, self.held, {}
+        columns = self.columns
+        lengths = self.held
+        held = {}
         for slot in np.flatnonzero(~self.live & columns.current):
             job = columns.jobs[slot]
             tokens = np.concatenate([job.request.prefix, *(tokens for tokens, *_ in job.rounds)])

@@ -38,8 +38,12 @@ class Answering:
         Args:
             recorder: recorder of completions; None: the server records no completions and has no sessions.
         """
-        self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
-        self._rendering, self._numbers = asyncio.Lock(), numbers
+        self.sampler = sampler
+        self.recorder = recorder
+        self.name = name
+        self.versions = versions
+        self._rendering = asyncio.Lock()
+        self._numbers = numbers
         self._long_prompts = ThreadPoolExecutor(1, "long prompts")
 
     def asked(self, kind: str, body: Any) -> ReplyBody:
@@ -59,7 +63,8 @@ class Answering:
         Raises:
             Refused: the request is invalid.
         """
-        began, held = time.monotonic(), None
+        began = time.monotonic()
+        held = None
         if session is not None:
             held = await self.require_recorder().session(session)
             check_sampling(held, session, asked.sampled.sampling())
@@ -70,7 +75,9 @@ class Answering:
         limits = [self.sampler.limit(prompt.tokens, asked.sampled.limit) for prompt in prompts]
         self.sampler.add_distribution(asked.sampled.sampling())
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
-        created, version, tokenizer = int(time.time()), self.versions.version, self.sampler.policy.tokenizer
+        created = int(time.time())
+        version = self.versions.version
+        tokenizer = self.sampler.policy.tokenizer
         return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
 
     def require_recorder(self) -> Recorder:
@@ -127,13 +134,15 @@ class Answering:
 
         The whole completions come last, in order, once all are on disk.
         """
-        asked, held = job.asked.sampled, [CALL_BEGINS] if job.asked.functions else []
+        asked = job.asked.sampled
+        held = [CALL_BEGINS] if job.asked.functions else []
         keys = self.sampler.keys(asked.seed, job.asked.count)
         queue: asyncio.Queue = asyncio.Queue()
 
         async def follow(index: int) -> None:
             place = index // asked.n
-            prompt, limit = job.prompts[place].tokens, job.limits[place]
+            prompt = job.prompts[place].tokens
+            limit = job.limits[place]
             options = prompt, keys[index], limit, asked.sampling(), asked.stops, held
             try:
                 async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
@@ -143,7 +152,8 @@ class Answering:
                 queue.put_nowait((index, error))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(job.asked.count)]
-        done, is_first = {}, True
+        done = {}
+        is_first = True
         try:
             while len(done) < job.asked.count:
                 index, piece = await queue.get()
@@ -167,13 +177,15 @@ class Answering:
 
     async def _record(self, job: Job, pieces: Sequence[Piece]) -> None:
         if self.recorder:
-            now, metadata = datetime.now(UTC), {"request": job.id, "endpoint": job.kind} | job.asked.recorded
+            now = datetime.now(UTC)
+            metadata = {"request": job.id, "endpoint": job.kind} | job.asked.recorded
             metadata |= {"session": job.session} if job.session else {}
             metadata |= {"run": self.versions.run} if self.versions.run else {}
             records = []
             for index, (text, sampled) in enumerate((piece.text, piece.sampled) for piece in pieces):
                 place = index // job.asked.sampled.n
-                prompt, group = job.prompts[place], job.id if len(job.prompts) == 1 else f"{job.id}/prompt{place}"
+                prompt = job.prompts[place]
+                group = job.id if len(job.prompts) == 1 else f"{job.id}/prompt{place}"
                 completion = Completion(
                     id=f"{job.id}/{index}",
                     source=self.recorder.options.source,

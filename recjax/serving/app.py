@@ -40,7 +40,8 @@ class Server:
         Args:
             lifespan: asynchronous context manager in which the application serves.
         """
-        self.answering, self._numbers = answering, numbers
+        self.answering = answering
+        self._numbers = numbers
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -57,7 +58,8 @@ class Server:
 
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
-                path, method = f"unknown path {request.url.path!r:.200}", request.method
+                path = f"unknown path {request.url.path!r:.200}"
+                method = request.method
                 words = {404: path, 405: f"this path does not support {method}"}.get(error.status_code, error.detail)
                 error = Refused(error.status_code, words)
             if not isinstance(error, Refused):
@@ -89,7 +91,8 @@ class Server:
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        chunks, whole = [Chunks(job, index) for index in range(job.asked.count)], []
+        chunks = [Chunks(job, index) for index in range(job.asked.count)]
+        whole = []
         for one in chunks:
             for chunk in one.first():
                 yield chunk
@@ -105,7 +108,8 @@ class Server:
 
     async def feedback(self, request: Request) -> Response:
         """Takes a reward for a completion or a turn, by the id of its reply or of its row."""
-        recorder, body = self.answering.require_recorder(), read_body(CompletionReward, await _body(request))
+        recorder = self.answering.require_recorder()
+        body = read_body(CompletionReward, await _body(request))
         if "/" in body.id:
             return await self._rewarded(body.id, None, body)
         return await self._rewarded(*await recorder.place_of(body.id, body.index), body)
@@ -178,7 +182,8 @@ class _Events(StreamingResponse):
     """Chunks as server-sent events. The places are freed even if the client disconnects."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], places: contextlib.ExitStack):
-        self._chunks, self._places = chunks, places
+        self._chunks = chunks
+        self._places = places
         super().__init__(self._lines(), headers={"cache-control": "no-cache"}, media_type="text/event-stream")
 
     async def _lines(self) -> AsyncIterator[bytes]:
@@ -207,7 +212,8 @@ class _Counted:
     """Counts requests by path and status."""
 
     def __init__(self, app: ASGIApp, numbers: Numbers):
-        self._app, self._numbers = app, numbers
+        self._app = app
+        self._numbers = numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Any) -> None:
@@ -261,7 +267,8 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(gone())
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

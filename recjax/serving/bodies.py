@@ -17,7 +17,10 @@ from recjax.serving.refusals import Refused
 from recjax.tasks.problems import checked_message
 
 _VERSION = re.compile(r"([\w.-]{1,100}-)?\d{1,9}", re.ASCII)
-MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 256
+MOST_TOOLS = 128
 
 
 class Body(pydantic.BaseModel):
@@ -55,7 +58,9 @@ def read_body(kind: type[T], values: Any) -> T:
         inner = kind.model_fields[path[0]].annotation
         if not (isinstance(inner, type) and issubclass(inner, Body)):
             break
-        kind, values, path = inner, values[path[0]], path[1:]
+        kind = inner
+        values = values[path[0]]
+        path = path[1:]
     name = str(path[0])
     if first["type"] == "extra_forbidden":
         raise Refused(400, f"{name!r:.100} is not read; remove it", param=name)

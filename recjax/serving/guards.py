@@ -39,7 +39,8 @@ class Guard:
     """An ASGI application that wraps and protects another application."""
 
     def __init__(self, app: ASGIApp, guarded: Guarded):
-        self._app, self._guarded = app, guarded
+        self._app = app
+        self._guarded = guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request, or refuses it."""
@@ -60,7 +61,8 @@ class Guard:
             logger.info("a client did not receive its reply within %g s: disconnected", self._guarded.client_seconds)
 
     def _check(self, scope: Scope) -> None:
-        headers, guarded = Headers(scope=scope), self._guarded
+        headers = Headers(scope=scope)
+        guarded = self._guarded
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
             raise Refused(403, f"Host = {host!r:.100}: unknown; use one of {', '.join(guarded.hosts)}")
@@ -87,9 +89,14 @@ class _Client:
     """Receives and sends messages for one request, within the limits."""
 
     def __init__(self, receive: Receive, send: Send, guarded: Guarded, headers: Headers):
-        self._receive, self._send, self._guarded = receive, send, guarded
+        self._receive = receive
+        self._send = send
+        self._guarded = guarded
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        self._size, self._is_whole, self._closes, self.is_slow = 0, not has_body, False, False
+        self._size = 0
+        self._is_whole = not has_body
+        self._closes = False
+        self.is_slow = False
         self._deadline = asyncio.get_running_loop().time() + guarded.client_seconds
 
     async def receive(self) -> Message:

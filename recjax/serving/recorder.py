@@ -69,8 +69,10 @@ class Recorder:
         Raises:
             ValueError: another server records there; the store is damaged, or has sessions of another model.
         """
-        self.options, self.error = options, None
-        self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
+        self.options = options
+        self.error = None
+        self._tokenizer = tokenizer
+        self.tokenizer_name = tokenizer_name(tokenizer)
         self.sessions: dict[str, Session] = {}
         self._turns: dict[str, Session] = {}  # open sessions by the ids of their turns
         self._locks: dict[str, asyncio.Lock] = {}  # a session does not end while its turn is written
@@ -149,7 +151,8 @@ class Recorder:
         Raises:
             Refused: the reply has several choices and `index` is missing, or a turn's reply has no such choice.
         """
-        session, row = self._turns.get(f"{reply}/0"), f"{reply}/{index or 0}"
+        session = self._turns.get(f"{reply}/0")
+        row = f"{reply}/{index or 0}"
         has_more = f"{reply}/1" in self._turns if session else await self._number(f"{reply}/1") is not None
         if index is None and has_more:
             raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
@@ -231,7 +234,8 @@ class Recorder:
                 raise Refused(409, problem, code="reward_given")
             if before is None:
                 await self._write(Change(turns=[(name, _json({"turn": turn, "reward": reward}))]))
-                session.rewards[turn], session.changed = reward, time.monotonic()
+                session.rewards[turn] = reward
+                session.changed = time.monotonic()
             return before is None
 
     async def reward(self, row: str, given: RewardBody) -> tuple[float, bool]:
@@ -259,7 +263,8 @@ class Recorder:
 
     async def _reward(self, row: str, number: int, given: RewardBody) -> tuple[float, bool]:
         def known() -> tuple[Any, tuple[float, ...], int]:
-            rewards, (record,) = self._store.rewards([number]), self._store.read([number], None)
+            rewards = self._store.rewards([number])
+            (record,) = self._store.read([number], None)
             turns = known_turns(self._store, [number], rewards).get(number, ())
             return rewards.get(number), turns, len(record.completion.turns) or 1
 
@@ -290,7 +295,8 @@ class Recorder:
                 await self._read(lambda: self._store.delete(self._store.older_than(oldest)))
 
     async def _end(self, session: Session, grade: Grade | None = None, comment: str | None = None) -> None:
-        record, name = session.record(self.options.prompts, grade, comment), session.name.removeprefix("session/")
+        record = session.record(self.options.prompts, grade, comment)
+        name = session.name.removeprefix("session/")
         await self._write(Change([record], ended=[name]))
         del self.sessions[session.name]
         self._locks.pop(name, None)
@@ -318,7 +324,8 @@ class Recorder:
     async def _write_changes(self) -> None:
         try:
             while self._changes:
-                changes, self._changes = self._changes, []
+                changes = self._changes
+                self._changes = []
                 error = await self._try(changes)
                 errors = [error] * len(changes)
                 if error and error.code != _AWAY and len(changes) > 1:

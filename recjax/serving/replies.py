@@ -141,7 +141,9 @@ def logprobs(job: Job, sampled: Sampled, start: int) -> dict[str, Any]:
 
 def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
     """For each token, the index of the character in which the token begins."""
-    decoder, count, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    count = 0
+    offsets = []
     for piece in pieces:
         starts = []
         for byte in piece:
@@ -198,18 +200,24 @@ class Chunks:
 
     def __init__(self, job: Job, index: int):
         """Starts with no text and no tokens sent."""
-        self._job, self._index, self._version, self._text, self._tokens = job, index, job.version, "", 0
+        self._job = job
+        self._index = index
+        self._version = job.version
+        self._text = ""
+        self._tokens = 0
 
     def first(self) -> list[dict[str, Any]]:
         """The chunk before the first token: the role, and the prompt's tokens if requested."""
-        is_chat, prompt = self._job.kind == "chat", _prompt_ids(self._job, self._index)
+        is_chat = self._job.kind == "chat"
+        prompt = _prompt_ids(self._job, self._index)
         delta = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
         return [self._chunk(delta, prompt)] if is_chat or prompt else []
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
         """The new content of a piece; the last piece also has the finish reason."""
         self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
-        text, calls = piece.text, []
+        text = piece.text
+        calls = []
         if self._job.asked.functions and self._job.kind == "chat":
             # Until the completion ends, only text before a tool call is certain.
             if piece.finish is None:

@@ -62,7 +62,8 @@ def made(serving: Serving, when_ready: str) -> Server:
     Raises:
         ValueError: the record cannot be used.
     """
-    policy, limits = serving.policy, serving.limits
+    policy = serving.policy
+    limits = serving.limits
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
     sizes = {"slots": limits.slots, "prefix_time": PREFIX_TIME, "kept_ids": policy.kept_ids}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes)

@@ -57,9 +57,13 @@ class Sampler:
         Args:
             seed: seed for requests without one; equal seeds and request orders give equal completions.
         """
-        self._live, self.policy, self.limits, self._seed = live, policy, limits, seed
+        self._live = live
+        self.policy = policy
+        self.limits = limits
+        self._seed = seed
         self._words = int(jax.random.key_data(jax.random.key(0)).size)
-        self._asked, self._distributions = 0, set()
+        self._asked = 0
+        self._distributions = set()
         self.under_way = 0
 
     @property
@@ -109,7 +113,8 @@ class Sampler:
     def keys(self, seed: int | None, count: int) -> list[UInt32[np.ndarray, " words"]]:
         """Keys of a request's completions: from its seed, or unique keys if it has no seed."""
         if seed is None:
-            origin, self._asked = f"server {self._seed} {self._asked}", self._asked + 1
+            origin = f"server {self._seed} {self._asked}"
+            self._asked = self._asked + 1
         else:
             origin = f"request {seed}"
         digests = [hashlib.sha512(f"{origin} {place}".encode()).digest() for place in range(count)]
@@ -121,7 +126,8 @@ class Sampler:
         Raises:
             Refused: the prompt is too long.
         """
-        context, unit = self.limits.context, "characters" if isinstance(prompt, str) else "tokens"
+        context = self.limits.context
+        unit = "characters" if isinstance(prompt, str) else "tokens"
         most = context * longest_token(self.policy.tokenizer) if isinstance(prompt, str) else context - 1
         if len(prompt) > most:
             raise Refused(
@@ -137,7 +143,8 @@ class Sampler:
         Raises:
             Refused: the prompt fills the context or has unknown tokens, or the request exceeds the token limit.
         """
-        limits, vocabulary = self.limits, self.policy.decoder.config.vocab_size
+        limits = self.limits
+        vocabulary = self.policy.decoder.config.vocab_size
         if prompt.max() >= vocabulary:
             raise Refused(400, f"token {prompt.max()} is outside the vocabulary of {vocabulary}", param="prompt")
         if asked is not None and asked > limits.completion:

@@ -30,7 +30,8 @@ class Session:
         Args:
             name: name in its URL.
         """
-        self.name, self.changed = session_row(name), time.monotonic()
+        self.name = session_row(name)
+        self.changed = time.monotonic()
         self.turns: list[Record] = []
         self.rewards: dict[int, float] = {}
         self.trajectory = Trajectory(tokenizer)
@@ -68,11 +69,16 @@ class Session:
             grade: the grade of the session; None: it has no reward.
             comment: the client's comment on the reward.
         """
-        first, last, turns = self.turns[0], self.turns[-1].completion, [turn.completion for turn in self.turns]
+        first = self.turns[0]
+        last = self.turns[-1].completion
+        turns = [turn.completion for turn in self.turns]
         has_prompts = prompts and all(len(turn.group.prompt_tokens) for turn in self.turns)
-        rows, version_runs, ends = self.trajectory.rows, self.trajectory.version_runs, self.trajectory.ends
+        rows = self.trajectory.rows
+        version_runs = self.trajectory.version_runs
+        ends = self.trajectory.ends
         if not has_prompts:
-            sampled, first = list(map(_sampled, turns)), without_prompt(first)
+            sampled = list(map(_sampled, turns))
+            first = without_prompt(first)
             version_runs = runs_of(np.concatenate([turn.versions for turn in sampled]))
             tokens, mask, logprobs = (
                 np.concatenate([turn.row_columns[column] for turn in sampled]) for column in range(3)
@@ -104,14 +110,16 @@ class Session:
 
 def _sampled(turn: Completion) -> Sampled:
     """The tokens of a turn as the engine sampled them."""
-    (row,), runs = turn.rows, turn.version_runs or ((turn.policy_version, len(turn.rows[0].tokens)),)
+    (row,) = turn.rows
+    runs = turn.version_runs or ((turn.policy_version, len(turn.rows[0].tokens)),)
     versions = np.repeat(*np.array(runs, np.int32).T)
     return Sampled(row.tokens, row.behavior_logprobs, versions, turn.truncated, row.recorded)
 
 
 def without_prompt(record: Record) -> Record:
     """A copy of a completion without its prompt."""
-    nothing, one = record.group.prompt_tokens[:0], record.completion
+    nothing = record.group.prompt_tokens[:0]
+    one = record.completion
     one = one._replace(rows=tuple(row._replace(prompt_tokens=nothing) for row in one.rows))
     return record._replace(group=Group(record.group.id, nothing, (one,), PROMPT_LEFT_OUT))
 

@@ -31,9 +31,14 @@ class Versions:
         pushed: Callable[[str], dict] | None = None,
     ):
         """Takes the engine and its weights; `newer` and `pushed` of `Serving` run in threads and may block."""
-        self._live, self._newer, self._looking = live, newer, None
-        self.version, self.run, self.tag = weights.version, weights.run, None
-        self._pushed, self._pushing = pushed, asyncio.Lock()
+        self._live = live
+        self._newer = newer
+        self._looking = None
+        self.version = weights.version
+        self.run = weights.run
+        self.tag = None
+        self._pushed = pushed
+        self._pushing = asyncio.Lock()
 
     async def push(self, folder: str, tag: str) -> None:
         """Serves the weights in a client's folder, all of them or none.
@@ -52,7 +57,9 @@ class Versions:
                 raise Refused(400, f"model_path: {error}", param="model_path") from error
             run, _, version = tag.rpartition("-")
             await self._live.replace_weights(params, int(version))
-            self.version, self.run, self.tag = int(version), run or None, tag
+            self.version = int(version)
+            self.run = run or None
+            self.tag = tag
         logger.info("serving pushed weights %s", tag)
 
     async def __aenter__(self) -> "Versions":
@@ -80,5 +87,6 @@ class Versions:
             except Exception:  # the current weights can still be served if new ones are invalid
                 logger.exception("newer weights cannot be used; the server keeps version %d", self.version)
                 continue
-            self.version, self.run = weights.version, weights.run
+            self.version = weights.version
+            self.run = weights.run
             logger.info("serving version %d", self.version)

@@ -43,7 +43,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
                 f"task.arithmetic.problems: {kind!r} is not of the form 'A..B op C..D' with op one of + - *"
             )
         first, last, symbol, other_first, other_last = match.groups()
-        left, right = range(int(first), int(last) + 1), range(int(other_first), int(other_last) + 1)
+        left = range(int(first), int(last) + 1)
+        right = range(int(other_first), int(other_last) + 1)
         if not 0 < (count := len(left) * len(right)) <= _LIMIT:
             raise ValueError(f"task.arithmetic.problems: {kind!r} spans {count} questions; 1 to {_LIMIT}")
         for question in itertools.product(left, symbol, right):
@@ -60,7 +61,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         shots = [other + (other >= index) for other in others]
         prompt = "".join(f"{asked[shot]} {answers[shot]}\n" for shot in shots) + asked[index]
         a, _, b = question = questions[index]
-        right, mistakes = answers[index], ()
+        right = answers[index]
+        mistakes = ()
         if config.worked:  # one column is off by one or two
             columns = range(len(str(max(a, b))))
             wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
@@ -77,7 +79,9 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
         slip_column: column, counted from the right, whose sum is wrong by `slip`; later columns are consistent with the
             wrong sum.
     """
-    steps, digits, carry = [], "", 0
+    steps = []
+    digits = ""
+    carry = 0
     for column in range(len(str(max(a, b)))):
         left, right = (number // 10**column % 10 for number in (a, b))
         total = left + right + carry + (slip if column == slip_column else 0)

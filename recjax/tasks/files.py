@@ -88,7 +88,8 @@ def keep_rows(rows: Any) -> str:
     """
     if isinstance(rows, str | Path):
         raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
-    lines, narrow = [], narrow_columns(rows)
+    lines = []
+    narrow = narrow_columns(rows)
 
     def plain(value: Any) -> Any:  # NumPy's values
         return own_digits(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
@@ -123,7 +124,8 @@ def passed_files(config: Config) -> dict[str, Path]:
     Raises:
         ValueError: no file has the content of this name.
     """
-    found, task = {}, config.task.file
+    found = {}
+    task = config.task.file
     for name in (task.train, task.evaluation) if task else ():
         if name is None or name.partition(":")[0] != PASSED:
             continue

@@ -49,7 +49,8 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
         )
     if len(entries) < asked:
         logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
-    shots, entries = entries[: config.examples], entries[config.examples :]
+    shots = entries[: config.examples]
+    entries = entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
     shown = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]

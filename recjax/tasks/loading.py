@@ -54,7 +54,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    tasks, rewards = config.task.tasks(), load_rewards(config, function)
+    tasks = config.task.tasks()
+    rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
     for name, reward in rewards.items():
         splits = [[problem for problem in split if problem.task == name] for split in (train, evaluation)]
@@ -131,7 +132,10 @@ def load_problems(
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    train, evaluation, held_out, everything = [], [], set(), pool == "all"
+    train = []
+    evaluation = []
+    held_out = set()
+    everything = pool == "all"
     for name, task in config.task.tasks().items():
         with _naming(name):
             reads_answers = name in rewards and needs_answers(rewards[name])
@@ -159,8 +163,10 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     Raises:
         ValueError: with the remedy.
     """
-    seats, found = len(config.task.trained_seats), Counter(problem.task for problem in problems)
-    count, divided = config.rollout.prompts_per_step / seats, f" / {seats} seats" if seats > 1 else ""
+    seats = len(config.task.trained_seats)
+    found = Counter(problem.task for problem in problems)
+    count = config.rollout.prompts_per_step / seats
+    divided = f" / {seats} seats" if seats > 1 else ""
     for name, share in config.task.shares().items():
         if found[name] < math.ceil(share * count - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
@@ -188,7 +194,8 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
 def _problems(config: Config, of: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
     """All train problems and all held-out problems; both may contain the same prompt."""
     name = of.chosen()
-    task, system_prompt = getattr(of, name), of.system_prompt
+    task = getattr(of, name)
+    system_prompt = of.system_prompt
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(task, config.seed_of_base), config, pool)
     if name == "reasoning_gym":
@@ -206,7 +213,8 @@ def _problems(config: Config, of: OneTask, pool: Pool, reads_answers: bool) -> t
         system_prompt = usual_prompt if system_prompt is None else system_prompt
         rows = read_split(task.train, files, "train", f"task.{name}.train")
         held_out = task.evaluation and read_split(task.evaluation, held_out_files, "test", f"task.{name}.evaluation")
-        train, evaluation = problems_of(rows, system_prompt), problems_of(held_out or [], system_prompt)
+        train = problems_of(rows, system_prompt)
+        evaluation = problems_of(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation
     order = np.random.default_rng([config.seed_of_base, 0]).permutation(len(train))
@@ -231,7 +239,9 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
         ValueError: there are fewer held-out problems than `evaluation.problems`, or none.
     """
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
-    most, chosen, count = min(len(problems) // 3, MOST_HELD_OUT), set(), 0
+    most = min(len(problems) // 3, MOST_HELD_OUT)
+    chosen = set()
+    count = 0
     for key, size in Counter(keys).items():
         if count + size <= most:
             chosen.add(key)

@@ -119,7 +119,8 @@ def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
         raise row.error("prompt", "begins with a system message of its own; remove it or task.system_prompt")
     if prompt[0]["role"] != "system" and system_prompt:
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
-    rate, columns = row.values.get("qwen2.5_7b_pass_rate"), {"data_source": row.values.get("data_source")}
+    rate = row.values.get("qwen2.5_7b_pass_rate")
+    columns = {"data_source": row.values.get("data_source")}
     difficulty = None
     if rate is not None:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:

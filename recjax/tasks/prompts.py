@@ -58,7 +58,8 @@ def _encoded(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"
             " have in the column 'tools'; take a model for tools, or remove the column"
         )
-    chats, variables = [problem.prompt for problem in of_chats], [problem.template for problem in of_chats]
+    chats = [problem.prompt for problem in of_chats]
+    variables = [problem.template for problem in of_chats]
     rendered = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
     texts = [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
     are_chats = [not isinstance(problem.prompt, str) for problem in problems]
@@ -126,17 +127,22 @@ def batch_prompts(
         rates: recent pass rates by `problem_key`, from which a curriculum draws. None: every epoch has every problem. A
             rate of None, of a problem whose newest group had no reward, gives the problem only uniform draws.
     """
-    task, seed = config.task, config.seed
+    task = config.task
+    seed = config.seed
     if not task.mixture and rates is None:
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
-    sizes, shares = Counter(problem.task for problem in prompts.problems), task.shares()
+    sizes = Counter(problem.task for problem in prompts.problems)
+    shares = task.shares()
     ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly nothing
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))
-    indices, start = np.empty(count, int), 0
+    indices = np.empty(count, int)
+    start = 0
     for place, name in enumerate(shares):
-        before, new, size = int(drawn[:-1, place].sum()), int(drawn[-1, place]), sizes[name]
+        before = int(drawn[:-1, place].sum())
+        new = int(drawn[-1, place])
+        size = sizes[name]
         if rates is None or not new:
             chosen = _places(size, before, new, seed)
         else:
@@ -155,7 +161,8 @@ def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
         rates: recent pass rate p of each problem.
     Reference: arXiv 2502.12272 (learnability p (1 − p), and batches with a share of uniform draws).
     """
-    learnable, alike = rates * (1 - rates), np.full(len(rates), 1 / len(rates))
+    learnable = rates * (1 - rates)
+    alike = np.full(len(rates), 1 / len(rates))
     if not learnable.any():
         return alike
     # A floor keeps enough problems drawable for a batch without repeats.

@@ -122,7 +122,8 @@ def template_of(row: FileRow) -> dict[str, Any]:
                 found[name] = json.loads(value)
             except ValueError as error:
                 raise row.error(name, f"must hold JSON; got {value!r:.80} ({error})") from error
-    tools, variables = found["tools"] or None, found["chat_template_kwargs"] or {}
+    tools = found["tools"] or None
+    variables = found["chat_template_kwargs"] or {}
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
         reason = "must hold a list of JSON schemas of functions, which the chat template reads"
         raise row.error("tools", f"{reason}; got {tools!r:.80}. Name the column otherwise if it holds something else")
@@ -166,7 +167,8 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
         except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
             reason = str(error.__cause__ or error).strip() or type(error).__name__
             raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
-        rows, kinds = [], narrow_columns(table).items()
+        rows = []
+        kinds = narrow_columns(table).items()
         narrow = {name: kind for name, kind in kinds if narrow_lists or not hasattr(kind, "value_type")}
         for index, values in enumerate(table):
             values |= {name: own_digits(values[name], kind) for name, kind in narrow.items()}

@@ -49,7 +49,8 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
     Raises:
         ValueError: a row has no system text or no turns, or a turn has no known speaker or no text.
     """
-    found, unreadable = [], 0
+    found = []
+    unreadable = 0
     for row in rows:
         functions = row.text("system")
         for match in re.finditer(r"\[\s*\{", functions):  # the text up to the end of the JSON list of functions
@@ -67,7 +68,8 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
             if not is_known or not isinstance(turn.get("value"), str):
                 reason = f"has a turn that is not {{'from': {' or '.join(_SPEAKERS)}, 'value': text}}"
                 raise row.error("conversations", f"{reason}; got {turn!r:.80}")
-            speaker, text = turn["from"], turn["value"]
+            speaker = turn["from"]
+            text = turn["value"]
             calls = parse_calls(text) if speaker == "assistant" else None
             if calls is not None:
                 text = json.dumps(calls, ensure_ascii=False)
@@ -153,7 +155,10 @@ def _split(text: str, has_names: bool = False) -> list[str]:
     Args:
         has_names: flag for text with function names outside brackets; an apostrophe in a name opens no quoted text.
     """
-    parts, start, depth, place = [], 0, 0, 0
+    parts = []
+    start = 0
+    depth = 0
+    place = 0
     while place < len(text):
         token = text[place] if has_names and depth == 0 else _QUOTED_OR_CHARACTER.match(text, place).group()
         if token == "," and depth == 0:

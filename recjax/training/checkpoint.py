@@ -102,7 +102,9 @@ def best_step(run: Path, metric: str) -> int:
     Raises:
         ValueError: no checkpoint has a step with this metric.
     """
-    name, rows, steps = metric.removeprefix("-"), read_metrics(run / "metrics.jsonl"), steps_of(run / "checkpoints")
+    name = metric.removeprefix("-")
+    rows = read_metrics(run / "metrics.jsonl")
+    steps = steps_of(run / "checkpoints")
     values = {row["step"]: row[name] for row in rows if row["step"] in steps and name in row}
     known = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
     # Only evaluations have metrics before the first step.

@@ -44,9 +44,15 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
         ValueError: the demonstrations have changed since the stage began, or a state cannot be read or written.
         FloatingPointError: a loss or gradient that is not finite.
     """
-    config, shown, settings, decoder = run.config, run.demonstrations, run.config.warm_start, run.policy.decoder
-    folder, steps, chunk = Path(config.output) / FOLDER, settings.steps, config.model.logprob_chunk
-    optimizer, rates = make_optimizer(OptimizerConfig()), supervised_rates(settings)
+    config = run.config
+    shown = run.demonstrations
+    settings = run.config.warm_start
+    decoder = run.policy.decoder
+    folder = Path(config.output) / FOLDER
+    steps = settings.steps
+    chunk = config.model.logprob_chunk
+    optimizer = make_optimizer(OptimizerConfig())
+    rates = supervised_rates(settings)
     algorithm = build_algorithm("reinforce", {"advantage": {"name": "raw_reward"}})
     recipe = Recipe(unrolled_for_training(decoder), algorithm, optimizer, Sampling(), chunk)
     params, constant = split_params(params, config.model)
@@ -54,14 +60,16 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
     checkpoint.set_damaged_aside(folder / "checkpoints")
     manager = checkpoint.open_checkpoints(folder / "checkpoints")
     with contextlib.closing(manager):
-        first, totals = manager.latest_step(), {"demonstrations": shown.digest, "metrics": None, "losses": {}}
+        first = manager.latest_step()
+        totals = {"demonstrations": shown.digest, "metrics": None, "losses": {}}
         trained = TrainState(params, ()) if first == steps else first_state(optimizer, params)
         del params
         if first is not None:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
             jax.tree.map(lambda leaf: leaf.delete(), trained)  # the restored arrays need its memory
             state = checkpoint.restore(manager, like, {})
-            trained, totals = state.trained, state.totals
+            trained = state.trained
+            totals = state.totals
             if totals["demonstrations"] != shown.digest:
                 raise ValueError(
                     f"warm_start.demonstrations = {config.demonstrations!r}: the chats or their tokens have changed"
@@ -70,7 +78,10 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
             logger.info("the warm start continues after step %d of %d", first, steps)
 
         def with_held_out_loss(row: dict[str, Any]) -> dict[str, Any]:
-            total, tokens, size, params = 0.0, 0, settings.batch_size, combine(trained.params, frozen)
+            total = 0.0
+            tokens = 0
+            size = settings.batch_size
+            params = combine(trained.params, frozen)
             for start in range(0, len(shown.held_out), size):
                 batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
                 logprobs = score(run.policy, params, batch, Sampling(), chunk)
@@ -88,7 +99,8 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
                 batch = pad([shown.train[index] for index in chosen], shown.shape, logprobs=False)
                 layout = packed_layout(decoder, batch, config.training.tokens_per_micro_batch)
                 key = jax.random.key(config.seed)  # this algorithm does not read it
-                arrays, numbers = put_rows(batch), {"learning_rate": rates[step - 1], "clip_norm": 1.0}
+                arrays = put_rows(batch)
+                numbers = {"learning_rate": rates[step - 1], "clip_norm": 1.0}
                 trained, measured, _ = update(
                     trained,
                     arrays,

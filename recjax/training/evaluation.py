@@ -74,13 +74,19 @@ def answered(
     Raises:
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
-    settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    policy, seats = policy._replace(kept_ids=0), len(config.task.trained_seats)  # no update reads the sets
+    settings = config.evaluation
+    size = config.rollout.prompts_per_step
+    count = len(prompts.texts)
+    # no update reads the sets
+    policy = policy._replace(kept_ids=0)
+    seats = len(config.task.trained_seats)
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
     for start in (start for start in range(0, count, size) if start not in done):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
-        asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
-        key, sampling = part_key(config.seed, step, start), settings.sampling()
+        asked = prompts.take(np.arange(start, start + size) % count)
+        problems = min(size, count - start)
+        key = part_key(config.seed, step, start)
+        sampling = settings.sampling()
         names = {"name": f"{start:06d}", "source": "policy", "version": step if version is None else version}
         if agents:
             asked = asked.take(np.arange(problems))
@@ -92,7 +98,8 @@ def answered(
             longest = config.rollout.max_completion_tokens
             keys = row_keys(key, size * settings.samples)
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
-            groups, asked = groups[:problems], asked.take(np.arange(problems))
+            groups = groups[:problems]
+            asked = asked.take(np.arange(problems))
             pending = submit(groups, asked, grading)
         part = AnsweredPart(start, asked, with_grades(groups, pending.result()), seats)
         grades = [completion.grade for group in part.groups for completion in group.completions]
@@ -195,7 +202,10 @@ def evaluate_policy(
         initial_params: parameters of π_0, for the KL; None skips the KL.
         agents: see `answered`.
     """
-    settings, divergence, tokens, samples = config.evaluation, 0.0, 0, []
+    settings = config.evaluation
+    divergence = 0.0
+    tokens = 0
+    samples = []
     for done in answered(config, policy, params, prompts, grading, step, agents=agents):
         if initial_params is not None:
             shape = answered_shape(
@@ -224,10 +234,14 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     Raises:
         ValueError: too few problems remain, or the cache cannot be written.
     """
-    keep, rollout, count = config.task.keep, config.rollout, len(train.texts)
+    keep = config.task.keep
+    rollout = config.rollout
+    count = len(train.texts)
     settings = EvaluationConfig(samples=keep.samples, **rollout.sampling()._asdict())
-    name, measuring = _rates_name(config, policy, params, train, reward), {"evaluation": settings}
-    path, size = cache_folder("pass_rates") / f"{name}.jsonl", rollout.prompts_per_step
+    name = _rates_name(config, policy, params, train, reward)
+    measuring = {"evaluation": settings}
+    path = cache_folder("pass_rates") / f"{name}.jsonl"
+    size = rollout.prompts_per_step
 
     def measured() -> dict[int, list[int]]:
         """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
@@ -244,7 +258,8 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
         if len(known) < -(-count // size):
             grading = stack.enter_context(Grading(config, reward))
             agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
-            before, shown = sum(map(len, known.values())), hosts.is_first()
+            before = sum(map(len, known.values()))
+            shown = hosts.is_first()
             bar = stack.enter_context(progress_bar("pass rates", count, before, unit="problem", shown=shown))
             options = {"step": _PASS_RATES, "agents": agents, "done": {*known}}
             for part in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):

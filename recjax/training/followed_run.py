@@ -28,8 +28,11 @@ class FollowedRun:
 
     def __init__(self, run: Path):
         """Reads no files yet; the folder need not exist."""
-        self._run, self._folder = run, run / "checkpoints"
-        self._config, self._policy, self._read_params = None, None, None
+        self._run = run
+        self._folder = run / "checkpoints"
+        self._config = None
+        self._policy = None
+        self._read_params = None
         self._taken: Stamp | None = None
         self._refused: set[Stamp] = set()
 

@@ -36,7 +36,8 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
         learned: per-token results of the update.
         rows: mask of the update's rows in the batch; None: all rows.
     """
-    config, tokenizer = run.config.samples, run.policy.tokenizer
+    config = run.config.samples
+    tokenizer = run.policy.tokenizer
     if not config.every or (step > 1 and step % config.every):
         return
     learned = on_host(learned)
@@ -50,7 +51,8 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
             "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
         )
         return
-    saved, terms = [], learned.terms
+    saved = []
+    terms = learned.terms
     columns = {
         "probability_now": np.exp(learned.logprobs),
         "advantage": np.broadcast_to(terms.advantages, terms.ratio.shape),
@@ -75,7 +77,8 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    grade, rows = completion.grade, completion.rows
+    grade = completion.grade
+    rows = completion.rows
     is_known = all(row.behavior_logprobs is not None for row in rows)
     starts = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()  # of each row in the joined tokens
     turns = {

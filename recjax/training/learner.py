@@ -40,7 +40,8 @@ class Learner:
         Args:
             params: all of the policy's parameters in float32.
         """
-        config, decoder = run.config, run.policy.decoder
+        config = run.config
+        decoder = run.policy.decoder
         params, frozen = split_params(params, config.model)
         teacher = load_teacher(config, run.policy)
         self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
@@ -87,7 +88,8 @@ class Learner:
         Args:
             layouts: layouts of a pass over the batch, which score it one minibatch after the other.
         """
-        recipe, params = self._recipe, combine(trained.params, run.frozen)
+        recipe = self._recipe
+        params = combine(trained.params, run.frozen)
         if not recipe.algorithm.needs_proximal:
             return None
         options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk

@@ -85,11 +85,15 @@ def train(
     """
     with start_run(config, overwrite, reward, on_step, sources, learner) as (run, state), ExitStack() as stack:
         check(run)
-        config, first, last = run.config, state.step + 1, run.config.training.steps
-        traced, folder = config.training.profile_steps, Path(config.output) / "profile"
+        config = run.config
+        first = state.step + 1
+        last = run.config.training.steps
+        traced = config.training.profile_steps
+        folder = Path(config.output) / "profile"
         steps = profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(closing(steps))
-        algorithm, stop_requests = config.algorithm.build(), hosts.LateAnswers()
+        algorithm = config.algorithm.build()
+        stop_requests = hosts.LateAnswers()
         unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
         turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
         padding = {"shape": run.padded_shape, "logprobs": not unneeded, "turns": turns}
@@ -104,7 +108,9 @@ def train(
             run.lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            before, groups, begins = state.queue, list(state.groups), not state.groups
+            before = state.queue
+            groups = list(state.groups)
+            begins = not state.groups
             if begins:
                 with under_way(_SAMPLED if run.samples else _FROM_STORE, step == first):
                     state, groups = next_groups(run, state, step)
@@ -195,7 +201,10 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] |
     Raises:
         RuntimeError: too many rounds have gone by without enough groups to train on.
     """
-    source, settings, count, seed = run.source, run.settings, run.own[0], run.config.seed
+    source = run.source
+    settings = run.settings
+    count = run.own[0]
+    seed = run.config.seed
     state, before = sync_sampler(run, state, step), state.queue
     source.begin_step(run, state)
     for idle in itertools.count(1):
@@ -269,9 +278,13 @@ def queue_metrics(run: Run, before: Queue, queue: Queue, groups: list[Group], st
     Args:
         before: the queue before the step, to count the completions that could not be graded.
     """
-    config, logged, failures = run.config, {}, {}
+    config = run.config
+    logged = {}
+    failures = {}
     if run.samples:
-        reward, last = run.grading.reward, None if config.task.mixture else -1  # a mixture may have functions of users
+        # a mixture may have functions of users
+        reward = run.grading.reward
+        last = None if config.task.mixture else -1
         failures["grading"] = FAILURES[1:last] if reward.per_row else FAILURES[1:] if reward.remote else FAILURES[-1:]
     if run.agents:
         failures["agent"] = AGENT_FAILURES
@@ -335,7 +348,8 @@ def _saved(run: Run, state: State) -> State:
 
 def _finish(run: Run) -> None:
     """Draws the figures, writes summary.json, and gives trackers the figures and samples."""
-    config, output = run.config, Path(run.config.output)
+    config = run.config
+    output = Path(run.config.output)
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
     with writing(output / "figures"):
@@ -344,7 +358,8 @@ def _finish(run: Run) -> None:
             draw_experience(rows, title, output / "figures" / "experience.png")
     # A row is missing if metrics.jsonl was damaged before the run resumed.
     by_step = {row["step"]: row for row in rows}
-    before, after = by_step.get(0, {}), by_step.get(config.training.steps, {})
+    before = by_step.get(0, {})
+    after = by_step.get(config.training.steps, {})
     summary = {
         "accuracy_before": before.get("evaluation/accuracy"),
         "accuracy_after": after.get("evaluation/accuracy"),

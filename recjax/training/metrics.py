@@ -64,15 +64,21 @@ class MetricsWriter(contextlib.AbstractContextManager):
         Raises:
             ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
-        self._path, self._trackers, self._bar, self._watch = output / "metrics.jsonl", trackers, bar, watch
-        self._phases, self._manager, self._refuses_impossible = phases or PhaseSeconds(), manager, refuses_impossible
+        self._path = output / "metrics.jsonl"
+        self._trackers = trackers
+        self._bar = bar
+        self._watch = watch
+        self._phases = phases or PhaseSeconds()
+        self._manager = manager
+        self._refuses_impossible = refuses_impossible
         self._remedy = remedy
         self._held: dict[str, Any] | None = None
         self._file = None
         if hosts.is_first():
             kept = _kept(self._path, keep_through, written)
             write_whole(self._path, kept)
-            self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
+            self._size = len(kept)
+            self._digest = xxhash.xxh3_128(kept)
             self._file = self._path.open("a", encoding="utf-8")
 
     def __exit__(self, *exception: object) -> None:
@@ -122,7 +128,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """
         if self._held is None:
             return
-        row, self._held = self._held, None  # also if `read` raises: the exit must not try the row again
+        # also if `read` raises: the exit must not try the row again
+        row = self._held
+        self._held = None
         row = self.read(row)
         self.write(row)
         if self._bar is not None:
@@ -149,7 +157,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
                 " training.impossible_tokens=drop drops and counts such tokens"
             )
         if bad:
-            good, folder = self._manager.latest_step(), self._manager.directory
+            good = self._manager.latest_step()
+            folder = self._manager.directory
             raise FloatingPointError(
                 f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. The run"
                 f" discards this step; its last good checkpoint is of step {good} in {folder}. {remedy}"

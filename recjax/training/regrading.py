@@ -33,12 +33,15 @@ def known_problems(run: Run) -> Known:
     Raises:
         ValueError: a prompt of the store has no known answer or column that its reward needs.
     """
-    known, of_problems = {}, run.agents is not None  # agents make prompts of their own
+    # agents make prompts of their own
+    known = {}
+    of_problems = run.agents is not None
     for prompts in (run.held_out, run.train):
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             group = Group("", tokens[mask], (), problem.prompt, problem.answer)
             known[content_of(group, of_problems)] = (text, problem)
-    groups, reward = run.stored.groups, run.grading.reward
+    groups = run.stored.groups
+    reward = run.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
         own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
@@ -89,7 +92,8 @@ def _grade(run: Run, known: Known, grader: str) -> None:
                 if not done:
                     yield number, one, text, problem, thoughts_opening(one, run.policy.tokenizer)
 
-    left, weights = rows(), agent_weights(run.config.task.reward_weights)
+    left = rows()
+    weights = agent_weights(run.config.task.reward_weights)
     size = run.config.rollout.prompts_per_step * run.config.rollout.group_size  # one batch at a time, as in training
 
     def submitted() -> Iterator[tuple[list, Grades]]:
@@ -101,7 +105,8 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             yield batch, Grades(run.grading.submit(own), len(batch))
 
     with run.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
-        rewards, written = {}, time.monotonic()
+        rewards = {}
+        written = time.monotonic()
         # The workers grade a batch while the next one is read.
         for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
             found = grades.result()
@@ -112,5 +117,6 @@ def _grade(run: Run, known: Known, grader: str) -> None:
                 rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
                 if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
                     groups.store.add_rewards(rewards, grader)
-                    rewards, written = {}, time.monotonic()
+                    rewards = {}
+                    written = time.monotonic()
             bar.update(len(batch))

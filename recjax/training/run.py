@@ -104,14 +104,16 @@ class Run(NamedTuple):
     @property
     def padded_shape(self) -> Shape:
         """The shape of the batches with equal shares for micro-batches and devices."""
-        minibatches, shards = self.config.training.minibatches, row_shards()
+        minibatches = self.config.training.minibatches
+        shards = row_shards()
         multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
         return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
 
     @property
     def own(self) -> tuple[int, int]:
         """Number of prompts in a batch, and of completions of each prompt, that the policy samples itself."""
-        rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix
+        rollout = self.config.rollout
+        mix = self.config.experience and self.config.experience.mix
         in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
         return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
 
@@ -229,7 +231,8 @@ def prepare(config: Config, make_policy: Callable = initial_policy, reward: Call
     if config.task.curriculum:
         train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
     if stored and experience.missing_logprobs == "initial":
-        initial, sampling = in_compute_dtype(policy.decoder, params, copy=False), config.rollout.sampling()
+        initial = in_compute_dtype(policy.decoder, params, copy=False)
+        sampling = config.rollout.sampling()
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     phases.totals["prepare"] = phases.wall_seconds
@@ -274,7 +277,8 @@ def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stor
         digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
     of_evaluation = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
-        block, place = getattr(task, task.chosen()), f"task.mixture.{name}" if name else "task"
+        block = getattr(task, task.chosen())
+        place = f"task.mixture.{name}" if name else "task"
         train_file = getattr(block, "train", None)
         other_file = getattr(block, "evaluation", None) or train_file
         for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
@@ -323,7 +327,8 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
         other = other._replace(prompts=1, group=other.group and 1)
     if None in (shape.group, other.group):
-        shape, other = shape.of_rows(), other.of_rows()
+        shape = shape.of_rows()
+        other = other.of_rows()
     return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
 
 

@@ -180,7 +180,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     Raises:
         ValueError: a setting that affects the weights differs.
     """
-    ours, theirs = config.model_dump(), said["totals"].get("config")
+    ours = config.model_dump()
+    theirs = said["totals"].get("config")
     if not theirs:
         return
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
@@ -193,7 +194,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
 
 
 def _check_same_config(config: Config, output: Path) -> None:
-    ours, theirs = config.model_dump(), stored_config(output)
+    ours = config.model_dump()
+    theirs = stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     fixed |= _chosen(config, theirs)
     if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
@@ -248,7 +250,8 @@ def continues(given: str | None, stored: str | None) -> bool:
     """True if a stored `model.run` is the one that a config gives; the stored one names a step."""
     if given is None or stored is None:
         return False
-    (run, name), (stored_run, step) = split_step(given), split_step(stored)
+    run, name = split_step(given)
+    stored_run, step = split_step(stored)
     return run == stored_run and name in (None, "best", step)
 
 
@@ -261,7 +264,8 @@ def _chosen(config: Config, theirs: dict) -> set[str]:
 
 def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
     """Describes the differing values by dotted key: `theirs` ("there") and `ours` ("now"); empty if all are equal."""
-    ours, theirs = _dotted(ours), _dotted(theirs)
+    ours = _dotted(ours)
+    theirs = _dotted(theirs)
     changed = sorted(key for key in (ours.keys() | theirs.keys()) - ignored if ours.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
 

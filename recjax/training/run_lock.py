@@ -40,7 +40,8 @@ class RunLock:
 
     def __init__(self, path: Path, holder: Holder | None):
         """Names the locked file and its holder; the holder is None in all processes but the first."""
-        self._path, self._holder = path, holder
+        self._path = path
+        self._holder = holder
 
     def check(self) -> None:
         """Checks that the folder still exists and that this process still holds it.
@@ -76,7 +77,8 @@ def held(output: Path) -> Iterator[RunLock]:
     Raises:
         ValueError: another process holds the folder, or the folder cannot be created or written.
     """
-    lock, refused = RunLock(output / NAME, None), None
+    lock = RunLock(output / NAME, None)
+    refused = None
     with contextlib.ExitStack() as stack:
         if hosts.is_first():
             try:
@@ -90,7 +92,9 @@ def held(output: Path) -> Iterator[RunLock]:
 
 @contextlib.contextmanager
 def _held_by_first(output: Path) -> Iterator[RunLock]:
-    made, path, ended = not output.exists(), output / NAME, threading.Event()
+    made = not output.exists()
+    path = output / NAME
+    ended = threading.Event()
     with writing(f"output = {str(output)!r}: {path}"):
         output.mkdir(parents=True, exist_ok=True)
         file, locked = _opened(path)

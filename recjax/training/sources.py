@@ -141,7 +141,10 @@ class PolicySource(Source):
 
         It samples the next round's batch early, during the grading of this one, if both use the same weights.
         """
-        config, queue, interval, arrivals = run.config, state.queue, run.settings.sampling_interval, []
+        config = run.config
+        queue = state.queue
+        interval = run.settings.sampling_interval
+        arrivals = []
         if self._warns and None in queue.rates.values():
             self._warns = False
             avoided = [
@@ -256,7 +259,8 @@ class EngineSampler:
 
     def __init__(self, run: Run):
         """Connects to no server yet."""
-        self._run, self._pushes = run, 0
+        self._run = run
+        self._pushes = 0
 
     def __enter__(self) -> "EngineSampler":
         """Connects to the server. Its first batch gets the weights again, also after a resume.
@@ -293,7 +297,9 @@ class EngineSampler:
         Raises:
             ValueError: the server keeps losing the weights, or sends no usable replies.
         """
-        config, (count, group_size), engine = self._run.config, self._run.own, self._engine
+        config = self._run.config
+        count, group_size = self._run.own
+        engine = self._engine
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
@@ -311,9 +317,11 @@ class EngineSampler:
                 engine.version = None
 
     def _push(self, weights: dict, version: int) -> None:
-        config, decoder = self._run.config, self._run.policy.decoder.config
+        config = self._run.config
+        decoder = self._run.policy.decoder.config
         place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
-        folder, path = place / str(version), config.model.path
+        folder = place / str(version)
+        path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, self._run.frozen))
         is_adapter = config.model.lora is not None and self._engine.api != "recjax" and path is not None
@@ -372,8 +380,10 @@ class EngineBatches(EngineSampler):
     def __init__(self, run: Run):
         """Connects to no server yet."""
         super().__init__(run)
-        self._thread, self._futures = ThreadPoolExecutor(1, thread_name_prefix="batches"), {}
-        self.in_flight, self.waited_seconds = {}, 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._futures = {}
+        self.in_flight = {}
+        self.waited_seconds = 0.0
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests, and samples no more batches."""
@@ -399,11 +409,13 @@ class EngineBatches(EngineSampler):
 
     def receive(self, wait: bool) -> list[tuple[int, tuple[list[Group], Grades]]]:
         """Number, groups and pending grades of every batch that is done; see `Generators.receive`."""
-        began, futures = time.monotonic(), self._futures
+        began = time.monotonic()
+        futures = self._futures
         if wait:
             concurrent.futures.wait([future for _, future in futures.values()], return_when=FIRST_COMPLETED)
             self.waited_seconds += time.monotonic() - began
-        done, received = [number for number, (_, future) in futures.items() if future.done()], []
+        done = [number for number, (_, future) in futures.items() if future.done()]
+        received = []
         for number in done:
             prompts, future = futures.pop(number)
             groups = future.result()
@@ -426,7 +438,8 @@ class GeneratorSource(Source):
 
     def __init__(self, generators: Generators | EngineBatches):
         """Starts no process."""
-        self.generators, self._published = generators, None
+        self.generators = generators
+        self._published = None
 
     @contextlib.contextmanager
     def opened(self, run: Run, state: State) -> Iterator[None]:
@@ -459,10 +472,14 @@ class GeneratorSource(Source):
 
     def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Issues batches that the run could train on in time, up to the last step; returns finished batches."""
-        config, queue, generators, every = run.config, state.queue, self.generators, run.settings.sampling_interval
+        config = run.config
+        queue = state.queue
+        generators = self.generators
+        every = run.settings.sampling_interval
         updates = config.training.updates
         while not wait and not generators.are_busy:
-            number, ahead = queue.counts["batches"] + len(generators.in_flight) + 1, self._versions_ahead(run, queue)
+            number = queue.counts["batches"] + len(generators.in_flight) + 1
+            ahead = self._versions_ahead(run, queue)
             has_turn = step + len(ahead) // run.own[0] * every * updates <= config.training.steps
             has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime, updates)
             due = number, queue.round, every, state.version, step
@@ -475,7 +492,8 @@ class GeneratorSource(Source):
 
     def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
         """True if a batch that generators sample would exceed `regime.max_staleness` at its turn after `step`."""
-        ahead, updates = self._versions_ahead(run, queue), run.config.training.updates
+        ahead = self._versions_ahead(run, queue)
+        updates = run.config.training.updates
         in_flight = self.generators.in_flight
         return bool(in_flight) and not schedule.in_time(ahead, step + updates, run.own[0], run.config.regime, updates)
 
@@ -549,16 +567,21 @@ class FollowedSource(Source):
 
     def begin_step(self, run: Run, state: State) -> None:
         """Begins to count the groups and seconds of a step."""
-        self._admitted, self._began, self._said = 0, time.monotonic(), time.monotonic() - LINE_SECONDS + 1
+        self._admitted = 0
+        self._began = time.monotonic()
+        self._said = time.monotonic() - LINE_SECONDS + 1
 
     def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
         """Takes groups, at most as many as the step lacks, with the oldest weights first."""
-        follower, count, ready = self._follower, run.own[0], len(state.queue.ready)
+        follower = self._follower
+        count = run.own[0]
+        ready = len(state.queue.ready)
         # A step adds one batch to a replay buffer, and more only if it has too few groups. Without replay, groups stay
         # in the store until their turn.
         room = count - (min(ready, self._admitted) if run.settings.replay else ready)
         if wait and time.monotonic() - self._said >= LINE_SECONDS:
-            self._said, (waiting, completions, pending) = time.monotonic(), follower.waiting
+            self._said = time.monotonic()
+            waiting, completions, pending = follower.waiting
             rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
             logger.info(
                 "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
@@ -566,7 +589,8 @@ class FollowedSource(Source):
         with run.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)
-        self._admitted, self._waited_seconds = self._admitted + len(arrival.groups), time.monotonic() - self._began
+        self._admitted = self._admitted + len(arrival.groups)
+        self._waited_seconds = time.monotonic() - self._began
         return [arrival]
 
     def state(self) -> dict[str, Any]:
@@ -575,7 +599,8 @@ class FollowedSource(Source):
 
     def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
         """The store's completions that were not taken, and the staleness of the step's tokens."""
-        of_tokens, (waiting, completions, pending) = token_staleness(groups, step), self._follower.waiting
+        of_tokens = token_staleness(groups, step)
+        waiting, completions, pending = self._follower.waiting
         return {
             **{f"experience/left_out/{reason}": queue.counts[reason] for reason in UNUSABLE},
             **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
@@ -610,7 +635,8 @@ def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Gr
 
 def with_missing_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
     """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
-    config, sampling = run.config, run.config.rollout.sampling()
+    config = run.config
+    sampling = run.config.rollout.sampling()
     if config.experience is None or config.experience.missing_logprobs != "current":
         return groups
     with run.phases.phase("sample"):

@@ -89,7 +89,8 @@ def start_run(
             refuses_impossible=config.training.impossible_tokens == "error",
         )
         opened = {"manager": manager, "lock": lock, "stopping": stopping, "trackers": trackers}
-        run, first = run._replace(metrics=stack.enter_context(metrics), **opened), [state]
+        run = run._replace(metrics=stack.enter_context(metrics), **opened)
+        first = [state]
         del state  # another reference would keep its weights in memory
         yield run, first.pop()
 

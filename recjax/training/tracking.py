@@ -71,7 +71,8 @@ class Trackers:
         Raises:
             ValueError: a module is not installed.
         """
-        self._boards, self._modules = [], []
+        self._boards = []
+        self._modules = []
         if hosts.is_first():
             board = functools.partial(TensorBoard, Path(config.output) / "tensorboard")
             self._boards = [_Feed("TensorBoard", board)]
@@ -118,7 +119,8 @@ class TensorBoard:
     def __init__(self, folder: Path):
         """Creates the file."""
         folder.mkdir(exist_ok=True)
-        self._file, self._is_empty = EventsWriter(str(folder / "events")), True
+        self._file = EventsWriter(str(folder / "events"))
+        self._is_empty = True
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Adds the scalars of a step."""
@@ -184,7 +186,8 @@ class _Feed(threading.Thread):
 
     def __init__(self, name: str, start: Callable[[], TensorBoard | _ModuleRun]):
         super().__init__(name=name, daemon=True)
-        self._start_tracker, self._failed = start, False
+        self._start_tracker = start
+        self._failed = False
         self._waiting: queue.Queue[tuple[str, tuple]] = queue.Queue(MOST_WAITING)
 
     def put(self, method: str, *arguments: Any) -> None:
@@ -198,7 +201,8 @@ class _Feed(threading.Thread):
     def run(self) -> None:
         """Starts the tracker and calls its methods, up to `finish`."""
         try:
-            tracker, method = self._start_tracker(), None
+            tracker = self._start_tracker()
+            method = None
             while method != "finish":
                 method, arguments = self._waiting.get()
                 getattr(tracker, method)(*arguments)

@@ -82,7 +82,8 @@ def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
     bare = config.model.model_copy(update=changes)
     if source in (None, "base"):
         if config.demonstrations:
-            stage, step = Path(config.output) / FOLDER, config.warm_start.steps
+            stage = Path(config.output) / FOLDER
+            step = config.warm_start.steps
             if step not in steps_of(stage / "checkpoints"):
                 raise ValueError(f"{stage} holds no finished warm start; train this config first")
             policy, read_params = checkpoint_reader(stage, config)
@@ -116,7 +117,10 @@ def _is_run(folder: Path, step: str | None) -> bool:
 
 def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
     """Samples completions of all problems; returns a row for each, with the answer that its grader read."""
-    rows, openings, tokenizer, unplayed = [], [], evaluated.policy.tokenizer, 0
+    rows = []
+    openings = []
+    tokenizer = evaluated.policy.tokenizer
+    unplayed = 0
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, task.reward))
         bar = progress_bar(evaluated.name, len(prompts.texts), unit="problem", shown=hosts.is_first())
@@ -177,7 +181,8 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
             adapter that recjax cannot read, or that differs from `model.lora`.
     """
-    model, stored = config.model, {}
+    model = config.model
+    stored = {}
     if model.adapter:
         return config.model_copy(update={"model": _with_adapter(model)})
     if model.run is None:
@@ -186,7 +191,8 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         stored = stored_config(Path(config.output)).get("model") or {}
     run, name = split_step(stored["run"] if continues(model.run, stored.get("run")) else model.run)
     theirs = run_config(run)
-    step, decoder = hosts.from_first(lambda: _whole_step(run, theirs, name)), theirs.model.decoder
+    step = hosts.from_first(lambda: _whole_step(run, theirs, name))
+    decoder = theirs.model.decoder
     if decoder and not decoder.characters:
         train, evaluation = load_problems(theirs)
         decoder = decoder.model_copy(update={"characters": characters([*train, *evaluation])})
@@ -208,7 +214,8 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
 def _with_adapter(model: ModelConfig) -> ModelConfig:
     """The model with the base of its adapter and, unless the adapter is merged, with the adapter's rank and targets."""
     fields = adapter_fields(model.adapter)
-    base, revision = fields.get("base_model_name_or_path"), fields.get("revision") or "main"
+    base = fields.get("base_model_name_or_path")
+    revision = fields.get("revision") or "main"
     if model.path is None and (not base or revision != "main"):
         raise ValueError(
             f"model.adapter = {model.adapter!r}: its base is {base!r}, revision {revision!r}; set model.path to a"
@@ -251,7 +258,8 @@ def reference_params(config: Config, policy: Policy) -> dict:
     Raises:
         ValueError: the reference cannot be read, or has another shape or tokenizer than the policy.
     """
-    opened, plain = open_policy(config.model.reference, config), dataclasses.replace(policy.decoder.config, lora=None)
+    opened = open_policy(config.model.reference, config)
+    plain = dataclasses.replace(policy.decoder.config, lora=None)
     theirs = dataclasses.replace(opened.policy.decoder.config, lora=None)
     if theirs != plain or opened.policy.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ValueError(
@@ -284,8 +292,10 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     name = config.model.teacher
     if name is None:
         return None
-    opened, place = open_policy(name, config), f"model.teacher = {name!r}"
-    theirs, ours = opened.policy.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+    opened = open_policy(name, config)
+    place = f"model.teacher = {name!r}"
+    theirs = opened.policy.tokenizer.get_vocab()
+    ours = policy.tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"{place}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
@@ -367,7 +377,8 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
     """
     lora = config.model.lora
     if lora is None and not config.model.freeze:
-        policy, constant = _without_params(config, False)[0], {}
+        policy = _without_params(config, False)[0]
+        constant = {}
         trained = abstract_params(policy.decoder.config)
     else:
         policy, params = _initial(config)
@@ -474,7 +485,10 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
     if adapters:
         return f"adapters of {run} after step {_export_adapters(run, output, step)}"
     opened = open_checkpoint(run, step)
-    policy, params, step, config = opened.policy, opened.params, opened.version, opened.run
+    policy = opened.policy
+    params = opened.params
+    step = opened.version
+    config = opened.run
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:
@@ -508,7 +522,8 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.
     is_local = Path(config.model.path).is_dir()
     write_adapters(output, policy.decoder.config, params, base.resolve(), None if is_local else config.model.path)
-    listed, note = listed_eos(base), ""
+    listed = listed_eos(base)
+    note = ""
     if unlisted := [token for token in policy.stop_ids if token not in listed and token < policy.vocabulary]:
         note = (
             f"Completions also end at {policy.tokenizer.convert_ids_to_tokens(unlisted)}, which the base model's"
@@ -525,7 +540,8 @@ def _card_files(
     run: Path, config: Config, step: int, base: Path, name: str, adapter_note: str | None = None
 ) -> dict[str, bytes]:
     """Contents of the model card and its figure, by file name."""
-    summary, figure = run / "summary.json", run / "figures" / "training.png"
+    summary = run / "summary.json"
+    figure = run / "figures" / "training.png"
     finished = summary.is_file() and step == config.training.steps
     numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
     shown = {"training.png": figure.read_bytes()} if figure.is_file() else {}

@@ -147,7 +147,8 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
-    end, encoded = policy.stop_ids[0], {}
+    end = policy.stop_ids[0]
+    encoded = {}
     end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
     chosen = [*zip(answers, are_chats, strict=True)]
     for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
@@ -202,7 +203,8 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     """
     if not config.demonstrations:
         return None
-    settings, held_out = config.warm_start, []
+    settings = config.warm_start
+    held_out = []
     train = _tokenized(settings.demonstrations, "warm_start.demonstrations", policy, settings.max_tokens)
     if settings.held_out is not None:
         held_out = _tokenized(settings.held_out, "warm_start.held_out", policy, settings.max_tokens)
@@ -246,9 +248,11 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         ValueError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
             reply; the message has file, line and reason.
     """
-    variables, tokenizer = template_of(row), policy.tokenizer
+    variables = template_of(row)
+    tokenizer = policy.tokenizer
     try:
-        messages, trajectory = _demonstrated(messages_in(row.values.get("messages"))), Trajectory(tokenizer)
+        messages = _demonstrated(messages_in(row.values.get("messages")))
+        trajectory = Trajectory(tokenizer)
         if "tools" in variables and not reads_variable(tokenizer, "tools"):
             raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
         end = turn_end(tokenizer)
@@ -292,7 +296,8 @@ _AFTER = {  # roles that a message may follow; None is the beginning of the chat
 
 def _demonstrated(messages: Any) -> list[dict[str, Any]]:
     """The messages of a row, in an order in which the assistant replies."""
-    messages, before = checked_messages(messages, "messages"), None
+    messages = checked_messages(messages, "messages")
+    before = None
     for place, message in enumerate(messages):
         role = message["role"]
         if role not in _AFTER:

@@ -19,7 +19,9 @@ from recjax.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
+# seconds before an async reward is retried; doubled for each further retry
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
 
 
 class Answered(NamedTuple):

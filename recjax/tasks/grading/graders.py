@@ -30,7 +30,9 @@ def grade_row(function: str, *row: Any) -> dict[str, float] | str | None:
     return None if result is None else str(result)
 
 
-_MATH, _TOOLS, _GYM = "recjax.grading.math_answers", "recjax.grading.tool_calls", "recjax.tasks.grading.gym"
+_MATH = "recjax.grading.math_answers"
+_TOOLS = "recjax.grading.tool_calls"
+_GYM = "recjax.tasks.grading.gym"
 
 GRADERS = {
     "gsm8k": Grader(f"{_MATH}:gsm8k", {"accuracy": 1.0, "format": 0.1}, f"{_MATH}:parse_tagged"),

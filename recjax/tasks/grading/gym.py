@@ -83,11 +83,13 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
         answer: the generator's answer.
         columns: a problem's columns, from `gym_problems`.
     """
-    given, entry = parse(completion), columns["entry"]
+    given = parse(completion)
+    entry = columns["entry"]
     source = entry["metadata"].get("source_dataset", columns["generator"])
     if given is None:
         return {"accuracy": 0.0, "score": 0.0}
-    score, words = 0.0, {*re.findall(r"[^\W\d]\w+", given)}
+    score = 0.0
+    words = {*re.findall(r"[^\W\d]\w+", given)}
     is_list = source not in _LISTS or "(" not in given
     is_formula = words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", given)
     if is_list and (is_formula or source not in _FORMULAS):

@@ -54,7 +54,8 @@ class Grading:
 
     def __init__(self, config: Config, reward: Reward | MixedReward):
         """Starts no processes; `__enter__` does."""
-        self._config, self.reward = config, reward
+        self._config = config
+        self.reward = reward
         self._rewards = reward.of if isinstance(reward, MixedReward) else {"": reward}
         self._thread: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
@@ -62,7 +63,8 @@ class Grading:
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
-        limits, remote = self._config.grading, self.reward.remote
+        limits = self._config.grading
+        remote = self.reward.remote
         graders = [GRADERS[reward.name] for reward in self._rewards.values() if reward.per_row]
         modules = {module for each in graders for module in (each.grade.partition(":")[0], each.package) if module}
         modules |= {remote_parts.__module__} if remote else set()
@@ -85,21 +87,24 @@ class Grading:
     def _scores(self, asked: Sequence[Answered]) -> Scores:
         if not isinstance(self.reward, MixedReward):
             return self._scored(self.reward, asked, self._config.task.success)
-        order, found = sorted(range(len(asked)), key=lambda place: asked[place].task), []
+        order = sorted(range(len(asked)), key=lambda place: asked[place].task)
+        found = []
         for task, places in itertools.groupby(order, key=lambda place: asked[place].task):
             if task not in self._rewards:
                 raise ValueError(
                     f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
                     f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
                 )
-            own, success = [asked[place] for place in places], self._config.task.of(task).success
+            own = [asked[place] for place in places]
+            success = self._config.task.of(task).success
             found.append(self._scored(self._rewards[task], own, success))
             if clash := found[-1].parts.keys() & self._rewards.keys():
                 raise ValueError(
                     f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
                     " both would be the metric reward/NAME; rename the task"
                 )
-        back, nothing = np.argsort(order), [np.full(len(scores.rewards), np.nan, np.float32) for scores in found]
+        back = np.argsort(order)
+        nothing = [np.full(len(scores.rewards), np.nan, np.float32) for scores in found]
         parts = {
             name: np.concatenate(
                 [scores.parts.get(name, missing) for scores, missing in zip(found, nothing, strict=True)]
@@ -113,7 +118,8 @@ class Grading:
     def _scored(self, reward: Reward, asked: Sequence[Answered], success: float) -> Scores:
         lengths = np.array([row.length for row in asked])
         parts, failures = self._graded(reward, asked) if reward.per_row else self._custom(reward, asked)
-        longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
+        longest = self._config.rollout.max_completion_tokens
+        overlong = self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
@@ -134,7 +140,8 @@ class Grading:
 
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row from a user's function, and the failure of its grading."""
-        failures, parts = np.zeros(len(rows), np.int32), {}
+        failures = np.zeros(len(rows), np.int32)
+        parts = {}
         for places, values in (
             self._remote(reward, rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]
         ):
@@ -159,7 +166,8 @@ class Grading:
 
     def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
         """The parts, or the failure, of each list of places in `rows`, from the worker processes."""
-        limits, found = self._config.grading, []
+        limits = self._config.grading
+        found = []
         settings = reward._replace(function=None, remote=None)  # the workers hold the function
 
         def started(places: list[int]) -> tuple[list[int], Future]:
@@ -192,7 +200,8 @@ class Grading:
         Returns:
             A text for each completion; None if it has no answer, or cannot be read within the limits.
         """
-        openings, reward = openings or [""] * len(completions), self._rewards[task]
+        openings = openings or [""] * len(completions)
+        reward = self._rewards[task]
         if not reward.per_row:
             said = zip(openings, completions, strict=True)
             # A completion that ends inside its thoughts has no answer.

@@ -18,7 +18,9 @@ from recjax.files import digest
 from recjax.tasks.grading.graders import GRADERS
 
 OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
-TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
+# parts of agents' rewards: numbers of replies and of the trajectory's rows
+TURNS = "turns"
+ROWS = "rows"
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
 LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
 SCORE = "score"  # name of the part if a reward is a plain number
@@ -144,7 +146,8 @@ def passed_name(function: Any) -> str:
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     try:
-        tree, outside = ast.parse("".join(inspect.findsource(code)[0])), {}
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
+        outside = {}
     except (OSError, TypeError, SyntaxError):
         return name
     if inspect.isfunction(function):

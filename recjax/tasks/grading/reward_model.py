@@ -19,7 +19,9 @@ from recjax.models.logprobs import last_hidden
 from recjax.models.products import product
 from recjax.models.trainable import in_compute_dtype
 
-_TOKENS, _SHORTEST = 4096, 64  # tokens of a batch, with padding, if its longest text has no more; its shortest rows
+# tokens of a batch, with padding, if its longest text has no more; its shortest rows
+_TOKENS = 4096
+_SHORTEST = 64
 
 
 class RewardModel:
@@ -38,7 +40,9 @@ class RewardModel:
         Raises:
             ValueError: recjax cannot compute the classifier; the message says why.
         """
-        self._path, self._device, self._loaded = path, device, None
+        self._path = path
+        self._device = device
+        self._loaded = None
         try:
             self._config, self._pad = classifier_config(path)
             self._tokenizer = load_tokenizer(path)
@@ -63,7 +67,8 @@ class RewardModel:
         else:
             texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
         encoded = encode_prompts(self._tokenizer, texts, rendered=is_chat, vocabulary=self._config.vocab_size)
-        order, scores = sorted(range(len(encoded)), key=lambda place: -len(encoded[place])), np.zeros(len(encoded))
+        order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
+        scores = np.zeros(len(encoded))
         device = jax.local_devices(backend="cpu" if self._device == "cpu" else None)[0]
         mesh = jax.make_mesh((1,) * 3, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=[device])
         with jax.set_mesh(mesh):
@@ -77,8 +82,10 @@ class RewardModel:
                 # Powers of two, so that few programs serve all batches.
                 time = max(_SHORTEST, 2 ** (len(encoded[order[0]]) - 1).bit_length())
                 rows = min(max(1, _TOKENS // time), 2 ** (len(order) - 1).bit_length())
-                chosen, order = order[:rows], order[rows:]
-                tokens, mask = np.zeros((rows, time), np.int32), np.tile(np.arange(time) < 1, (rows, 1))
+                chosen = order[:rows]
+                order = order[rows:]
+                tokens = np.zeros((rows, time), np.int32)
+                mask = np.tile(np.arange(time) < 1, (rows, 1))
                 for row, place in enumerate(chosen):
                     ids = np.array(encoded[place], np.int32)
                     tokens[row, : len(ids)] = ids
