@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -429,6 +430,32 @@ class Config(ConfigBlock):
         count = self.rollout.prompts_per_step
         mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
+
+    @property
+    def stored_groups(self) -> int:
+        """Number of groups in a batch that come whole from a store at rest."""
+        count = self.rollout.prompts_per_step
+        if self.experience and self.experience.store and not self.follows:
+            return count
+        mix = self.experience and self.experience.mix
+        return round(mix.share * count) if mix and mix.of == "batch" else 0
+
+    @property
+    def own_counts(self) -> tuple[int, int]:
+        """Number of groups in a batch, and of completions in each of them, that come from no store at rest."""
+        mix = self.experience and self.experience.mix
+        in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
+        return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group
+
+    @property
+    def samples_training_data(self) -> bool:
+        """True if the policy samples any of the data that it trains on."""
+        return self.own_counts[0] > 0 and not self.follows
+
+    @property
+    def record_file(self) -> Path | None:
+        """The store in which the run records the completions that the policy samples; None if it records none."""
+        return Path(self.output) / "experience.db" if self.experience and self.experience.record else None
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:
         """Number of micro-batches of a step whose completions are not packed.

@@ -212,7 +212,7 @@ def evaluate_policy(
                 config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
             )
             batch = pad(done.groups, shape)
-            initial = score(policy, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
+            initial = score(policy.decoder, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
             mask = batch.completion_mask
             divergence += float((batch.behavior_logprobs - initial)[mask].sum())
             tokens += int(mask.sum())

@@ -39,7 +39,7 @@ from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.run import Run, characters, initial_policy, prompts_of
+from recjax.training.prepare import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 from recjax.training.warm_start import FOLDER
 
@@ -144,17 +144,18 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
     return frame
 
 
-def older_params(run: Run, like: dict) -> Callable[[int], dict]:
+def older_params(config: Config, policy: Policy, frozen: dict, like: dict) -> Callable[[int], dict]:
     """A function that reads all parameters after an earlier step of a run, in the compute dtype, from its checkpoint.
 
     Args:
+        frozen: parameters that are not trained.
         like: trained parameters, or arrays of their shapes.
     """
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
 
     def read(step: int) -> dict:
-        trained = put_params(_restored(Path(run.config.output), step, like))
-        return combine(in_compute_dtype(run.policy.decoder, trained, copy=False), run.frozen)
+        trained = put_params(_restored(Path(config.output), step, like))
+        return combine(in_compute_dtype(policy.decoder, trained, copy=False), frozen)
 
     return read
 

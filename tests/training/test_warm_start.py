@@ -16,7 +16,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.tasks.loading import load_task
 from recjax.training import run, warm_start
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.run import characters
+from recjax.training.prepare import characters
 from recjax.training.warm_start import _demonstrations, _with_slips
 from tests.training.tiny_run import TINY
 
