@@ -2,7 +2,7 @@
 
 `experiments/own_loop.py` is the same loop in 200 lines, for one task on one device. This one adds what long runs need:
 sources that sample late or elsewhere, a queue in front of the update, checkpoints, evaluations, signals, and meshes.
-`recjax.training.start.train` opens a run and gives it to `run`.
+`recjax.training.start.train` opens a run and gives it to `train_steps`.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Preempted(BaseException):
         self.signal = number
 
 
-def run(run: Run, state: State) -> State:
+def train_steps(run: Run, state: State) -> State:
     """Makes the steps after the state's, up to the last one; returns the last state.
 
     Raises:

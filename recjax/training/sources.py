@@ -158,7 +158,7 @@ class PolicySource(StoreSource):
     def __init__(self, setup: Setup, learner: Learner, sample: Callable | None = None):
         """Takes a function that samples instead of `BatchSampler.sample`, with its first four arguments and results."""
         super().__init__(setup, learner)
-        self._sample = sample or BatchSampler.sample
+        self.sample = sample or BatchSampler.sample
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
         """Samples the batches due in this round.
@@ -192,7 +192,7 @@ class PolicySource(StoreSource):
         for number in range(queue.counts["batches"] + 1, (last - 1) // interval + 2):
             params = self._learner.sampler_params(state)
             rates = {"rates": queue.rates} if config.task.curriculum else {}
-            groups, grades = self._sample(self._setup.sampler, params, state.version, number, **rates)
+            groups, grades = self.sample(self._setup.sampler, params, state.version, number, **rates)
             groups = self._mixed(state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals

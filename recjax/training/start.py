@@ -63,7 +63,7 @@ def train(
         learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
         check: called with what the run has read, before the first evaluation or step.
     Raises:
-        FloatingPointError, RuntimeError, Preempted: see `loop.run`.
+        FloatingPointError, RuntimeError, Preempted: see `loop.train_steps`.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_processes(config)
@@ -82,14 +82,14 @@ def train(
         check(begun.setup)
         first = [state]
         del state  # another reference would keep its weights in memory during the loop
-        loop.run(run, first.pop())
+        loop.train_steps(run, first.pop())
         if hosts.is_first():
             run.log.finish()
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-class Begun(NamedTuple):
+class Started(NamedTuple):
     """A run before it is open: what it has read, what computes, what gives groups, and its checkpoints."""
 
     setup: Setup
@@ -100,7 +100,7 @@ class Begun(NamedTuple):
 
 @contextlib.contextmanager
 def opened_run(
-    begun: Begun, state: State, trackers: Trackers, lock: run_lock.RunLock, on_step: Callable[[dict], Any] | None
+    begun: Started, state: State, trackers: Trackers, lock: run_lock.RunLock, on_step: Callable[[dict], Any] | None
 ) -> Iterator[Run]:
     """Opens workers, signals and metrics for the time of the run, and hands everything to the loop."""
     setup, learner, source, manager = begun
@@ -190,7 +190,7 @@ def begin(
     reward: Callable | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
-) -> tuple[Begun, State]:
+) -> tuple[Started, State]:
     """The run and its state, on the mesh in context, also if the run was on another mesh before.
 
     Args:
@@ -217,7 +217,7 @@ def begin(
     del params
     if setup.agents:
         setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)
-    begun = Begun(setup, learner, sources(setup, learner), manager)
+    begun = Started(setup, learner, sources(setup, learner), manager)
     totals = {
         "seconds": {},
         "wall_seconds": 0.0,
