@@ -52,6 +52,7 @@ class AlgorithmConfig(ConfigBlock):
     weight: dict[str, Any] = key(dict, "Weight of each token's gradient")
     correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behavior policy")
     regularizer: dict[str, Any] = key(dict, "Term added to the loss")
+    term: dict[str, Any] = key(dict, "Your own term, added to the loss as well")
     reduction: dict[str, Any] = key(dict, "Reduction of token losses to one loss")
     reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, or to model.reference")
     unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")

@@ -274,7 +274,7 @@ def _batch_values(
         scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
-    if algorithm.distillation is not None:
+    if algorithm.reads_teacher_logprobs:
         values = values._replace(teacher_logprobs=scored_by(recipe.teacher, context.teacher_params).logprobs)
     return values
 
