@@ -69,9 +69,11 @@ class Learner:
         needs_reference = self._recipe.algorithm.needs_reference
         if (needs_reference and not config.model.reference) or config.evaluation.initial_kl:
             self.initial = in_compute_dtype(decoder, params, copy=True)
+        # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
         if needs_reference:
             self.reference = reference_params(config, setup.policy) if config.model.reference else self.initial
         trained = first_state(self._recipe.optimizer, params)
+        # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:
             folder, step = split_step(config.model.run)
@@ -86,6 +88,7 @@ class Learner:
         """
         if state.behavior_params is not None:
             return state.behavior_params
+        # The first copy exists already: the KL to the initial policy reads it.
         if copy and state.version == 0 and self.initial is not None:
             return self.initial
         return in_compute_dtype(self._setup.policy.decoder, state.trained.params, copy=copy)
@@ -128,8 +131,10 @@ class Learner:
         proximal_logprobs: Float[Array, "batch time"] | None = None,
     ) -> tuple[TrainState, dict, Learned]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        # An argument of the program and not a constant in it: runs with other rates share the compiled update.
         _, rate = _rates_of(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
+        # By batch, so that all updates of a batch drop the same completions.
         batch_number = schedule.batch_of(step, self._setup.config.training.updates)
         trained, metrics, learned = update(
             trained,

@@ -1,4 +1,4 @@
-"""What a run writes for people: a row of metrics for each step, kept completions, samples, figures and the summary."""
+"""Writes for people: a row of metrics for each step, kept completions, samples, figures and the summary."""
 
 from collections import Counter
 from pathlib import Path

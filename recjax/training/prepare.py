@@ -1,4 +1,4 @@
-"""Reads and opens what a run needs before its first step: task, policy, store, demonstrations (`Setup`)."""
+"""Reads everything that a run needs before its first step: task, policy, store, demonstrations (`Setup`)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Setup(NamedTuple):
-    """What a run reads and opens before its first step.
+    """Everything that a run reads before its first step.
 
     train, held_out: prompts to train on, and to evaluate on.
     grading: workers that grade completions; open during the run.
@@ -65,7 +65,7 @@ class Setup(NamedTuple):
 
     @property
     def sampler(self) -> BatchSampler:
-        """What samples batches of the train prompts in this process."""
+        """Samples batches of the train prompts in this process."""
         return BatchSampler(self.config, self.policy, self.train, self.grading, self.phases, self.agents)
 
     @property

@@ -1,7 +1,7 @@
-"""What the loop works with: a run's settings and the objects that do its work (`Run`), and its state (`State`).
+"""The settings and objects that the loop uses (`Run`), and the content of a checkpoint (`State`).
 
-The classes here say what the loop calls, and nothing else. `recjax.training.start` fills a `Run` with the objects of
-the package. A test, or a program with a loop of its own, may pass others.
+The classes here name the methods that the loop calls, and no others. `recjax.training.start` fills a `Run` with the
+objects of the package. A test, or a program with its own loop, may pass other objects.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +84,7 @@ class Source:
         """Records graded batches in the run's store, if the run has one."""
 
     def state(self) -> dict[str, Any]:
-        """JSON data for the checkpoint, which says what the source has given to the queue."""
+        """JSON data for the checkpoint, with which `opened` continues after the groups that the queue has."""
         return {}
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
@@ -93,7 +93,7 @@ class Source:
 
 
 class Computes(Protocol):
-    """What the loop asks of a learner; `recjax.training.learner.Learner` documents it."""
+    """The methods of a learner that the loop calls; `recjax.training.learner.Learner` documents them."""
 
     def behavior_params(self, state: State, copy: bool = False) -> dict: ...
 
@@ -139,7 +139,7 @@ class Update(NamedTuple):
 
 
 class Logs(Protocol):
-    """What the loop tells; `recjax.training.log.RunLog` documents it."""
+    """The methods of a run's log that the loop calls; `recjax.training.log.RunLog` documents them."""
 
     def begin(self, state: State, measured: dict[str, float]) -> None: ...
 
@@ -155,7 +155,7 @@ class Logs(Protocol):
 
 
 class Saves(Protocol):
-    """What the loop asks of the run folder; `recjax.training.checkpoint.Saver` documents it."""
+    """The members of a run folder that the loop uses; `recjax.training.checkpoint.Saver` documents them."""
 
     newest: int | None
 
@@ -165,7 +165,7 @@ class Saves(Protocol):
 
 
 class Run(NamedTuple):
-    """What the loop works with.
+    """The settings and objects that the loop uses; none of them changes during a run.
 
     config: the config.
     algorithm: its algorithm.

@@ -59,7 +59,7 @@ class StoreSource(Source):
     """The groups of a store at rest join each batch; nothing else arrives. The base of all other sources."""
 
     def __init__(self, setup: Setup, learner: Learner):
-        """Takes what the run has read, and what computes the log-probs that completions of a store lack."""
+        """Takes the run's data, and the learner that computes log-probs which completions of a store lack."""
         self._setup = setup
         self._config = setup.config
         self._learner = learner
@@ -69,6 +69,7 @@ class StoreSource(Source):
         config = self._config
         count = config.stored_groups
         if count:
+            # They skip the queue: their rewards are known, and the checkpoint need not hold them.
             batch = schedule.batch_of(step, config.training.updates)
             with self._setup.phases.phase("sample"):
                 groups = groups + groups_at(self._setup.stored.groups, count, batch, config.seed)
@@ -92,6 +93,7 @@ class StoreSource(Source):
         if not others:
             return groups
         _, own = self._config.own_counts
+        # By the batch's number and not by the step, so that a batch that arrives late gets the same completions.
         with self._setup.phases.phase("sample"):
             groups = mixed(groups, others, self._config.rollout.group_size - own, number, self._config.seed)
         return self._with_missing_logprobs(state, groups)
@@ -183,7 +185,7 @@ class PolicySource(StoreSource):
                 " agent/…",
                 *(len(avoided), ", ".join(map(repr, avoided)), config.task.curriculum.uniform),
             )
-        # Log-probs of the current policy equal those of the round.
+        # Log-probs of the current policy are those of the round; a batch sampled ahead would get them a round early.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         batches = schedule.batch_of(config.training.steps, updates)
         last = queue.round + (
@@ -424,7 +426,7 @@ class GeneratorSource(StoreSource):
                     store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
             for number in in_flight:
                 generators.issue(number)
-            del state  # a reference would keep its weights in memory
+            del state  # a reference would keep its weights in memory during the whole run
             yield
 
     def begin_step(self, state: State) -> None:
@@ -445,6 +447,7 @@ class GeneratorSource(StoreSource):
         generators = self.generators
         every = self._setup.settings.sampling_interval
         updates = config.training.updates
+        # In the first poll of a round only: in the second one the step waits, and nothing has changed since.
         while not wait and not generators.are_busy:
             number = queue.counts["batches"] + len(generators.in_flight) + 1
             ahead = self._versions_ahead(queue)

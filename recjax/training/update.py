@@ -220,6 +220,7 @@ def update(
     algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
+    # Of the whole batch even for a minibatch: a group's mean must not depend on how the batch is cut.
     all_rows = losses.row_terms(algorithm, _batch_values(recipe, state, batch, layout, context, devices))
     rows = jax.tree.map(devices.share, all_rows)
     sums, scores = _summed(recipe, state, batch, rows, layout, context)
@@ -270,6 +271,7 @@ def _batch_values(
         values = values._replace(observation_mask=observed)
     # The key is equal on all devices and has no rows.
     values = jax.tree.map(devices.whole, values._replace(key=None))._replace(key=context.key)
+    # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
     if algorithm.needs_scoring if context.proximal_logprobs is None else algorithm.needs_rescoring:
         scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
