@@ -56,16 +56,23 @@ def keep(setup: Setup, update: Update) -> None:
         "coefficient": terms.coefficients,
     }
     places = iter(row_places(update.groups, setup.shape))
-    placed = [(group, [[next(places) for _ in one.rows] for one in group.completions]) for group in update.groups]
+    placed = [
+        (group, [[next(places) for _ in completion.rows] for completion in group.completions])
+        for group in update.groups
+    ]
     rows = update.layout.rows  # of a minibatch; None: all
     if rows is not None:
-        placed = [(group, of_group) for group, of_group in placed if all(rows[place].all() for place in of_group)]
+        placed = [
+            (group, of_group) for group, of_group in placed if all(rows[row_index].all() for row_index in of_group)
+        ]
     for group, of_group in placed[: config.groups]:
         for completion, of_completion in zip(group.completions, of_group, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [(place, len(each.tokens)) for place, each in zip(of_completion, completion.rows, strict=True)]
+            lengths = [
+                (row_index, len(each.tokens)) for row_index, each in zip(of_completion, completion.rows, strict=True)
+            ]
             for name, values in columns.items():
-                values = _joined(values[place, :length] for place, length in lengths)
+                values = _joined(values[row_index, :length] for row_index, length in lengths)
                 row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
             saved.append(row)
     with writing(folder):
@@ -81,7 +88,9 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
     turns = {
         "turns": [starts[turn.row] + turn.end for turn in completion.turns],
         "turn_rewards": list(grade.turns),
-        "contexts": {starts[place]: tokenizer.decode(rows[place].prompt_tokens) for place in range(1, len(rows))},
+        "contexts": {
+            starts[row_index]: tokenizer.decode(rows[row_index].prompt_tokens) for row_index in range(1, len(rows))
+        },
     }
     return {
         "step": step,

@@ -125,8 +125,8 @@ def queue_metrics(setup: Setup, source: Source, update: Update, state: State) ->
     config = setup.config
     queue = state.queue
     logged = {
-        f"{part}/{reason}": queue.counts[f"ungraded/{reason}"] - before.counts[f"ungraded/{reason}"]
-        for part, reasons in setup.failures.items()
+        f"{family}/{reason}": queue.counts[f"ungraded/{reason}"] - before.counts[f"ungraded/{reason}"]
+        for family, reasons in setup.failures.items()
         for reason in reasons
     }
     if config.experience or config.regime.mode == "async":

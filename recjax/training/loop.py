@@ -150,7 +150,7 @@ def _too_few(run: Run, removed: Counter[str]) -> str:
         removed: the queue's counts since the last step.
     """
     names = {reason: f"experience/left_out/{reason}" for reason in (*LOST, *LEFT)}
-    names |= {f"ungraded/{kind}": f"{part}/{kind}" for part, kinds in run.failures.items() for kind in kinds}
+    names |= {f"ungraded/{kind}": f"{family}/{kind}" for family, kinds in run.failures.items() for kind in kinds}
     counted = ", ".join(f"{name} {removed[reason]}" for reason, name in names.items() if removed[reason])
     remedies = {
         "grading/": "let the reward function return numbers, or leave out problems that it cannot grade",

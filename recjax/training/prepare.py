@@ -218,11 +218,11 @@ def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stor
     of_evaluation = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block = getattr(task, task.chosen())
-        place = f"task.mixture.{name}" if name else "task"
+        block_key = f"task.mixture.{name}" if name else "task"
         train_file = getattr(block, "train", None)
         other_file = getattr(block, "evaluation", None) or train_file
         for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
-            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
+            source = f"{block_key}.{task.chosen()}" + (f" = {file!r}" if file else "")
             count = sum(problem.task == name for problem in prompts.problems)
             digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
     return digests

@@ -314,10 +314,10 @@ def code_digests(config: Config) -> dict[str, str]:
 def starts(output: Path) -> list[dict]:
     """The entries of environment.json in a run folder; an empty list if the file is missing or damaged."""
     try:
-        found = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
+        entries = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    return entries if isinstance(entries, list) else []
 
 
 @functools.cache  # a process runs the code of one commit
@@ -326,8 +326,8 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         folder = Path(recjax.__file__).parent
-        asked = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         # A package installed inside another repository does not belong to that repository's commit.

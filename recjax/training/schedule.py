@@ -90,4 +90,4 @@ def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfi
     """
     last = step - 1 + updates - 1
     turns = enumerate(sorted(versions))
-    return all(last + place // groups * updates - version <= regime.max_staleness for place, version in turns)
+    return all(last + position // groups * updates - version <= regime.max_staleness for position, version in turns)

@@ -92,10 +92,10 @@ class StoreSource(Source):
         others = self._setup.others
         if not others:
             return groups
-        _, own = self._config.own_counts
+        _, sampled_count = self._config.own_counts
         # By the batch's number and not by the step, so that a batch that arrives late gets the same completions.
         with self._setup.phases.phase("sample"):
-            groups = mixed(groups, others, self._config.rollout.group_size - own, number, self._config.seed)
+            groups = mixed(groups, others, self._config.rollout.group_size - sampled_count, number, self._config.seed)
         return self._with_missing_logprobs(state, groups)
 
     def _with_missing_logprobs(self, state: State, groups: list[Group]) -> list[Group]:
@@ -277,8 +277,8 @@ class EngineSampler:
     def _push(self, params: dict, version: int) -> None:
         config = self._sampler.config
         decoder = self._sampler.policy.decoder.config
-        place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
-        folder = place / str(version)
+        shared_folder = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
+        folder = shared_folder / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
@@ -295,7 +295,7 @@ class EngineSampler:
                 export_model(folder, decoder, params, model_folder(path) if path else Path(base))
         self._engine.push(folder, version, is_adapter)
         self._pushes += 1
-        for older in place.iterdir():  # the server has acknowledged the newest
+        for older in shared_folder.iterdir():  # the server has acknowledged the newest
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)
 
@@ -510,11 +510,11 @@ def sampler(
 
             def newer() -> Weights | None:
                 nonlocal latest
-                found = newest()
-                if found is None or found[0] <= latest:
+                published = newest()
+                if published is None or published[0] <= latest:
                     return None
-                latest = found[0]
-                return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), latest)
+                latest = published[0]
+                return Weights(combine(jax.tree.map(jnp.asarray, published[1]), frozen), latest)
 
             with one_at_a_time:
                 if agents:

@@ -130,7 +130,9 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         options = {"step": 0, "agents": agents, "version": evaluated.version}
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             rows += sample_rows(done)
-            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
+            openings += [
+                thoughts_opening(completion, tokenizer) for group in done.groups for completion in group.completions
+            ]
             unplayed += sum(not group.completions for group in done.groups)
             bar.update(len(done.groups) // done.seats)
         if unplayed:
@@ -138,9 +140,9 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         frame = pd.DataFrame(rows).assign(parsed=None)
         tasks = np.array([row.get("task", "") for row in rows])
         for name in np.unique(tasks) if hosts.is_first() else ():
-            own = np.flatnonzero(tasks == name)
-            texts, opened = ([column[place] for place in own] for column in (frame["completion"], openings))
-            frame.loc[own, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), own, dtype=object)
+            of_task = np.flatnonzero(tasks == name)
+            texts, opened = ([column[index] for index in of_task] for column in (frame["completion"], openings))
+            frame.loc[of_task, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), of_task, dtype=object)
     return frame
 
 
@@ -294,12 +296,12 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     if name is None:
         return None
     opened = open_policy(name, config)
-    place = f"model.teacher = {name!r}"
+    key = f"model.teacher = {name!r}"
     theirs = opened.policy.tokenizer.get_vocab()
     ours = policy.tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
-            f"{place}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
+            f"{key}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
             " teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
         )
     check_teacher(config, opened.policy.decoder.config, policy.decoder.config)
@@ -462,10 +464,10 @@ def _restored(run: Path, step: int, like: dict) -> dict:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         params = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute(), args=arguments)["params"]
     for path, leaf in flatten(like).items():
-        found = flatten(params)[path].shape
-        if found != leaf.shape:
+        shape = flatten(params)[path].shape
+        if shape != leaf.shape:
             raise ValueError(
-                f"{run}, step {step}: {path} has shape {found} in the checkpoint, but the model that config.yaml"
+                f"{run}, step {step}: {path} has shape {shape} in the checkpoint, but the model that config.yaml"
                 f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
             )
     return params
@@ -496,8 +498,8 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
             base = model_folder(config.model.path, _WITH_CARD)
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
-        beside = _card_files(run, config, step, base, output.name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, stop_ids=policy.stop_ids)
+        card_files = _card_files(run, config, step, base, output.name)
+        export_model(output, policy.decoder.config, params, base, dtype, beside=card_files, stop_ids=policy.stop_ids)
     return f"{run} after step {step}"
 
 
