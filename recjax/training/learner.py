@@ -23,7 +23,7 @@ from recjax.training.prepare import Setup
 from recjax.training.run import State
 from recjax.training.trained import load_teacher, reference_params, starting_policy
 from recjax.training.update import (
-    Learned,
+    TokenResults,
     TrainState,
     UpdateContext,
     first_state,
@@ -129,14 +129,14 @@ class Learner:
         layout: Layout,
         step: int,
         proximal_logprobs: Float[Array, "batch time"] | None = None,
-    ) -> tuple[TrainState, dict, Learned]:
+    ) -> tuple[TrainState, dict, TokenResults]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
         # An argument of the program and not a constant in it: runs with other rates share the compiled update.
         _, rate = _rates_of(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         # By batch, so that all updates of a batch drop the same completions.
         batch_number = schedule.batch_of(step, self._setup.config.training.updates)
-        trained, metrics, learned = update(
+        trained, metrics, tokens = update(
             trained,
             put_rows(batch),
             layout,
@@ -150,7 +150,7 @@ class Learner:
             ),
             recipe=self._recipe,
         )
-        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, learned
+        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, tokens
 
     def evaluate(self, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""

@@ -17,7 +17,7 @@ from recjax.experience.batch import Batch, Shape
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import Arrival, Queue, Settings
-from recjax.training.update import Learned, TrainState
+from recjax.training.update import TokenResults, TrainState
 
 
 class State(NamedTuple):
@@ -110,7 +110,7 @@ class Computes(Protocol):
         layout: Layout,
         step: int,
         proximal_logprobs: Float[Array, "batch time"] | None = None,
-    ) -> tuple[TrainState, dict, Learned]: ...
+    ) -> tuple[TrainState, dict, TokenResults]: ...
 
     def evaluate(self, state: State) -> Any: ...
 
@@ -134,7 +134,7 @@ class Update(NamedTuple):
     learned_from: Batch
     layout: Layout
     metrics: dict
-    tokens: Learned
+    tokens: TokenResults
     queue_before: Queue | None
 
 

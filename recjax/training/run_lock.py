@@ -108,8 +108,8 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
                 is_alive = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < STALE_SECONDS
         if is_alive:
             raise ValueError(
-                f"output = {str(output)!r} is in use: {holder or 'another process'} is writing a run there; wait for it,"
-                f" stop it, or give another output=…. If you are sure that it is dead, delete {path}"
+                f"output = {str(output)!r} is in use: {holder or 'another process'} is writing a run there; wait for"
+                f" it, stop it, or give another output=…. If you are sure that it is dead, delete {path}"
             )
         if holder:
             logger.info("%s: took over the lock of %s, which has died", path, holder)

@@ -416,7 +416,7 @@ class GeneratorSource(StoreSource):
             if isinstance(generators, Generators):
                 setup = self._setup
                 frozen = params_on_host(self._learner.frozen)
-                generators.start(sampler, setup.config, setup.policy, setup.train, setup.grading.reward, frozen)
+                generators.start(open_generator, setup.config, setup.policy, setup.train, setup.grading.reward, frozen)
             self.begin_step(state)
             issued = state.queue.counts["batches"] + len(in_flight)
             record = self._config.record_file
@@ -491,7 +491,7 @@ class GeneratorSource(StoreSource):
 
 
 @contextlib.contextmanager
-def sampler(
+def open_generator(
     config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
     """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.

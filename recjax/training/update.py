@@ -138,7 +138,7 @@ class UpdateContext(NamedTuple):
     hyperparameters: dict[str, dict[str, Any]] = {}
 
 
-class Learned(NamedTuple):
+class TokenResults(NamedTuple):
     """Per-token results of an update for the whole batch; undefined where masked and outside the minibatch.
 
     logprobs: log-probs before the update.
@@ -201,7 +201,7 @@ def update(
     *,
     recipe: Recipe,
     axis_name: str | None = None,
-) -> tuple[TrainState, dict, Learned]:
+) -> tuple[TrainState, dict, TokenResults]:
     """Makes one optimizer step on a batch, or on a minibatch.
 
     Advantages, weights and drops are computed over the whole batch. Gradients are summed over micro-batches as
@@ -236,8 +236,8 @@ def update(
     for term in (*terms_of(algorithm), *_model_terms(recipe)):
         if term.metrics is not None:
             metrics |= call(term.metrics, measured)
-    learned = Learned(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
-    return new_state, metrics, learned
+    tokens = TokenResults(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
+    return new_state, metrics, tokens
 
 
 def _batch_values(

@@ -17,7 +17,7 @@ from recjax.tasks.prompts import batch_prompts
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
 from recjax.training.sources import source_of
-from recjax.training.update import Learned, TrainState
+from recjax.training.update import TokenResults, TrainState
 from tests.training.tiny_run import train
 
 
@@ -81,13 +81,13 @@ class MovingLearner(Learner):
         return evaluation(self._setup, state.step / 100)
 
 
-def measured(batch, loss: float) -> tuple[dict, Learned]:
+def measured(batch, loss: float) -> tuple[dict, TokenResults]:
     """Metrics of an update, and its results per token."""
     numbers = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
     numbers["kept_fraction"] = float(batch.completion_mask.any())
     zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
     # Like the loss of a compiled update, the loop reads it from a device.
-    return {"loss": jnp.asarray(np.float32(loss)), **numbers}, Learned(
+    return {"loss": jnp.asarray(np.float32(loss)), **numbers}, TokenResults(
         zeros, TokenTerms(zeros, zeros, zeros > 0, zeros)
     )
 

@@ -18,7 +18,7 @@ from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training import loop
 from recjax.training.prepare import prepare
-from recjax.training.sources import GeneratorSource, sampler
+from recjax.training.sources import GeneratorSource, open_generator
 from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import campaign_except, slow_except
@@ -201,7 +201,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
-    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8
@@ -227,7 +227,7 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
-    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
