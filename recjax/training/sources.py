@@ -172,19 +172,7 @@ class PolicySource(StoreSource):
         queue = state.queue
         interval = self._setup.settings.sampling_interval
         arrivals = []
-        if self._warns and None in queue.rates.values():
-            self._warns = False
-            avoided = [
-                question_of(problem.prompt)
-                for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
-                if queue.rates.get(key, 0.0) is None
-            ]
-            logger.warning(
-                "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
-                " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
-                " agent/…",
-                *(len(avoided), ", ".join(map(repr, avoided)), config.task.curriculum.uniform),
-            )
+        self._warn_of_avoided_problems(queue)
         # Log-probs of the current policy are those of the round; a batch sampled ahead would get them a round early.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
         batches = schedule.batch_of(config.training.steps, updates)
@@ -198,6 +186,23 @@ class PolicySource(StoreSource):
             groups = self._mixed(state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals
+
+    def _warn_of_avoided_problems(self, queue: Queue) -> None:
+        """Logs the problems whose completions got no reward, once; the curriculum rarely draws them again."""
+        if not self._warns or None not in queue.rates.values():
+            return
+        self._warns = False
+        avoided = [
+            question_of(problem.prompt)
+            for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
+            if queue.rates.get(key, 0.0) is None
+        ]
+        logger.warning(
+            "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
+            " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
+            " agent/…",
+            *(len(avoided), ", ".join(map(repr, avoided)), self._config.task.curriculum.uniform),
+        )
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The curriculum's problems with a recent pass rate, and the mean of these rates."""
