@@ -84,8 +84,8 @@ def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     format: 1 if the completion is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
     """
     accuracy = is_equal(tagged(completion), _truth(answer), finished=True)
-    thoughts, rest = one_thought(completion) or ("", "")
-    is_formatted = _TAGGED.fullmatch(rest) and not _ANSWER_TAG.search(thoughts)
+    thoughts, visible_text = one_thought(completion) or ("", "")
+    is_formatted = _TAGGED.fullmatch(visible_text) and not _ANSWER_TAG.search(thoughts)
     return {"accuracy": float(accuracy), "format": 1.0 if is_formatted else -1.0}
 
 
@@ -130,11 +130,11 @@ def boxed(completion: str) -> str | None:
     power, index, root or fraction is no answer. Text up to `</think>`, and after a `<think>` that is never closed,
     cannot contain the answer.
     """
-    before, mark, rest = after_thoughts(completion).rpartition("\\boxed")
-    content = braced(rest.lstrip()) if mark else None
+    before, mark, after = after_thoughts(completion).rpartition("\\boxed")
+    content = braced(after.lstrip()) if mark else None
     if _short(content) is None or _PART.search(before):
         return None
-    behind = re.split(r"\$|\\[)\]]|\n", rest.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
+    behind = re.split(r"\$|\\[)\]]|\n", after.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
     raised = _RAISED.match(behind)
     if raised or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
@@ -187,10 +187,10 @@ def parse_line(completion: str, find: Callable[[str], str | None] = answer_line)
     Args:
         find: returns the answer as the completion has it, or None.
     """
-    given = find(completion)
-    if given is None:
+    answer = find(completion)
+    if answer is None:
         return None
-    text = unnamed(without_thousands(plain(given)))
+    text = unnamed(without_thousands(plain(answer)))
     number = quantity(text)
     if number is not None and not number.percent:
         return str(number.value)
