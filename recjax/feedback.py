@@ -29,7 +29,7 @@ def feedback(store: str | Path, file: str | Path) -> Given:
     """
     rows = read_file(Path(file), "--file")
     with Store(store) as opened:
-        return give_rewards(opened, [row.values for row in rows], [row.place for row in rows].__getitem__)
+        return give_rewards(opened, [row.values for row in rows], [row.location for row in rows].__getitem__)
 
 
 @command

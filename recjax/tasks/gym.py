@@ -38,17 +38,17 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
             different questions.
     """
     check_gym(config.name, config.options, config.template)
-    asked = config.examples + count
-    if asked > _LIMIT:
+    needed = config.examples + count
+    if needed > _LIMIT:
         raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
-    entries = _generated(config, asked, seed * _LIMIT)
+    entries = _generated(config, needed, seed * _LIMIT)
     if len(entries) <= config.examples:
         raise ValueError(
             f"task.reasoning_gym.examples = {config.examples}: {config.name!r} gives {len(entries)} different questions"
-            f" in {asked}; show fewer"
+            f" in {needed}; show fewer"
         )
-    if len(entries) < asked:
-        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
+    if len(entries) < needed:
+        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), needed)
     shots = entries[: config.examples]
     entries = entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):

@@ -64,8 +64,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         if is_shown and not any(problem.answer for problem in splits[0]):
             raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
-            place = f"task.mixture.{min(clash)}"
-            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
+            key = f"task.mixture.{min(clash)}"
+            raise ValueError(f"{key}: a part of the reward {reward.name} has the same name; rename the task")
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             if not reward.per_row and _chosen_weights(config, tasks[name]):
@@ -103,7 +103,7 @@ def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
         return task.reward_weights
     # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
     return {
-        part: task.reward_weights[part] for part in task.reward_weights if task.reward and part not in (TURNS, ROWS)
+        name: task.reward_weights[name] for name in task.reward_weights if task.reward and name not in (TURNS, ROWS)
     }
 
 
@@ -139,14 +139,16 @@ def load_problems(
     for name, task in config.task.tasks().items():
         with _naming(name):
             reads_answers = name in rewards and needs_answers(rewards[name])
-            known, asked = _problems(config, task, pool, reads_answers)
+            task_train, task_evaluation = _problems(config, task, pool, reads_answers)
             if name in rewards:
-                _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
-        held_out.update(*map(_origins, asked))
+                _check_answers(rewards[name], [*task_train, *task_evaluation], by_agent=config.task.agent is not None)
+        held_out.update(*map(_origins, task_evaluation))
         if name:
-            known, asked = ([one._replace(task=name) for one in problems] for problems in (known, asked))
-        train += known if everything or config.task.shares()[name] else []
-        evaluation += asked if everything else asked[: config.evaluation.most_problems]
+            task_train, task_evaluation = (
+                [problem._replace(task=name) for problem in problems] for problems in (task_train, task_evaluation)
+            )
+        train += task_train if everything or config.task.shares()[name] else []
+        evaluation += task_evaluation if everything else task_evaluation[: config.evaluation.most_problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if everything:
         return [], [*kept, *evaluation]
@@ -164,15 +166,15 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
         ValueError: with the remedy.
     """
     seats = len(config.task.trained_seats)
-    found = Counter(problem.task for problem in problems)
-    count = config.rollout.prompts_per_step / seats
+    counts = Counter(problem.task for problem in problems)
+    needed = config.rollout.prompts_per_step / seats
     divided = f" / {seats} seats" if seats > 1 else ""
     for name, share in config.task.shares().items():
-        if found[name] < math.ceil(share * count - 1e-9):
+        if counts[name] < math.ceil(share * needed - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
             raise ValueError(
-                f"the {task} has {found[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
-                f" {count:g}{share}; {remedy}"
+                f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
+                f" {needed:g}{share}; {remedy}"
             )
 
 
@@ -228,8 +230,8 @@ def _origins(problem: Problem) -> set[str]:
 
 
 def _prompt_of(problem: Problem) -> str:
-    asked = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
-    return json.dumps(asked, sort_keys=True)
+    content = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
+    return json.dumps(content, sort_keys=True)
 
 
 def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list[Problem], list[Problem]]:

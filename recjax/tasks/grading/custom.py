@@ -86,7 +86,7 @@ def _form(reward: Reward) -> _Form:
         ordered += LISTS[len(ordered) :]
     options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
     names = {*LISTS, *(reward.columns or ()), reward.answer}
-    # The names that a place does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    # The names that a position does not take; a fourth parameter such as threshold=0.5 keeps its default.
     others = [names - {"prompts"}, names - {"completions"}, names - {"answers", reward.answer}, names | options]
     others[3].discard("columns")
     pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, others, strict=False))
@@ -184,10 +184,10 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
         first = f"in a batch of {len(rows)} completions, of which the first is "
         where = "while it graded " if at is not None else first
         raise ValueError(
-            f"reward function {reward.name} failed with {described(error)}\n  {where}{_place(rows, at or 0)}"
+            f"reward function {reward.name} failed with {described(error)}\n  {where}{_described_row(rows, at or 0)}"
         ) from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
-    return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
+    return {part_name: _checked(reward, part_name, values, rows) for part_name, values in parts.items()}
 
 
 def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
@@ -196,7 +196,7 @@ def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[flo
     return {name: values.tolist() for name, values in parts.items()}
 
 
-def _place(rows: Sequence[Answered], index: int) -> str:
+def _described_row(rows: Sequence[Answered], index: int) -> str:
     if not rows:
         return "none"
     row = rows[index]
@@ -204,17 +204,19 @@ def _place(rows: Sequence[Answered], index: int) -> str:
     return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
 
 
-def _graded_row(error: BaseException, rows: Sequence[Answered], given: Sequence[Any]) -> int | None:
+def _graded_row(error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any]) -> int | None:
     """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
 
     Args:
-        given: the completions as the function got them, if they are not the texts.
+        passed_completions: the completions as the function got them, if they are not the texts.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         held = {id(value) for value in frame.f_locals.values()}
         hits = []
-        for index, (row, one) in enumerate(zip(rows, given or [row.completion for row in rows], strict=True)):
-            if id(row.completion) in held or id(one) in held:
+        for index, (row, passed) in enumerate(
+            zip(rows, passed_completions or [row.completion for row in rows], strict=True)
+        ):
+            if id(row.completion) in held or id(passed) in held:
                 # Short texts may be one object in several rows.
                 hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
         if hits:
@@ -282,8 +284,8 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
             time.sleep(wait)
 
 
-def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
-    name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
+def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
+    name = f"reward function {reward.name}" + ("" if part_name == SCORE else f", part {part_name!r},")
     try:
         values = list(values)
         numbers = [math.nan if value is None else float(value) for value in values]
@@ -294,7 +296,7 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -
     for index, value in enumerate(numbers):
         if not (abs(value) <= MOST_REWARD or values[index] is None):
             raise ValueError(
-                f"{name} returned {value} for {_place(rows, index)}; rewards are finite and at most"
+                f"{name} returned {value} for {_described_row(rows, index)}; rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so scale or bound it there"
             )
     return np.array(numbers)
