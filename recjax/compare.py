@@ -47,9 +47,9 @@ def folders_of(source: str) -> list[Path]:
 
     named = [Path(path) for path in ([source] if Path(source).is_dir() else sorted(glob.glob(source)))]
     inner = [[path] if has_numbers(path) else sorted(filter(has_numbers, path.glob("*"))) for path in named]
-    if not (found := [folder for folders in inner for folder in folders]):
+    if not (folders := [folder for group in inner for folder in group]):
         raise ValueError(f"{source!r}: no run or evaluation there; name folders with metrics.jsonl or samples.parquet")
-    return found
+    return folders
 
 
 def verdict(metric: str, differences: np.ndarray, of: str, first: str, second: str) -> str:
@@ -65,8 +65,12 @@ def verdict(metric: str, differences: np.ndarray, of: str, first: str, second: s
         return f"{second} minus {first} in {metric}: {numbers}, which has no interval and no test."
     if sign_flip_p(differences) <= SIGNIFICANT:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
-    least = 2.0 ** (1 - len(differences))
-    few = f" {len(differences)} {of} cannot give a p below {least:.2g}, and 6 can." if least > SIGNIFICANT else ""
+    smallest_p = 2.0 ** (1 - len(differences))
+    few = (
+        f" {len(differences)} {of} cannot give a p below {smallest_p:.2g}, and 6 can."
+        if smallest_p > SIGNIFICANT
+        else ""
+    )
     return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{few}"
 
 

@@ -55,7 +55,7 @@ FLAGS = flags.FLAGS
 _KEEP = "reads pass rates of the initial policy, which {} does not load; add task.keep=null to sample from all problems"
 
 
-def generate(config: Config, place: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
+def generate(config: Config, location: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
     """Samples batches 1 to `steps` into the store; skips batches that the store already holds.
 
     Args:
@@ -70,7 +70,7 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     """
     check_processes(config)
     config = config if run else with_start(config)
-    known = known_ids(place)
+    known = known_ids(location)
     model = config.model
     name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
@@ -97,10 +97,10 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
         def records(groups: list[Group], grades: Grades) -> list[Record]:
             return kept_records(sampler, with_grades(groups, grades.result()))
 
-        return _fill(place, known, name, steps, batches)
+        return _fill(location, known, name, steps, batches)
 
 
-def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
+def generate_remotely(config: Config, location: str | Path, steps: int, address: Address, source: str | None) -> int:
     """Like `generate`, but a server samples the completions.
 
     Args:
@@ -112,7 +112,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
     config = untrained(config)
-    known = known_ids(place)
+    known = known_ids(location)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
@@ -123,19 +123,19 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
-                asked = batch_prompts(train, config, count, number)
+                prompts = batch_prompts(train, config, count, number)
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
                 names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
-                groups = engine.sample_groups(asked.problems, seed, **names)
-                groups = with_grades(groups, _submitted(groups, asked, grading, policy).result())
+                groups = engine.sample_groups(prompts.problems, seed, **names)
+                groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
                 made = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
                 yield [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
 
-        return _fill(place, known, name, steps, batches)
+        return _fill(location, known, name, steps, batches)
 
 
 def _fill(
-    place: str | Path,
+    location: str | Path,
     known: Collection[str],
     name: str,
     steps: int,
@@ -154,7 +154,7 @@ def _fill(
     with step_bar("generate", steps, initial=steps - len(missing)) as bar:
         for records in batches(missing):
             if records and hosts.is_first():
-                with Store(place, create=True) as store:
+                with Store(location, create=True) as store:
                     store.append(records)
             grades = [record.completion.grade for record in records]
             rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
@@ -163,11 +163,11 @@ def _fill(
     return len(missing)
 
 
-def known_ids(place: str | Path) -> Collection[str]:
+def known_ids(location: str | Path) -> Collection[str]:
     """The ids of a store's completions; empty if the store does not exist yet."""
-    if not exists(place):
+    if not exists(location):
         return ()
-    with Store(place, create=True) as store:
+    with Store(location, create=True) as store:
         return store.numbers("id")
 
 
@@ -177,14 +177,14 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
     for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
         if len(group.prompt_tokens):
             text = policy.tokenizer.decode(group.prompt_tokens)  # the prompt that the server's model saw
-        for one in group.completions:
-            length = one.sampled_tokens
-            if not one.rows:
+        for completion in group.completions:
+            length = completion.sampled_tokens
+            if not completion.rows:
                 try:
-                    length = len(encode_after(policy.tokenizer, (), one.text))
+                    length = len(encode_after(policy.tokenizer, (), completion.text))
                 except ValueError:
-                    length = len(one.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered.to(problem, text, one.text, length, one.id))
+                    length = len(completion.text)  # text outside the vocabulary: counts characters
+            answered.append(Answered.to(problem, text, completion.text, length, completion.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
@@ -237,8 +237,8 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        found = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {found}")
+        which = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {which}")
     if run is None:
         if step is not None:
             raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")

@@ -61,8 +61,8 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     """
     # Resampled in parts, which keeps the memory bounded and changes no number.
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
-    found = scipy.stats.bootstrap((values,), statistic, method="percentile", **options).confidence_interval
-    return float(found.low), float(found.high)
+    ends = scipy.stats.bootstrap((values,), statistic, method="percentile", **options).confidence_interval
+    return float(ends.low), float(ends.high)
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
@@ -124,9 +124,9 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     keys = sorted({key for side in sides for settings in side for key in settings})
     values = {key: [{str(settings.get(key)) for settings in side} for side in sides] for key in keys}
     varying = [key for key in keys if key != "seed" and min(map(len, values[key])) > 1]
-    alone = max(map(len, sides)) == 1
-    for shared in ([],) if alone else (["seed"], ["seed", *varying]):
-        labels = [[", ".join(f"{key} {one.get(key)}" for key in shared) for one in side] for side in sides]
+    is_one_pair = max(map(len, sides)) == 1
+    for shared in ([],) if is_one_pair else (["seed"], ["seed", *varying]):
+        labels = [[", ".join(f"{key} {settings.get(key)}" for key in shared) for settings in side] for side in sides]
         if all(len({*names}) == len(names) for names in labels):
             break
     else:
@@ -135,11 +135,11 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     theirs = dict(zip(labels[1], second, strict=True))
     pairs = {name: (folder, theirs[name]) for name, folder in zip(labels[0], first, strict=True) if name in theirs}
     if not pairs:
-        found = " and ".join(names[0] for names in labels)
-        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({found}); run equal seeds")
+        listed = " and ".join(names[0] for names in labels)
+        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({listed}); run equal seeds")
     changed = [key for key in keys if key not in shared and [*map(len, values[key])] == [1, 1]]
     words = [
-        f"{key} = {' and '.join(min(one) for one in values[key])}"
+        f"{key} = {' and '.join(min(side_values) for side_values in values[key])}"
         for key in changed
         if len({*map(min, values[key])}) > 1
     ]

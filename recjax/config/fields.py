@@ -154,8 +154,8 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
 def value_of(config: ConfigBlock, name: str) -> Any:
     """The value of a dotted key; None if a block around it is off."""
 
-    def inner(block: Any, part: str) -> Any:
-        return block.get(part) if isinstance(block, Mapping) else getattr(block, part, None)
+    def inner(block: Any, attribute: str) -> Any:
+        return block.get(attribute) if isinstance(block, Mapping) else getattr(block, attribute, None)
 
     return functools.reduce(inner, name.split("."), config)
 
@@ -165,8 +165,8 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
 
     def holds(condition: str) -> bool:
         name, _, value = condition.partition(" = ")
-        found = value_of(config, name.removesuffix(" above 0"))
-        return str(found) == value if value else bool(found)
+        actual = value_of(config, name.removesuffix(" above 0"))
+        return str(actual) == value if value else bool(actual)
 
     def held(conditions: str) -> list[str]:
         return [condition for condition in filter(None, conditions.split(" or ")) if holds(condition)]
@@ -193,15 +193,15 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
     """The block in an annotation such as `Block` or `Block | None`; None for plain values and for mappings."""
-    parts = (annotation, *typing.get_args(annotation))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
+    kinds = (annotation, *typing.get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigBlock)), None)
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
     """The values of a `Literal` or `list[Literal]`; none for another annotation."""
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
-    return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
+    return tuple(choice for argument in typing.get_args(annotation) for choice in choices_of(argument))
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def schema_keys(block: type[ConfigBlock]) -> dict[str, FieldInfo]:
     for name, field in block.model_fields.items():
         keys[name] = field
         if nested := block_of(field.annotation):
-            keys |= {f"{name}.{inner}": own for inner, own in schema_keys(nested).items()}
+            keys |= {f"{name}.{inner}": inner_field for inner, inner_field in schema_keys(nested).items()}
     return keys
 
 
@@ -258,7 +258,7 @@ def error_lines(
     keys = schema_keys(block)
     named = set()
     for each in error.errors():
-        path = [str(part) for part in each["loc"]]
+        path = [str(element) for element in each["loc"]]
         kind = each["type"]
         names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
         source = next((f"{sources[name]}: " for name in names if name in sources), "")
@@ -281,8 +281,8 @@ def error_lines(
         elif name not in named:  # once for a list with several wrong values
             named.add(name)
             value = values
-            for part in name.split("."):
-                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            for element in name.split("."):
+                value = value[element] if isinstance(value, Mapping) else getattr(value, element)
             is_inner = isinstance(value, Mapping) and names[0] != name
             accepted = takes(keys[name])
             if is_inner:  # a value in a key's mapping, or a name in it

@@ -111,8 +111,8 @@ def _parse_override(text: str) -> dict:
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
     except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
     return parsed
 
 

@@ -232,6 +232,6 @@ class MeshConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """More than one -1."""
-        rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
-        problem = f"only one of {' and '.join(rest)} can be -1 and take the remaining devices; set the other"
-        yield len(rest) > 1, rest[0] if rest else "mesh", problem
+        open_axes = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
+        problem = f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices; set the other"
+        yield len(open_axes) > 1, open_axes[0] if open_axes else "mesh", problem

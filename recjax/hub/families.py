@@ -259,8 +259,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     if "num_experts_per_tok" in fields:
         options |= _experts(fields)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    for part in rope.values() if "full_attention" in rope else [rope]:
-        rotated = part.get("partial_rotary_factor") or 1.0
+    for settings in rope.values() if "full_attention" in rope else [rope]:
+        rotated = settings.get("partial_rotary_factor") or 1.0
         if rotated != 1.0 and "partial_rotary_factor" not in FAMILIES[fields["model_type"]].read:
             raise ValueError(f"partial_rotary_factor = {rotated} is not supported, only 1.0")
         options["rotary_dim"] = None if rotated == 1.0 else int(head_dim * rotated)
@@ -290,9 +290,11 @@ def _check_numbers(fields: dict) -> None:
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
-    for name, part in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
+    for name, settings in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
         numbers |= {
-            f"{name}.{key}": value for key, value in part.items() if key in (*_ROPE_NUMBERS, "partial_rotary_factor")
+            f"{name}.{key}": value
+            for key, value in settings.items()
+            if key in (*_ROPE_NUMBERS, "partial_rotary_factor")
         }
     for name, value in numbers.items():
         if value is None:

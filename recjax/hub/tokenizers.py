@@ -101,9 +101,9 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
 
 def reads_clock(path: str | Path) -> bool:
     """True if a chat template of the folder or hub name writes the current date or time into prompts."""
-    files = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
-    found = (file for pattern in files for file in model_folder(path).glob(pattern))
-    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in found)
+    patterns = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
+    files = (file for pattern in patterns for file in model_folder(path).glob(pattern))
+    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def _check_readable(folder: Path) -> None:
@@ -213,8 +213,8 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
     usual = PreTrainedTokenizerFast
     kind = type(tokenizer)
-    own = ("encode", "_encode_plus", "decode", "_decode")
-    if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in own):
+    methods = ("encode", "_encode_plus", "decode", "_decode")
+    if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in methods):
         return None
     backend = tokenizer.backend_tokenizer
     changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
@@ -388,20 +388,20 @@ def encode_prompts(
 
 
 def check_embedded(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, place: str
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, source: str
 ) -> None:
     """Refuses tokens without an embedding: a tokenizer may have more tokens than the embedding has rows.
 
     Args:
         vocabulary: number of rows of the model's embedding; None skips the check.
-        place: source of the tokens, for the error message.
+        source: source of the tokens, for the error message.
     Raises:
-        ValueError: a token has no embedding; the message has the place, the token, the folder and both sizes.
+        ValueError: a token has no embedding; the message has the source, the token, the folder and both sizes.
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return
     raise ValueError(
-        f"{place}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+        f"{source}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
         f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
         f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
         " (transformers' resize_token_embeddings), or remove the token from the text"

@@ -95,14 +95,14 @@ class Block(nn.Module):
     has_delta: bool = False
 
     @nn.compact
-    def __call__(self, hidden, earlier, layer, sections, place):
+    def __call__(self, hidden, earlier, layer, sections, write_at):
         rows, units = _stream_axes_of(sections)
 
         x = constrain(self._input(hidden, "attention_norm"), rows, units)
         if self.has_delta:
             mixed, kept = self._delta_net(x, earlier, sections)
         else:
-            mixed, kept = self._attention(x, earlier, layer, sections, place)
+            mixed, kept = self._attention(x, earlier, layer, sections, write_at)
         hidden = self._added(hidden, mixed, "attention_post_norm")
 
         x = constrain(self._input(hidden, "mlp_norm"), rows, units)
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
     # --- Attention.
 
-    def _attention(self, x, earlier, layer, sections, place):
+    def _attention(self, x, earlier, layer, sections, write_at):
         """The output of attention, and the keys and values of the last source."""
         config = self.config
         query_units = config.num_heads * config.head_dim
@@ -157,13 +157,13 @@ class Block(nn.Module):
         for section, query, key, value in zip(sections, queries, keys, values, strict=True):
             turns = section.turns if layer.rotary is None else turns_of(section.positions, layer.rotary)
             keys_values = rotate(key, turns), value
-            if place is not None:
+            if write_at is not None:
                 keys_values = tuple(
-                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), place, 2)
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), write_at, 2)
                     for old, new in zip(sources.pop(), keys_values, strict=True)
                 )
             sources.append(keys_values)
-            outputs.append(self._attended(query, turns, sources, section, layer.windows, place is not None))
+            outputs.append(self._attended(query, turns, sources, section, layer.windows, write_at is not None))
         mixed = joined(outputs, _shapes(sections))
         if config.gated_attention:
             mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
@@ -280,11 +280,11 @@ class Period(nn.Module):
     block: type[Block]
 
     @nn.compact
-    def __call__(self, hidden, earlier, options, sections, place):
+    def __call__(self, hidden, earlier, options, sections, write_at):
         shared = self.config, self.dtype, self.attention
         kinds = self.config.delta.layers[: self.config.period]
         layers = [self.block(*shared, kind, name=str(number)) for number, kind in enumerate(kinds)]
-        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, place)
+        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, write_at)
 
 
 def run_layers(
@@ -293,7 +293,7 @@ def run_layers(
     earlier: tuple,
     options: Sequence[PerLayer],
     sections: list[Section],
-    place: Any,
+    write_at: Any,
 ) -> tuple[Array, tuple]:
     """Runs layers one after the other.
 
@@ -314,7 +314,7 @@ def run_layers(
             new_states.append(state)
         else:
             pairs = [(keys[len(new_pairs)], values[len(new_pairs)]) for keys, values in contexts]
-            hidden, pair = layer(hidden, pairs, option, sections, place)
+            hidden, pair = layer(hidden, pairs, option, sections, write_at)
             new_pairs.append(pair)
     return hidden, (*zip(*new_pairs, strict=True), *([tuple(new_states)] if new_states else []))
 

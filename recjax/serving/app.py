@@ -74,11 +74,11 @@ class Server:
 
     def _answers(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            asked = self.answering.asked(kind, await _body(request))
+            body = self.answering.checked_body(kind, await _body(request))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.answering.sampler.places(asked.count))
-                job = await _unless_gone(request, self.answering.job(kind, asked, _session(request)))
-                if job.asked.stream:
+                stack.enter_context(self.answering.sampler.places(body.count))
+                job = await _unless_gone(request, self.answering.job(kind, body, _session(request)))
+                if job.body.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
             return JSONResponse(full_reply(job, pieces, self.answering.versions.tag))
@@ -91,17 +91,17 @@ class Server:
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        chunks = [Chunks(job, index) for index in range(job.asked.count)]
+        streams = [Chunks(job, index) for index in range(job.body.count)]
         whole = []
-        for one in chunks:
-            for chunk in one.first():
+        for stream in streams:
+            for chunk in stream.first():
                 yield chunk
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
                 whole += [piece] if piece.finish is not None else []
-                for chunk in chunks[index].next(piece):
+                for chunk in streams[index].next(piece):
                     yield chunk
-        if job.asked.stream_options.include_usage:
+        if job.body.stream_options.include_usage:
             yield last_chunk(job, whole)
 
     # --- Feedback.
@@ -146,10 +146,10 @@ class Server:
         model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
         limits = answering.sampler.limits
         model |= {"max_model_len": limits.context, "policy_version": answering.versions.version}
-        asked = request.path_params.get("model")
-        if asked not in (None, answering.name):
-            raise Refused(404, f"model = {asked!r:.100}: unknown; this server has {answering.name!r}", param="model")
-        return JSONResponse(model if asked else {"object": "list", "data": [model]})
+        name = request.path_params.get("model")
+        if name not in (None, answering.name):
+            raise Refused(404, f"model = {name!r:.100}: unknown; this server has {answering.name!r}", param="model")
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
         """Reports if requests can be served, and if not, why."""

@@ -111,7 +111,7 @@ Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTE
 
 
 def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 class StreamOptions(Body):
@@ -245,8 +245,12 @@ class Chat(ReplyBody, SampledBody):
     @pydantic.field_validator("tools")
     @classmethod
     def _check_tools(cls, tools: list) -> list:
-        of_tools = [tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
-        named = [one for one in of_tools if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        functions = [
+            tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
+        ]
+        named = [
+            function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)
+        ]
         if not len(named) == len(tools) <= MOST_TOOLS:
             raise ValueError
         return tools
@@ -279,9 +283,9 @@ class Text(ReplyBody, SampledBody):
         prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
         if len(prompts) > MOST_CHOICES:
             raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
-        for one in prompts:
-            if not (isinstance(one, str) and one) and not _are_token_ids(one):
-                raise ValueError(f"{one!r:.100} takes token ids, at least one")
+        for prompt in prompts:
+            if not (isinstance(prompt, str) and prompt) and not _are_token_ids(prompt):
+                raise ValueError(f"{prompt!r:.100} takes token ids, at least one")
         return prompts
 
     @property
@@ -292,7 +296,7 @@ class Text(ReplyBody, SampledBody):
     @property
     def prompts(self) -> list[str | np.ndarray]:
         """Texts, or token ids."""
-        return [one if isinstance(one, str) else np.array(one, np.int32) for one in self.prompt]
+        return [prompt if isinstance(prompt, str) else np.array(prompt, np.int32) for prompt in self.prompt]
 
 
 class Parameters(SampledBody):

@@ -54,7 +54,7 @@ class Session:
 
     def turn_of(self, row: str) -> int | None:
         """The number of the turn with an id; None if the session has no such turn."""
-        return next((place for place, turn in enumerate(self.turns) if turn.completion.id == row), None)
+        return next((index for index, turn in enumerate(self.turns) if turn.completion.id == row), None)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
@@ -119,9 +119,9 @@ def _sampled(turn: Completion) -> Sampled:
 def without_prompt(record: Record) -> Record:
     """A copy of a completion without its prompt."""
     nothing = record.group.prompt_tokens[:0]
-    one = record.completion
-    one = one._replace(rows=tuple(row._replace(prompt_tokens=nothing) for row in one.rows))
-    return record._replace(group=Group(record.group.id, nothing, (one,), PROMPT_LEFT_OUT))
+    completion = record.completion
+    completion = completion._replace(rows=tuple(row._replace(prompt_tokens=nothing) for row in completion.rows))
+    return record._replace(group=Group(record.group.id, nothing, (completion,), PROMPT_LEFT_OUT))
 
 
 def session_row(name: str) -> str:

@@ -496,7 +496,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
         beside = _card_files(run, config, step, base, output.name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, stop_ids=policy.stop_ids)
+        export_model(output, policy.decoder.config, params, base, dtype, extra_files=beside, stop_ids=policy.stop_ids)
     return f"{run} after step {step}"
 
 
