@@ -52,22 +52,22 @@ def folders_of(source: str) -> list[Path]:
     return folders
 
 
-def verdict(metric: str, differences: np.ndarray, of: str, first: str, second: str) -> str:
+def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second: str) -> str:
     """A sentence about differences of `second` from `first`: their mean, interval, test, and what that shows.
 
     Args:
         metric: the metric in words.
         differences: paired differences.
-        of: plural noun for the things that are paired.
+        noun: plural noun for the things that are paired.
     """
-    numbers = in_words(differences, of)
+    numbers = in_words(differences, noun)
     if len(differences) < 2:
         return f"{second} minus {first} in {metric}: {numbers}, which has no interval and no test."
     if sign_flip_p(differences) <= SIGNIFICANT:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
     smallest_p = 2.0 ** (1 - len(differences))
     few = (
-        f" {len(differences)} {of} cannot give a p below {smallest_p:.2g}, and 6 can."
+        f" {len(differences)} {noun} cannot give a p below {smallest_p:.2g}, and 6 can."
         if smallest_p > SIGNIFICANT
         else ""
     )

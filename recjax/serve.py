@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
     from recjax.serving.recorder import Recording
-    from recjax.serving.running import Serving, address, answering_not_ready, made, serve
+    from recjax.serving.running import Serving, address, answering_not_ready, build_server, serve
     from recjax.serving.sampler import Limits
 
     keys = read_keys(FLAGS.api_key_file)
@@ -184,7 +184,7 @@ def main(argv: list[str]) -> None:
                 pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
             )
             recording_note = f"recording in {store_name(recording.store)}" if FLAGS.recording else "recording is off"
-            server = made(
+            server = build_server(
                 serving, f"serving {name}, version {weights.version}, at {address(listening)}; {recording_note}"
             )
         serve(server, guarded, listening)

@@ -74,12 +74,12 @@ def sign_flip_p(differences: np.ndarray) -> float:
     return float(scipy.stats.permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
 
 
-def in_words(differences: np.ndarray, of: str = "pairs") -> str:
+def in_words(differences: np.ndarray, noun: str = "pairs") -> str:
     """The mean of paired differences, with its interval and test if there are at least two."""
     if len(differences) < 2:
         return f"{differences.mean():.3f}, 1 pair"
     mean, low, high, count = estimate(differences)
-    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {of}"
+    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {noun}"
 
 
 def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:

@@ -30,15 +30,15 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
-    """The type `of` with a function that returns the problem of a value, or None."""
+def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
+    """The type `kind` with a function that returns the problem of a value, or None."""
 
     def validate(value: Any) -> Any:
         if problem := check(value):
             raise ValueError(problem)
         return value
 
-    return Annotated[of, pydantic.AfterValidator(validate)]
+    return Annotated[kind, pydantic.AfterValidator(validate)]
 
 
 # Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.

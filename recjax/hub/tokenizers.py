@@ -221,11 +221,11 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     return None if any(changes) else backend
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, special: bool = False) -> list[int]:
     """Token ids of a text, without added special tokens unless `special` is true."""
     backend = _backend(tokenizer)
     # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
-    with _explained(tokenizer, f"{what} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
+    with _explained(tokenizer, f"{text_name} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
         if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
             return backend.encode_batch([text], add_special_tokens=special)[0].ids
         encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
@@ -233,7 +233,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: b
 
 
 @contextlib.contextmanager
-def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> Iterator[None]:
+def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str) -> Iterator[None]:
     """Raises a ValueError in place of an error of the tokenizer, also of a panic, which is no `Exception` in Python."""
     try:
         yield
@@ -245,7 +245,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> I
             )
         elif not isinstance(error, Exception):
             raise
-        raise ValueError(f"{what} {problem}") from error
+        raise ValueError(f"{text_name} {problem}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -280,27 +280,27 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
     return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
 
 
-def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, text_name: str = "text") -> list[int]:
     """Token ids of a text that follows other tokens, without added special tokens.
 
     Args:
         before: all preceding tokens; if empty, the text follows an unknown text.
-        what: name of the text in error messages.
+        text_name: name of the text in error messages.
     Raises:
         ValueError: the vocabulary does not cover the text.
     """
-    alone = _encode(tokenizer, text, what)
-    once = _decode(tokenizer, alone)
-    twice = _decode(tokenizer, alone * 2)
-    is_same_everywhere = twice == 2 * once and (once[:1] == " ") == (text[:1] == " ")
+    ids = _encode(tokenizer, text, text_name)
+    decoded = _decode(tokenizer, ids)
+    decoded_twice = _decode(tokenizer, ids * 2)
+    is_same_everywhere = decoded_twice == 2 * decoded and (decoded[:1] == " ") == (text[:1] == " ")
     if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
-        return alone
+        return ids
     last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
     for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
-        head, whole = (_encode(tokenizer, each, what) for each in (earlier, earlier + text))
+        head, whole = (_encode(tokenizer, each, text_name) for each in (earlier, earlier + text))
         if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
             return whole[len(head) :]
-    return alone
+    return ids
 
 
 def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:

@@ -155,14 +155,14 @@ def moved_params(mesh: Mesh, tree: Any) -> Any:
     if mesh.size <= 1:
         return tree
 
-    def moved(leaf: Array, there: NamedSharding) -> Array:
+    def move(leaf: Array, there: NamedSharding) -> Array:
         if leaf.sharding.is_equivalent_to(there, leaf.ndim):
             return leaf
         if leaf.sharding.device_set != there.device_set:
             return jax.device_put(leaf, there)
         return mover(there)(leaf)
 
-    return jax.tree.map(moved, tree, param_shardings(mesh, tree))
+    return jax.tree.map(move, tree, param_shardings(mesh, tree))
 
 
 @functools.lru_cache

@@ -71,15 +71,15 @@ def read_body(kind: type[T], values: Any) -> T:
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
-def fits(of: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
-    """The type `of` with the values it takes in words, and a function that is true for them."""
+def fits(kind: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
+    """The type `kind` with the values it takes in words, and a function that is true for them."""
 
     def validate(value: Any) -> Any:
         if not check(value):
             raise ValueError
         return value
 
-    return Annotated[of, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
+    return Annotated[kind, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
 
 
 def whole_field(low: int, high: int) -> Any:
@@ -361,17 +361,17 @@ class RewardBody(Body):
     turn_rewards: fits(list[fits(float, "a number", is_finite_number)], "a list of numbers, one for each turn") = None
     comment: text_field(10_000) = None
 
-    def grade(self, turns: int, known: Sequence[float]) -> Grade:
+    def grade(self, turns: int, known_rewards: Sequence[float]) -> Grade:
         """The grade of a completion.
 
         Args:
             turns: number of its turns.
-            known: reward of each turn that the turns have; empty if they have none.
+            known_rewards: reward of each turn that the turns have; empty if they have none.
         Raises:
             Refused: the reward is missing, or contradicts the turns or their rewards.
         """
         try:
-            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known)
+            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except ValueError as error:
             raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
 

@@ -54,7 +54,7 @@ class Serving:
     pushed: Callable[[str], dict] | None = None
 
 
-def made(serving: Serving, when_ready: str) -> Server:
+def build_server(serving: Serving, when_ready: str) -> Server:
     """Creates the server; its application's lifespan starts and ends everything that it needs.
 
     Args:

@@ -193,28 +193,28 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
-def _problems(config: Config, of: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
+def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
     """All train problems and all held-out problems; both may contain the same prompt."""
-    name = of.chosen()
-    task = getattr(of, name)
-    system_prompt = of.system_prompt
+    name = task.chosen()
+    block = getattr(task, name)
+    system_prompt = task.system_prompt
     if name == "arithmetic":
-        return _hold_out(arithmetic_problems(task, config.seed_of_base), config, pool)
+        return _hold_out(arithmetic_problems(block, config.seed_of_base), config, pool)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
-        return _hold_out(gym.gym_problems(task, count, config.seed_of_base, system_prompt), config, pool)
+        count = block.problems + min(block.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
+        return _hold_out(gym.gym_problems(block, count, config.seed_of_base, system_prompt), config, pool)
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
-            file and file_problems(passed.get(file, file), task, system_prompt, reads_answers)
-            for file in (task.train, task.evaluation)
+            file and file_problems(passed.get(file, file), block, system_prompt, reads_answers)
+            for file in (block.train, block.evaluation)
         )
     else:
         files, held_out_files, usual_prompt, problems_of = _HUB_TASKS[name]
         system_prompt = usual_prompt if system_prompt is None else system_prompt
-        rows = read_split(task.train, files, "train", f"task.{name}.train")
-        held_out = task.evaluation and read_split(task.evaluation, held_out_files, "test", f"task.{name}.evaluation")
+        rows = read_split(block.train, files, "train", f"task.{name}.train")
+        held_out = block.evaluation and read_split(block.evaluation, held_out_files, "test", f"task.{name}.evaluation")
         train = problems_of(rows, system_prompt)
         evaluation = problems_of(held_out or [], system_prompt)
     if evaluation:

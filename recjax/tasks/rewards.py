@@ -56,12 +56,12 @@ def _answer_texts(prompts: Sequence[str], completions: Sequence[str]) -> list[st
 
 
 def _compared(
-    read: Callable[[str], Fraction | None], need: str, completions: Sequence[str], answers: Sequence[str]
+    number_in: Callable[[str], Fraction | None], need: str, completions: Sequence[str], answers: Sequence[str]
 ) -> list[float]:
-    expected = [read(answer) for answer in answers]
+    expected = [number_in(answer) for answer in answers]
     if None in expected:
         raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
-    return [float(read(text) == number) for text, number in zip(completions, expected, strict=True)]
+    return [float(number_in(text) == number) for text, number in zip(completions, expected, strict=True)]
 
 
 def _number(text: str) -> Fraction | None:

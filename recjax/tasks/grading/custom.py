@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.algorithms.options import described
-from recjax.tasks.grading.event_loop import finished
+from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, SCORE, Reward, check_parts
 from recjax.workers import Workers
 
@@ -274,7 +274,7 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
     for retry in itertools.count():
         try:
             result = reward.function(*lists, **named)
-            return finished(awaited(result) if inspect.isawaitable(result) else result)
+            return run_to_end(awaited(result) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
                 raise

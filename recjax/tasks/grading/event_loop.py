@@ -13,7 +13,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
 
 
-def finished(result: Any) -> Any:
+def run_to_end(result: Any) -> Any:
     """Returns a result unchanged; runs an awaitable to its end in the process's single event loop first.
 
     A thread runs the loop as long as the process lives. A client, lock or semaphore in a user's module works with only

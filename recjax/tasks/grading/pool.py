@@ -105,12 +105,10 @@ class Grading:
                 )
         back = np.argsort(order)
         missing_parts = [np.full(len(scores.rewards), np.nan, np.float32) for scores in task_scores]
-        parts = {
-            name: np.concatenate(
-                [scores.parts.get(name, missing) for scores, missing in zip(task_scores, missing_parts, strict=True)]
-            )[back]
-            for name in dict.fromkeys(name for scores in task_scores for name in scores.parts)
-        }
+        parts = {}
+        for name in dict.fromkeys(name for scores in task_scores for name in scores.parts):
+            pairs = zip(task_scores, missing_parts, strict=True)
+            parts[name] = np.concatenate([scores.parts.get(name, missing) for scores, missing in pairs])[back]
         columns = zip(*((scores.rewards, scores.accurate, scores.failures) for scores in task_scores), strict=True)
         rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
         return Scores(rewards, parts, accurate, failures)
