@@ -99,13 +99,13 @@ def run(
         reward: function of lists (prompts, completions, answers) or (prompts, completions, answers, columns) that
             returns a number for each completion, or a dict of named parts; see docs/rewards.md. It may be a lambda or a
             closure. Worker processes call a copy with the completions of one prompt, within the limits of
-            `grading`; what it changes outside itself is lost. An `async` function runs in this process.
+            `grading`; its changes to other objects are lost. An `async` function runs in this process.
         on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
             checkpoint and stops, and `run` returns it.
         overwrite: delete the run in `output` first.
     Raises:
-        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or problems
-            or a reward with another digest than those of the run in `output`.
+        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
+            in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
         (others): see `recjax.training.loop.train`.
     """
@@ -164,7 +164,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
 
 
 class Result:
-    """The folder of a run: its config and metrics, and the policies of its checkpoints."""
+    """A run's folder: config, metrics, and the policies of the checkpoints."""
 
     def __init__(self, folder: Path, reward: Callable | None = None):
         """Stores the arguments of `open_run`."""
@@ -191,7 +191,7 @@ class Result:
         """Accuracy before and after training, and the costs; None before the end of the run."""
         path = self.folder / "summary.json"
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        # A longer run keeps the summary of its earlier end until it ends again.
+        # A continued run keeps its earlier summary until the new end.
         return content if content.get("steps") == self.config.training.steps else None
 
     @functools.cached_property
@@ -242,7 +242,7 @@ class TrainedPolicy:
         """Samples completions; `text` is a completion's text, and `rows[0]` has its tokens and log-probs.
 
         Args:
-            prompts: texts, which the model reads as they are, or chats as lists of messages with role and content; or
+            prompts: texts, which the model reads unchanged, or chats as lists of messages with role and content; or
                 one text.
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
@@ -305,8 +305,8 @@ class TrainedPolicy:
         """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
 
         Args:
-            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None:
-                `evaluation.problems` of them.
+            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None: as many
+                as `evaluation.problems`.
             reward: a function, as for `run`; None: the reward of the run.
             evaluation: keys of `evaluation` with other values than in the run: samples, temperature, top_k, top_p and
                 min_p.

@@ -5,7 +5,7 @@
 A and B are folders of a run, of several runs (a sweep's output), or of an evaluation by recjax.evaluate; or quoted
 patterns, such as 'runs/clipping/reinforce__*'. Runs are paired by seed. If a side has several runs with one seed, they
 are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer, at the
-latest evaluation of each run; a line says if the steps of these evaluations differ.
+latest evaluation of each run; a line says if the evaluations' steps differ.
 """
 
 import glob
@@ -53,7 +53,7 @@ def folders_of(source: str) -> list[Path]:
 
 
 def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second: str) -> str:
-    """A sentence about differences of `second` from `first`: their mean, interval, test, and what that shows.
+    """A sentence about differences of `second` from `first`: their mean, interval, test, and conclusion.
 
     Args:
         metric: the metric in words.

@@ -73,8 +73,8 @@ def evaluate(
 ) -> tuple[Path, dict[str, Any]]:
     """Samples completions and writes the results; returns the folder and, in the first process, results.json's content.
 
-    Every checkpoint uses the random numbers of a run's first evaluation. Two policies therefore get the same problems
-    and noise, and equal weights from two places give equal numbers.
+    Every checkpoint uses the random numbers of a training run's first evaluation. Two policies therefore get the same
+    problems and noise, and equal weights from two places give equal numbers.
 
     Args:
         checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.

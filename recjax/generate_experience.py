@@ -5,11 +5,11 @@
     python -m recjax.generate_experience --config F --engine URL [--model M] --output STORE --steps N [key=value ...]
 
 With --config the policy is the config's initial policy, after any warm start (model.path=FOLDER model.decoder=null for
-a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step. With --engine, a server with
-OpenAI's API samples instead of the policy, and the config's model gives the vocabulary. Prompts, sampling and rewards
-match training. A step is rollout.prompts_per_step prompts with rollout.group_size completions each. If the command was
-interrupted, run it again: it writes the missing rows. A larger --steps adds rows. Several processes sample together if
-each gets the same command; see docs/devices.md.
+a Hugging Face folder). With --run, the policy is a checkpoint of that run: the newest, or the one that --step names.
+With --engine, a server with OpenAI's API samples instead of the policy, and the config's model gives the vocabulary.
+Prompts, sampling and rewards match training. A step is rollout.prompts_per_step prompts with rollout.group_size
+completions each. If the command was interrupted, run it again: it writes the missing rows. A larger --steps adds rows.
+Several processes sample together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib

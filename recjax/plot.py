@@ -4,7 +4,7 @@
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
 The source is folders of runs (one line each), a sweep file, or a Parquet table that --table wrote. In a sweep, each
-value of the --lines axis is a line, with the 95 % bootstrap interval of its mean over seeds as a band. Each combination
+value of the --lines axis is a line, with the 95 % bootstrap interval of the mean over seeds as a band. Each combination
 of the remaining axes is a panel. Figure and table also show each line's differences from the line --against, paired by
 seed and all other settings.
 """

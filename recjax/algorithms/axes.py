@@ -111,7 +111,8 @@ AXES = {
         "fixed_length": reduce.fixed_length,
     },
 }
-# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages, the others to the loss.
+# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages; every other term adds to
+# the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,

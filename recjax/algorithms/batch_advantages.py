@@ -187,7 +187,7 @@ def signal_scaled_advantages(
 ) -> Float[Array, " batch"]:
     """Reward minus the group's mean, scaled up to make up for groups without signal (equal rewards).
 
-    A_i = (r_i − r̄) · G / G₊,  G groups in the batch, G₊ of them with different rewards.
+    A_i = (r_i − r̄) · G / G₊,  for G groups in the batch, G₊ with different rewards.
 
     Args:
         rewards: reward of each row, in any unit; ignored where not kept.

@@ -436,7 +436,7 @@ FIELD = {
     ),
 }
 
-# Where the formula of each preset was read; the tests compare presets with objectives written from these sources.
+# The source of each preset's formula; the tests compare presets with objectives written from these sources.
 SOURCES = {
     **dict.fromkeys(PAPER, "§2; Trinity `rec_policy_loss.py`"),
     "grpo": "eq. 3; TRL, loss `grpo`; verl `compute_grpo_outcome_advantage`",

@@ -71,7 +71,7 @@ class FirstRows(NamedTuple):
     first_row: Int[Array, " batch"]
 
     def shared(self, values: Shaped[Array, "batch *rest"]) -> Shaped[Array, "batch *rest"]:
-        """For each row, the value at the first row of its trajectory."""
+        """The value at the first row of each row's trajectory."""
         return values[self.first_row]
 
 

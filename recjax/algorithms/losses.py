@@ -1,4 +1,4 @@
-"""One equation, of which every algorithm in this package is a special case.
+"""The loss equation; every algorithm in this package is a special case.
 
     loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t ]
 
@@ -109,7 +109,7 @@ class TokenValues(NamedTuple):
 
 
 class BatchValues(NamedTuple):
-    """Values of a whole batch: the inputs of `row_terms`, and what the functions of the axes read by name.
+    """Values of a whole batch: the inputs of `row_terms`, and the values that axis functions read by name.
 
     `reading` describes the values that functions read. A value is None if it is unknown or not computed yet; you can
     omit inputs that the algorithm does not read.
@@ -126,7 +126,7 @@ class BatchValues(NamedTuple):
     turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
     token_turns: index of the turn that sampled each token; ignored where masked.
     minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
-        Selection, advantages and weights are those of the whole batch. Functions that read scores read only the rows
+        Selection, advantages and weights use the whole batch. Functions that read scores read only the rows
         of the minibatch.
     observation_mask: mask of the tokens that an agent's tools and environment wrote.
     scored: results of the scoring pass; ignored where masked.
@@ -309,7 +309,8 @@ def _selected(
 ) -> tuple[BatchValues, Bool[Array, " batch"]]:
     """The values with lengths and the algorithm's selection, and the mask of all rows of selected completions.
 
-    `kept` of the values marks one row of each selected completion; their completion mask covers all of its rows.
+    `kept` of the values marks one row of each selected completion; their completion mask covers every row of the
+    completion.
     """
     is_row = batch.kept
     if batch.completion_mask is not None:
@@ -363,7 +364,7 @@ def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
 
 
 def _of_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
-    """Copies values of first rows to all kept rows of their trajectories; values of tokens are of all rows already."""
+    """Copies values of first rows to all kept rows of their trajectories; token values already cover all rows."""
     return values if values.ndim == 2 else jnp.where(kept, first.shared(values), 0.0)
 
 

@@ -49,7 +49,7 @@ def sequence_binary_kl_mask(
     *,
     delta: Scalar = 5e-3,
 ) -> Bool[Array, "batch time"]:
-    """False in completions whose mean `binary_kl` is above δ, whatever the sign of the advantage.
+    """False in completions whose mean `binary_kl` is above δ, for either sign of the advantage.
 
     Args:
         logprobs: log π of each token.
@@ -157,7 +157,7 @@ def one_side_second_moment_mask(
         tau: largest mean τ, in nats², 0 or more.
     Raises:
         ValueError: a negative τ.
-    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, whose moment is of a micro-batch.
+    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, which computes the moment over a micro-batch.
 
     Examples:
         >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.15, 1.0]]), jnp.array([[True, True, True, True]])

@@ -29,7 +29,7 @@ ROW_WEIGHTS = [name for name, function in AXES["weight"].items() if {*names_read
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Lists every axis that the algorithm reads, with the name of its function and the value of every option.
+    """Lists every axis that the algorithm reads, with its function's name and every option's value.
 
     An override of some options keeps the preset's remaining options of the axis. An override that names another
     function drops the preset's options of the axis.
@@ -93,7 +93,7 @@ TIME = 3
 
 @functools.cache
 def _trace(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
-    """Traces an algorithm once, to run the range checks of its functions and to check shapes.
+    """Traces an algorithm once, to check shapes and run the functions' range checks.
 
     Args:
         free: names of options, by axis, that are arguments of the traced program.
@@ -136,7 +136,7 @@ def _trace(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] =
 
 @functools.cache
 def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, float]]]:
-    """Separates an algorithm from the values of its numeric options, so that one compiled program serves all values.
+    """Separates an algorithm from its numeric options' values, so that one compiled program serves all values.
 
     A user's own function keeps values that it computes with outside of JAX, as in `if cap > 1`.
 
@@ -169,7 +169,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
     """Builds the algorithm of a preset with a config's changes, which `resolve` describes.
 
     Raises:
-        ValueError: an error of `resolve`, or a value out of its function's range.
+        ValueError: an error of `resolve`, or a value that a function refuses.
 
     Examples:
         >>> algorithm = build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}})

@@ -127,7 +127,7 @@ def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -
     Examples:
         >>> def bounded(ratio, *, cap=3.0): ...
         ...
-        >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # nothing to refuse
+        >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # accepted
     """
     known = list(known)
     for parameter in names_read(function):

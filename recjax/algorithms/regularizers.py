@@ -118,8 +118,8 @@ def kl_estimate(
     k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1.
 
     Args:
-        bound: largest log-ratio, in nats, in the exponential of k3, which continues as its tangent: a bound on the
-            exponent alone would leave −log_ratio, whose gradient points away from q.
+        bound: largest log-ratio, in nats, in the exponential of k3, which continues as its tangent: bounding only the
+            exponent would leave −log_ratio, whose gradient points away from q.
     Reference: Schulman 2020, "Approximating KL divergence".
 
     Examples:

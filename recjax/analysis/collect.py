@@ -112,7 +112,7 @@ def metrics_in(table: pd.DataFrame) -> list[str]:
 
 
 def without_other_metrics(table: pd.DataFrame, names: Sequence[str] = ()) -> pd.DataFrame:
-    """A table with COLUMNS and `names` alone, small enough to commit with its figures."""
+    """A table with only COLUMNS and `names`, small enough to commit with its figures."""
     return table.drop(columns={*metrics_in(table)} - {*COLUMNS, *names})
 
 

@@ -16,7 +16,7 @@ from recjax.training.metrics import read_metrics
 
 ACCURACY = "evaluation/accuracy"
 RESAMPLES = 9999
-# Files of a folder with the completions of evaluations. A run that goes on keeps after.jsonl of its earlier end.
+# Files of a folder with the completions of evaluations. A continued run keeps the after.jsonl of the earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
 _UNRELATED = {"output", "model", "weights"}  # settings of a folder that say where a policy is, and not how it was made
 
@@ -115,7 +115,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     Returns:
         Pairs by the settings that they share, and the settings that differ between the sides, in words.
     Raises:
-        ValueError: no pairs, or runs of a side that cannot be told apart.
+        ValueError: no pairs, or a side has several runs with the same settings.
     """
     files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
     read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]

@@ -52,7 +52,7 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[floa
     """Sums over subsets by size and by the winner's votes.
 
     For a winner with `top` votes, ways[p, q] counts the choices of p samples so far in which no answer has more than
-    `top` votes and q answers have exactly `top`; worth[p, q] sums the values of these q answers over the choices.
+    `top` votes and q answers have exactly `top`; worth[p, q] sums the q answers' values over the choices.
     """
     total = sum(count for count, _ in answers) + silent
     worth_of_size = np.zeros(total + 1)
@@ -118,7 +118,7 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
     majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
     right = [int(each.sum()) for each in accurate]
-    # Of a mixture's tasks, some rewards lack parts that others have.
+    # In a mixture, the rewards of different tasks have different parts.
     parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
     enough = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
     values = {

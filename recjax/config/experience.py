@@ -32,7 +32,7 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
 class EngineConfig(ConfigBlock):
-    """Another server that samples; a URL alone sets `url`."""
+    """Another server that samples; a plain URL sets `url`."""
 
     url: checked(str, has_password) = key(..., "URL of the server")
     model: str | None = key(None, "Its model; null: the only one")
@@ -46,7 +46,7 @@ class EngineConfig(ConfigBlock):
     @pydantic.model_validator(mode="before")
     @classmethod
     def from_url(cls, values: Any) -> Any:
-        """The keys of a URL alone."""
+        """The keys for a plain URL."""
         return {"url": values} if isinstance(values, str) else values
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:

@@ -141,8 +141,8 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
         default: the default, or a function that makes it.
         rules: pydantic's constraints, such as `ge` and `lt`, and relations to other keys. A condition is a key that is
             set, or `key = value`; `A or B` are two conditions.
-            needs: conditions of which one must hold if the key has another value than its default.
-            excludes: conditions of which none may hold then.
+            needs: conditions; one must hold if the key has another value than its default.
+            excludes: conditions; none may hold then.
             required: conditions with which the key must be set.
             must: relation to another key's value, if both are set, such as `be at most KEY`; see `_RELATIONS`.
     """

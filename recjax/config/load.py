@@ -55,7 +55,7 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
 
 
 def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
-    """Puts a layer's values over those of earlier layers, and notes the source of each.
+    """Puts a layer's values over the values of earlier layers, and notes each value's source.
 
     An empty mapping as the value of a key that holds one empties it; other mappings are merged key by key.
 

@@ -50,7 +50,7 @@ Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
 class _Described(ConfigBlock):
-    """A block of which only the keys that are set describe the model, in files and in digests."""
+    """A block whose set keys describe the model, in files and in digests; other keys are omitted."""
 
     @pydantic.model_serializer(mode="wrap")
     def _without_later_keys(self, dump: Callable) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ModelConfig(_Described):
 
 
 class WarmStartConfig(ConfigBlock):
-    """Supervised training before the first step: on answers of which some hold one mistake, or on demonstrations."""
+    """Supervised training before the first step: on answers, some with one deliberate mistake, or on demonstrations."""
 
     steps: Int = key(400, "Optimizer steps", ge=1)
     batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)

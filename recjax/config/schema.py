@@ -177,7 +177,7 @@ class OptimizerConfig(ConfigBlock):
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
 
         Args:
-            steps: number of updates, over which a schedule without a length of its own extends.
+            steps: number of updates, over which a schedule without its own length extends.
         Raises:
             ValueError: a schedule that optax lacks, or arguments that it does not take.
         """
@@ -388,7 +388,7 @@ class Config(ConfigBlock):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
-        """Refuses settings that contradict each other or that nothing would read."""
+        """Refuses settings that contradict each other or have no effect."""
         for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
             chosen = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
             # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
@@ -425,7 +425,7 @@ class Config(ConfigBlock):
 
     @property
     def sampled_groups(self) -> int:
-        """Number of groups in a batch that come from no store, in a run that samples."""
+        """Number of groups in a batch that a sampling run takes from no store."""
         count = self.rollout.prompts_per_step
         mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)

@@ -147,7 +147,7 @@ class OneTask(ConfigBlock):
         return "tool_calls" if name == "toolace" else name
 
     def problems_with(self, block_key: str, by_agent: bool) -> Iterator[Refusal]:
-        """Refuses an unknown reward, and settings that nothing would read.
+        """Refuses an unknown reward, and settings without effect.
 
         Args:
             block_key: the block's dotted key.
@@ -342,11 +342,11 @@ class TaskConfig(OneTask):
         return {self.seat_version(name, version) for name in frozen for version in versions}
 
     def most_older_versions(self, steps: int) -> int:
-        """The largest number of older versions that play seats in the same batch, in a run of `steps` updates."""
+        """The largest number of older versions that play seats in the same batch, in a run with `steps` updates."""
         return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1)) if self.seats else 0
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Refuses unknown rewards, seats that cannot be played or trained, and settings that nothing would read."""
+        """Refuses unknown rewards, seats that cannot be played or trained, and settings without effect."""
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
         every = config.training.checkpoint_every

@@ -88,9 +88,9 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
 
 
 def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
-    """Letters of one side and the marked letters of the other side for which they stand.
+    """Letters of one side, and the marked letters for which they stand, from the second side.
 
-    A bold letter may have any mark on the other side. Letters without marks may be bold, or several unit vectors.
+    A bold letter may have any mark on the second side. Letters without marks may be bold, or several unit vectors.
     """
     marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other)}
     if MARKED_LETTER.search(text):

@@ -1,6 +1,6 @@
 """Comparison of choices, words, times of day, congruences, and digits in a named base, mostly as written.
 
-Each function returns True or False, or None if the truth is not of its kind.
+Each function returns True or False, or None if the function does not read this kind of truth.
 """
 
 import re
@@ -91,7 +91,7 @@ def _as_congruence(truth: str, answer: str) -> bool | None:
 
 
 def _letter(match: re.Match) -> str:
-    # The pattern ignores case because of its words, but a lowercase letter without parentheses is a variable.
+    # The pattern ignores case because it contains words, but a lowercase letter without parentheses is a variable.
     return match["held"] or (match["bare"] if match["bare"].isupper() or match["half"] else "")
 
 

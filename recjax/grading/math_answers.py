@@ -14,7 +14,7 @@ from recjax.grading.notation import braced, depths, plain
 from recjax.grading.quantities import quantity
 from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, whole_reply
 
-# limits of an answer: its characters, and the depth of its brackets
+# limits of an answer: characters, and nested brackets
 LONGEST = 2000
 DEEPEST = 16
 
@@ -43,9 +43,9 @@ def math_reward(
     r"""1 for each completion whose last \boxed equals the true answer, else 0, as `math`; TRL's signature.
 
     Args:
-        completions: texts, or chats, of which the last message is read.
+        completions: texts, or chats, whose last message is read.
         answers: true answers, each a text.
-        prompts: texts, of which only a thinking tag at the end is read, or chats, which are ignored.
+        prompts: texts, whose thinking tag at the end is read, or chats, which are ignored.
         columns: ignored.
     Raises:
         ValueError: a true answer is not a text.
@@ -68,7 +68,7 @@ def is_right(answer: str, truth: str) -> bool:
 
 
 def explain(answer: str, truth: str) -> Explanation:
-    r"""The verdict of `is_right`, what was read on each side, and the rule that decided.
+    r"""The verdict of `is_right`, with its reasons: the reading of each side, and the rule that decided.
 
     >>> print(explain(r"So it is \boxed{\frac{2}{4}}.", "0.5"))
     right: compared as numbers with their units
@@ -124,7 +124,7 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
 
 
 def boxed(completion: str) -> str | None:
-    r"""The content of the last \boxed{…}; None if there is no box, or if it is empty or never closed.
+    r"""The content of the last \boxed{…}; None without a box, or if the box is empty or never closed.
 
     A minus right before the box, and a unit, a power or a factor right behind it, belong to the answer. A box in a
     power, index, root or fraction is no answer. Text up to `</think>`, and after a `<think>` that is never closed,

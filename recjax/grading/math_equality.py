@@ -45,7 +45,7 @@ _ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
 class Explanation(NamedTuple):
-    """A verdict, what was read in the answer and in the true answer, and the rule by which the two were compared."""
+    """A verdict, the readings of the answer and of the true answer, and the rule by which the two were compared."""
 
     right: bool
     answer: str
@@ -73,7 +73,7 @@ def explanation(answer: str, truth: str) -> Explanation:
 
 
 def _described(text: str) -> str:
-    """A text, in the notation of `notation.plain`, with a few words that say as what it is read."""
+    """A text, in the notation of `notation.plain`, with a few words for its kind."""
     if (number := quantity(unnamed(text))) is not None:
         kind = f"the number {number.value}{' with a unit' if number.units else ''}"
     elif (whole := _spread(unnamed(text))) is not None:
@@ -129,7 +129,7 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
 
 
 def _as_vector(text: str, other: str) -> str:
-    r"""A tuple or column as a sum of unit vectors if the other side is one: (1,2) is \hat{i}+2\hat{j}."""
+    r"""A tuple or column as a sum of unit vectors if the second text is such a sum: (1,2) is \hat{i}+2\hat{j}."""
     whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
     if whole is None or whole.kind not in ("<>", "()", "[]", f"{len(whole.items)} rows") or len(whole.items) > 3:
         return text
@@ -234,7 +234,7 @@ class Structure(NamedTuple):
 
 
 def _spread(text: str) -> Structure | None:
-    r"""A text's structure; a text with a single \pm is the list of its two values."""
+    r"""A text's structure; a text with a single \pm is a list of two values."""
     if len(parts := re.split(r"\\pm(?!od)", text)) == 2 and not structure(text):
         return Structure("list", [sign.join(parts).strip().removeprefix("+").strip() for sign in ("+", "-")])
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):

@@ -148,7 +148,7 @@ def plain(text: str) -> str:
 
 
 def _tag(character: str) -> str:
-    """Unicode's tag of a character that only stands for others, such as "<super>"; else nothing."""
+    """Unicode's tag of a compatibility character, such as "<super>"; empty for other characters."""
     tag = unicodedata.decomposition(character).partition(" ")[0]
     return tag if tag in _FORMS and character not in _CHARACTERS else ""
 

@@ -28,7 +28,7 @@ _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printe
 
 
 class Quantity(NamedTuple):
-    """A number, the place value of its last decimal (None: exact), its number of significant digits, and its units.
+    """A number with the value of the last decimal place (None: exact), the number of significant digits, and units.
 
     `units` holds all readings of an ambiguous unit; it is empty for a number without a unit.
     """

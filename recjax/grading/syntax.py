@@ -75,7 +75,7 @@ def walk(tree: Any) -> Iterator[Node]:
 
 
 def contains(tree: Any, *wanted: str) -> bool:
-    """True if a tree contains one of these texts, as a name, a call or another part of a node."""
+    """True if a tree contains one of the texts, as a name, a call or another part of a node."""
     return any(each in wanted for node in walk(tree) for each in (node.kind, *node.args) if isinstance(each, str))
 
 
@@ -540,7 +540,7 @@ def _takes_anything(node: Node) -> bool:
 
 
 def _is_matrix_name(node: Node) -> bool:
-    """True if a superscript T transposes the node: a name, a matrix, or a sum or product of them such as (AB)."""
+    """True if a superscript T transposes the node: a name, a matrix, or a sum or product of matrices such as (AB)."""
     if node.kind in ("mul", "add"):
         return all(_is_matrix_name(each) for each in node.args)
     return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))

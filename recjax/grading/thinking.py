@@ -31,7 +31,7 @@ def opening_tag(prompt: str) -> str:
 
 
 def whole_reply(opening: str, completion: str) -> str:
-    """A completion after the thinking tag at the end of its prompt; adds no tag if the completion repeats it."""
+    """A completion after its prompt's last thinking tag; adds no tag if the completion repeats it."""
     return completion if completion.lstrip().startswith(opening) else opening + completion
 
 

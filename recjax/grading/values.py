@@ -92,8 +92,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
 def ordered(a: Node, b: Node) -> dict[str, bool]:
     """The unknowns that stand for matrices because the order of their products matters; True for vectors.
 
-    These are marked letters, and capitals that both expressions multiply by a cross, or one of them in both orders (AB
-    and BA).
+    These are marked letters, and capitals that both expressions multiply by a cross, or that one expression multiplies
+    in both orders (AB and BA).
     """
     marked = {name for name in names(a) | names(b) if MARKED.match(name)}
     crossed = [[node for node in walk(tree) if node.args[0] in ("cross", "dot")] for tree in (a, b)]

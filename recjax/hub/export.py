@@ -67,8 +67,8 @@ def export_model(
         dtype: dtype of every tensor; float32 keeps the exact values, bfloat16 and float16 round.
         max_shard_bytes: largest single weight file; larger models become shards with an index.
         extra_files: contents of additional files by name.
-        stop_ids: token ids that end the policy's completions. eos_token_id lists those that the base's files do not
-            have, in generation_config.json or, if the base has none, in config.json, as transformers reads them.
+        stop_ids: token ids that end the policy's completions. eos_token_id lists the ids that the base's files lack, in
+            generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
         ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
     """
@@ -157,7 +157,7 @@ def write_adapters(
         folder: existing folder.
         config: decoder config with `lora`.
         params: adapters, with or without the model's other parameters.
-        base: folder of the model that the adapters belong to, whose config.json decides the names of its modules.
+        base: folder of the model that the adapters belong to, whose config.json decides the module names.
         hub_name: hub name of that model; None: PEFT looks for it in `base`.
     """
     written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
@@ -194,7 +194,7 @@ def write_adapters(
                 first, end, _ = rows[f"{kernel}/kernel"]
                 joint[first:end, number * rank : (number + 1) * rank] = b[number]
             b = [joint]
-        # safetensors writes the memory of an array, in whatever order it lies there.
+        # safetensors writes an array's memory without regard to its order, so make the array contiguous.
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
         tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b[0])
     other_ranks = {module: joint for module, joint in ranks.items() if joint != rank}
@@ -224,7 +224,7 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
     tensors = {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    # Views of the parameters in Hugging Face layout; a fused tensor has several, in the order of its rows.
+    # Views of the parameters in Hugging Face layout; a fused tensor has several, in row order.
     for path, names in sorted(table.items(), key=lambda item: rows.get(item[0], (0,))):
         views = leaves[path] if path.startswith("layers/") else [leaves[path]]
         if len(names) > len(views):  # a tensor for each expert of each layer

@@ -90,7 +90,7 @@ FAMILIES = {
     ),
 }
 
-# Multimodal model_type → family of its text half, which recjax reads without the rest.
+# Multimodal model_type → family of the text half, the only part that recjax reads.
 CONTAINERS = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
@@ -105,7 +105,7 @@ _OTHER_HALF = {
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "deepstack_visual_indexes"),
 }
-# Names of tensors: beginnings that belong to the text half with what the family calls them, and other beginnings.
+# Names of tensors: beginnings in the text half with their forms in the family, and beginnings in the other half.
 TEXT_HALF = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -165,7 +165,7 @@ ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_
 
 
 def text_fields(written: dict) -> dict:
-    """The config.json of a multimodal model's text half, as a config.json of its family; any other one unchanged.
+    """The config.json of a multimodal model's text half, in the family's form; other models' config.json unchanged.
 
     Positions of the three axes of M-RoPE are equal for text, which makes it the plain rotary embedding.
     """

@@ -234,7 +234,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, speci
 
 @contextlib.contextmanager
 def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str) -> Iterator[None]:
-    """Raises a ValueError in place of an error of the tokenizer, also of a panic, which is no `Exception` in Python."""
+    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python."""
     try:
         yield
     except BaseException as error:

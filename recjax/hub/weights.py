@@ -38,7 +38,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of the names in PEFT's files
 _TARGETS = (*PROJECTIONS, *DELTA_PROJECTIONS)
 # Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
-# Every other field must be off, as all of them change the adapter's computation.
+# Every other field must be off, because it changes the adapter's computation.
 _ADAPTER_FIELDS = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -46,7 +46,7 @@ _ADAPTER_FIELDS = {
     *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
 }
 _ADAPTER_FIXED = {"peft_type": ("LORA",), "bias": ("none",)}
-_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base
+_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # other values change the base
 
 # Decoder module or parameter → Hugging Face's. Each decoder has only some. Hugging Face stores kernels as [out, in].
 MODULES = {
@@ -82,7 +82,7 @@ EXPERT_MODULES = {
 }
 # PEFT's parameters of all experts of a layer, as it nests their adapters, outermost first; and their projections.
 _JOINT_EXPERTS = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
-# Decoder modules that a checkpoint stores one below the other in a single tensor, if it fuses projections.
+# Decoder modules that a checkpoint stacks in a single tensor, if it fuses projections.
 FUSED_MODULES = {
     "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
     "model.layers.{layer}.mlp.gate_up_proj": ("layers/gate", "layers/up"),
@@ -219,7 +219,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
-    """The tensors of a folder by their names in the family; of a multimodal model, those of the text half.
+    """The tensors of a folder by their names in the family; for a multimodal model, only the text half's tensors.
 
     Args:
         written: content of config.json.
@@ -246,7 +246,7 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
 
 
 def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
-    """The name of each tensor in its file by its name in the family, without those of a multimodal model's other half.
+    """The name of each tensor in its file by its name in the family, without a multimodal model's other half.
 
     A model without its head, as transformers' AutoModel saves it, has names without `model.`.
     """
@@ -404,7 +404,8 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
 
 
 def _split_joint_experts(sources: dict[str, tuple], config: DecoderConfig) -> dict[str, tuple]:
-    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by those of each expert, in `sources`.
+    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by one tensor for each expert, in
+    `sources`.
 
     Returns:
         Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.

@@ -148,8 +148,8 @@ def one_token_attention(
 ) -> Float[Array, "batch heads 1 head_dim"]:
     """Attention of one token per row, as one kernel on an NVIDIA GPU; `plain_attention` takes about fifteen.
 
-    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes blocks of keys one
-    after the other.
+    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes one block of keys
+    after another.
 
     Args:
         queries: in bfloat16, as keys and values are; head_dim is a power of two.

@@ -30,10 +30,10 @@ class Context(NamedTuple):
     """Keys and values of earlier tokens, for all layers with attention.
 
     A context may have fewer rows than the batch: each context row then serves batch/rows consecutive rows, so that a
-    prompt is run once for all completions of its group. `mask` is True at real tokens.
-    An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer. If
-    layers are of several kinds, a scanned decoder takes tuples over the layers of a period, of arrays of all periods.
-    `states` are those of the layers with delta nets, in the same form; only those of the last context are read.
+    prompt is run once for all completions of the group. `mask` is True at real tokens. An unrolled decoder takes keys
+    and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer. If there are several kinds of
+    layers, a scanned decoder takes tuples over the layers of a period, of arrays of all periods. `states` has the
+    states of layers with delta nets, in the same form; only the last context's states are read.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
@@ -91,8 +91,8 @@ class Decoder(nn.Module):
                 for each token the index after the last token that attends to it; 0 at padding.
             contexts: earlier tokens that every row may attend to.
             write_at: index in the last context at which the keys and values of these tokens are written; the context's
-                mask and positions already include them. A sampling loop so updates its cache without a copy. None:
-                write nothing.
+                mask and positions already include them. A sampling loop so updates its cache without a copy. None: do
+                not write.
             turns: `turns(positions)`, if the caller has it; None: compute it here.
             experts: experts of each token; `NO_RECORD` where the router chooses; None: the router chooses everywhere.
         Returns:

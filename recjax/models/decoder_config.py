@@ -48,7 +48,7 @@ class DeltaNet(NamedTuple):
 class ExpertOptions(NamedTuple):
     """Experts in every layer, each an MLP of width `intermediate_size`.
 
-    count, per_token: number of experts of a layer, and of those that run for each token.
+    count, per_token: number of experts in a layer, and how many run for each token.
     renormalize: divide the router's probabilities of a token's experts by their sum.
     module: name of the MLP in checkpoints: "mlp", or "block_sparse_moe" with Mixtral's names of projections.
     """

@@ -17,7 +17,7 @@ from recjax.models.placement import ROWS, dividing_axes
 from recjax.models.products import PRODUCT, grouped_product
 
 EXPERTS = "experts"  # name of the recorded experts of each token, [time, layers, per_token]; see `routing_shapes`
-NO_RECORD = -1  # in place of an expert: the router chooses
+NO_RECORD = -1  # instead of an expert's number: the router chooses
 _COLLECTION = "routing"
 
 
@@ -212,7 +212,7 @@ def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:
 
 
 def load_of(sown: dict, per_token: int) -> Load:
-    """The load of a forward pass, from the sown values of its layers."""
+    """The experts' load in a forward pass, from the values that the layers have sown."""
     counts, probabilities = sown["load"]
     return Load(counts, probabilities, counts[0].sum() / per_token)
 

@@ -57,7 +57,7 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
 class PerLayer(NamedTuple):
     """Options that differ between layers, for the scan over layers; None: equal in all layers.
 
-    `experts` are recorded experts of each token of the stream, see `Experts`; None: nothing is recorded.
+    `experts` are recorded experts of each token of the stream, see `Experts`; None: no record.
     """
 
     rotary: Rotary | None
@@ -85,8 +85,9 @@ class Block(nn.Module):
     The stream is [all tokens, hidden] for any number of sections: matmuls with more rows are faster, and on a CPU the
     gradients of 2-D matmuls take half the time of gradients of [batch, time, hidden] matmuls.
 
-    A layer with attention takes keys and values of all contexts and returns those of the last source. A layer with a
-    delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last section.
+    A layer with attention takes keys and values of all contexts and returns the last source's keys and values. A layer
+    with a delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last
+    section.
     """
 
     config: DecoderConfig
@@ -181,7 +182,7 @@ class Block(nn.Module):
         return [constrain(heads.swapaxes(1, 2), ROWS, "tensor") for heads in cut(x, _shapes(sections))]
 
     def _attended(self, query, turns, sources, section, windows, is_sampling):
-        """Attention of a section's queries over the keys and values of its sources."""
+        """Attention of a section's queries over the sources' keys and values."""
         config = self.config
         masks = section.masks
         if windows is not None:
@@ -243,7 +244,7 @@ class Block(nn.Module):
             constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")
             for piece, count in zip(pieces, (net.key_heads, net.key_heads, net.value_heads), strict=True)
         ]
-        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding leaves the state as it is
+        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding does not change the state
         output, recurrent = delta_rule(*heads, *steps, (section.positions == 0) & real, recurrent)
         return output.reshape(batch * time, net.value_heads, net.value_dim), DeltaState(recurrent, window)
 
@@ -295,7 +296,7 @@ def run_layers(
     sections: list[Section],
     write_at: Any,
 ) -> tuple[Array, tuple]:
-    """Runs layers one after the other.
+    """Runs layers in order.
 
     Args:
         earlier: (keys, values) of each context, tuples over the layers with attention; and the states of the layers

@@ -63,11 +63,11 @@ def sampling_logits(
 def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: int) -> dict[str, Array]:
     """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
 
-    `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. Where that takes more memory, `kept_ids`
-    has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
+    `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. If these bits take more memory than ids,
+    `kept_ids` has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
 
     Args:
-        most: largest set to record as ids; 0: record nothing.
+        most: largest set to record as ids; 0: no record.
     """
     if not most or not sampling.has_cuts:
         return {}

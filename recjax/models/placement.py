@@ -23,7 +23,7 @@ ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batc
 INTO = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay"
 OUT_OF = "output|down|delta_output"
 
-# End of a parameter's path → mesh axes of its dimensions. Stacked layers have a first axis, which is never split.
+# End of a parameter's path → mesh axes of the dimensions. Stacked layers have a first axis, which is never split.
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
@@ -203,8 +203,8 @@ def row_shards(mesh: AnyMesh | None = None) -> int:
 def over_rows(function: Callable, whole: Any, *rows: Any, axis: Callable[[Array], int] = lambda _: 0) -> Any:
     """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before the call.
 
-    The gradient of `whole` adds up on each device and is summed over devices once, after the call. XLA alone would do
-    both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
+    The gradient of `whole` adds up on each device and is summed over devices once, after the call. By itself, XLA would
+    do both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
 
     Args:
         rows: trees of arrays with equal numbers of rows; the result has the form of the first tree, and the last is
@@ -227,7 +227,7 @@ def _sizes(mesh: AbstractMesh) -> dict[str, int]:
 
 
 def dividing_axes(wanted: Iterable[str], length: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of `wanted` that a mesh of these sizes has; none if together they do not divide `length`."""
+    """The axes of `wanted` that a mesh with these sizes has; none if their product does not divide `length`."""
     names = tuple(name for name in wanted if name in sizes)
     return () if length % math.prod(sizes[name] for name in names) else names
 

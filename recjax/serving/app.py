@@ -107,7 +107,7 @@ class Server:
     # --- Feedback.
 
     async def feedback(self, request: Request) -> Response:
-        """Takes a reward for a completion or a turn, by the id of its reply or of its row."""
+        """Takes a reward for a completion or a turn, by the id of the reply or the row."""
         recorder = self.answering.require_recorder()
         body = read_body(CompletionReward, await _body(request))
         if "/" in body.id:
@@ -115,7 +115,7 @@ class Server:
         return await self._rewarded(*await recorder.place_of(body.id, body.index), body)
 
     async def session_reward(self, request: Request) -> Response:
-        """Takes the reward of a session, or of one of its turns."""
+        """Takes the reward of a session or a turn."""
         self.answering.require_recorder()
         body = read_body(SessionReward, await _body(request))
         return await self._rewarded(session_row(_session(request)), body.turn, body)

@@ -161,7 +161,7 @@ class SampledBody(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the reply has log-probs; 0 of the most likely tokens also asks for those of the sampled tokens."""
+        """True if the reply has log-probs; 0 most likely tokens also requests the sampled tokens' log-probs."""
         return self.logprobs is not None and self.logprobs is not False
 
 
@@ -365,7 +365,7 @@ class RewardBody(Body):
         """The grade of a completion.
 
         Args:
-            turns: number of its turns.
+            turns: number of turns in the completion.
             known_rewards: reward of each turn that the turns have; empty if they have none.
         Raises:
             Refused: the reward is missing, or contradicts the turns or their rewards.
@@ -392,7 +392,7 @@ class RewardBody(Body):
 
 
 class SessionReward(RewardBody):
-    """The body of a session's reward, or of the reward of one of its turns."""
+    """The body of a session's reward or of a turn's reward."""
 
     turn: whole_field(0, 2**31 - 1) = None
 

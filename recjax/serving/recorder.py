@@ -79,7 +79,7 @@ class Recorder:
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
         self._ticking: asyncio.Task | None = None
-        # A database that does not answer holds these threads, and those of prompts stay free.
+        # A database that does not answer holds these threads, and the threads of prompts stay free.
         self._threads = ThreadPoolExecutor(8, "recorder")
         with contextlib.ExitStack() as opened:
             self._store = opened.enter_context(Store(options.store, create=True))

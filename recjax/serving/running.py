@@ -110,7 +110,7 @@ class Connection(H11Protocol):
         self._waiting = self.loop.call_later(self.timeout_keep_alive, self._close_idle, self.cycle)
 
     def _close_idle(self, before: Any) -> None:
-        if self.cycle is before:  # each request has a cycle of its own
+        if self.cycle is before:  # each request has its own cycle
             self.timeout_keep_alive_handler()
 
 

@@ -165,7 +165,7 @@ class Sampler:
         stop: Sequence[str],
         held: Sequence[str] = (),
     ) -> AsyncIterator[Piece]:
-        """Yields a completion after each of its rounds; only the last piece has a finish reason.
+        """Yields a completion after each round; only the last piece has a finish reason.
 
         A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.
 

@@ -17,8 +17,8 @@ class Session:
     """The turns of one agent: one trajectory with one reward.
 
     Attributes:
-        name: id of its completion.
-        turns: turns in the order of recording, each as a completion of its own.
+        name: id of the completion.
+        turns: turns in the order of recording, each as a separate completion.
         trajectory: trajectory of the turns; prompts that continue it keep its tokens.
         rewards: rewards of turns, by the turn's number from 0.
         changed: time of the last turn or reward, by time.monotonic.
@@ -45,7 +45,7 @@ class Session:
         """Adds a recorded turn.
 
         Args:
-            text: text of its prompt as the model read it; None: the prompt was not recorded.
+            text: the turn's prompt as the model read it; None: the prompt was not recorded.
         """
         self.turns.append(turn)
         self.changed = time.monotonic()
@@ -125,5 +125,5 @@ def without_prompt(record: Record) -> Record:
 
 
 def session_row(name: str) -> str:
-    """The id of a session's completion, and of its group."""
+    """The id of a session's completion and group."""
     return f"session/{name}"

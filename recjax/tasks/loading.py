@@ -74,7 +74,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
 
 
 def load_rewards(config: Config, function: Callable | None = None) -> dict[str, Reward]:
-    """The reward of each task by the task's name, still without the columns of its problems; see `load_task`."""
+    """The reward of each task by the task's name, still without the problems' columns; see `load_task`."""
     rewards = {}
     for name, task in config.task.tasks().items():
         with _naming(name):
@@ -88,7 +88,7 @@ def load_rewards(config: Config, function: Callable | None = None) -> dict[str, 
 
 @contextlib.contextmanager
 def _naming(task: str) -> Iterator[None]:
-    """Errors about keys of `task` name the keys of this task of a mixture; the name "" changes nothing."""
+    """Errors about keys of `task` name the keys of this task of a mixture; the name "" has no effect."""
     try:
         yield
     except ValueError as error:

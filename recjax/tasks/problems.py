@@ -66,7 +66,7 @@ def question_of(prompt: str | list[dict[str, str]]) -> str:
 
 
 def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str) -> None:
-    """Refuses a chat that ends with an assistant's message, which some libraries continue and others leave as it is.
+    """Refuses a chat that ends with an assistant's message, which some libraries continue and other libraries do not.
 
     Args:
         location: beginning of the message.
@@ -81,7 +81,7 @@ def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str)
 
 
 def messages_in(text: Any) -> Any:
-    """The messages of which a text is the JSON; other values as given."""
+    """The messages in a JSON text; other values unchanged."""
     with contextlib.suppress(ValueError, RecursionError, TypeError):
         messages = json.loads(text)
         if (

@@ -124,7 +124,7 @@ def batch_prompts(
 ) -> Prompts:
     """The `count` train prompts of batch number `batch` (from 1); a pure function of its arguments.
 
-    Each task of a mixture has its own epochs. The number of its prompts in a batch is its expected number, rounded up
+    Each task of a mixture has its own epochs. A task's number of prompts in a batch is the expected number, rounded up
     or down at random (systematic sampling), so that its mean over the batches is exact.
 
     Args:
@@ -137,7 +137,7 @@ def batch_prompts(
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
     sizes = Counter(problem.task for problem in prompts.problems)
     shares = task.shares()
-    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly nothing
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly 0
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))

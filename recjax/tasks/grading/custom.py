@@ -54,7 +54,7 @@ class Answered(NamedTuple):
         id: str,
         opening: str | None = None,
     ) -> "Answered":
-        """A completion of a problem; for the other arguments see the fields."""
+        """A completion of a problem; the fields describe further arguments."""
         chat = None if isinstance(problem.prompt, str) else problem.prompt
         return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
 

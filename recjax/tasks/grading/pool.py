@@ -137,7 +137,7 @@ class Grading:
         return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row from a user's function, and the failure of its grading."""
+        """Parts of each row from a user's function, and each row's failure."""
         failures = np.zeros(len(rows), np.int32)
         parts = {}
         for indices, values in (
@@ -209,7 +209,7 @@ class Grading:
         return [answer for _, answer in self._called(GRADERS[reward.name].parse, rows, openings)]
 
     def _graded(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row, and the failure of its grading, from the worker processes."""
+        """Parts and failure of each row, from the worker processes."""
         grader = GRADERS[reward.name]
         openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in rows]
         arguments = [(row.completion, row.answer, dict(row.columns)) for row in rows]
