@@ -204,7 +204,7 @@ def covariance_mask(
     *,
     share: Scalar = 0.0002,
 ) -> Bool[Array, "batch time"]:
-    """False for a share of the batch's tokens, chosen by highest covariance of log π and A: they lower entropy most.
+    """False for the batch's share of tokens with the highest covariance of log π and A, which reduce entropy most.
 
     Tokens are ranked by (log π_t − mean log π)(A_t − mean A), with means over tokens.
 

@@ -48,7 +48,7 @@ SCORED = RESCORED | {"proximal_logprobs"}
 
 
 def base(function: Callable) -> Callable:
-    """The function without its bound options.
+    """The function that a partial wraps; other functions unchanged.
 
     Examples:
         >>> import functools

@@ -99,7 +99,7 @@ def paired_values(values: pd.Series, axis: str, first: str, second: str, **where
 def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
     """A metric of each row minus the same step of the run with `against` on the axis and equal other settings.
 
-    NaN in rows without such a run, and in the rows of that run itself.
+    NaN without a run to compare, and for the base run.
     """
     others = [*(name for name in axes_of(table) if name != axis), "step"]
     base = table.loc[table[axis] == against, [*others, metric]]

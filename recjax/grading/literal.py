@@ -35,7 +35,7 @@ _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]
 
 
 def decided(truth: str, answer: str) -> bool | None:
-    """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
+    """True if an answer matches a choice, time, formula, word, congruence or based digits; None for other truths."""
     kinds = (_as_choices, _as_clock, _as_formula, _as_words, _as_congruence)
     if (verdict := next((verdict for kind in kinds if (verdict := kind(truth, answer)) is not None), None)) is not None:
         return verdict

@@ -107,7 +107,7 @@ _FORMULAS = set("countdown intermediate_integration polynomial_multiplication pu
 _WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split())
 
 
-# Scorers that give some wrong answers the full score, such as "0" for every coin_flip, and an additional condition.
+# Extra condition for each scorer that gives wrong answers the full score, such as "0" for every coin_flip.
 _TOO_KIND: dict[str, Callable[[str, str], bool]] = {
     "coin_flip": lambda parsed, answer: abs(Fraction(parsed) - Fraction(answer)) <= 1e-4,
     "complex_arithmetic": lambda parsed, answer: "nan" not in parsed.lower(),

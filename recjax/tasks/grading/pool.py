@@ -75,7 +75,7 @@ class Grading:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the worker processes, even while they work; a running call of a user's function finishes by itself."""
+        """Kills the worker processes, even while they work; a reward in this process runs to its end."""
         if self._workers:
             self._workers.__exit__()
         self._thread.shutdown(wait=False, cancel_futures=True)
