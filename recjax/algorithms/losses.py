@@ -217,6 +217,7 @@ def _tokens(
         return None if x is None else jax.lax.stop_gradient(jnp.where(mask, x, 0.0))
 
     return TokenValues(
+        # Masked before any exponential: behind it, the gradient of a masked −inf would be NaN.
         jnp.where(mask, logprobs, 0.0),
         # An algorithm that does not need μ never reads this stand-in.
         constant(logprobs if behavior_logprobs is None else behavior_logprobs),
@@ -256,6 +257,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     advantages = call(algorithm.advantage, batch)
     batch = batch._replace(advantages=advantages)
     if first and advantages.ndim == 2:
+        # A function that does not know trajectories would give values only to the first row of each.
         remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
         batch = batch._replace(kept=kept)
@@ -277,6 +279,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         proximal = batch.scored.logprobs
     if proximal is not None:
         proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
+    # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
     trained = kept if batch.minibatch is None else kept & batch.minibatch
     observation_weights = None
     if algorithm.observations is not None and batch.observation_mask is not None:
@@ -301,6 +304,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         trajectories=batch.trajectories,
         observation_weights=observation_weights,
     )
+    # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
     return jax.lax.stop_gradient(rows)
 
 
@@ -401,6 +405,7 @@ def token_terms(
         tokens = tokens._replace(advantages=tokens.advantages + call(algorithm.distillation, tokens))
     anchor = call(algorithm.anchor, tokens) if algorithm.reads_ratio else behavior_logprobs
     tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(tokens.logprobs, anchor, mask))
+    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
     tokens = tokens._replace(ratio=bounded_exp(call(algorithm.ratio, tokens)))
     weights = per_token(rows.weights)
     if algorithm.token_weight is not None:
@@ -464,6 +469,7 @@ def token_loss(
     """
     coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
     added = reference_logprobs, entropy, divergence
+    # The coefficients are constants; these tokens have the gradient of log π.
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, *added)
     per_token = -coefficients * tokens.logprobs
     for term in terms_of(algorithm):
@@ -520,5 +526,6 @@ def loss(
     mask = tokens.completion_mask
     policy = sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0]
     behavior = sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0]
+    # A completion takes part in its group's pairs once, however many rows it has.
     kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
     return algorithm.objective(policy, behavior, rows.rewards, rows.weights, rows.group_ids, kept)
