@@ -66,12 +66,12 @@ def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second:
     if sign_flip_p(differences) <= SIGNIFICANT:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
     smallest_p = 2.0 ** (1 - len(differences))
-    few = (
+    too_few = (
         f" {len(differences)} {noun} cannot give a p below {smallest_p:.2g}, and 6 can."
         if smallest_p > SIGNIFICANT
         else ""
     )
-    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{few}"
+    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{too_few}"
 
 
 @command
@@ -84,8 +84,8 @@ def main(argv: list[str]) -> None:
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
-        for label, both in pairs.items()
-        for side, folder in zip(argv[1:], both, strict=True)
+        for label, pair in pairs.items()
+        for side, folder in zip(argv[1:], pair, strict=True)
     ]
     table = metrics_of(sides)
     check_metrics(table, [metric], "--metric")
@@ -98,12 +98,15 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
     problems = problem_differences(pairs.values(), metric)
     words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
-    told = f"{words}, mean of the last three values,"
+    metric_words = f"{words}, mean of the last three values,"
     if len(differences) > 1 or len(problems) < 2:
-        print(verdict(told, differences, "pairs of runs", first, second))
+        print(verdict(metric_words, differences, "pairs of runs", first, second))
     if len(problems) > 1:
-        told = f"{words} at the latest evaluation"
-        print(verdict(told, problems, "problems", first, second), "This holds for these runs; other seeds may differ.")
+        metric_words = f"{words} at the latest evaluation"
+        print(
+            verdict(metric_words, problems, "problems", first, second),
+            "This holds for these runs; other seeds may differ.",
+        )
     for setting in changed + differing_steps(pairs.values(), metric):
         print(f"differs: {setting}")
 
@@ -115,8 +118,8 @@ def main(argv: list[str]) -> None:
     difference = f"{metric} − {first}"
     output = Path(FLAGS.output)
     table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
-    more = [draw_problems] if len(problems) > 1 else []
-    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=more), output)
+    extra_panels = [draw_problems] if len(problems) > 1 else []
+    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=extra_panels), output)
     print(f"figure: {output}")
 
 

@@ -122,8 +122,8 @@ def deciding_settings(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
     evaluation = {"samples", "temperature", "top_k", "top_p", "min_p"}
-    whole = dict.fromkeys(("seed", "base_seed", "task"), True)
-    keys = whole | {"rollout": rollout | {"long_prompts", "stop"}}
+    included = dict.fromkeys(("seed", "base_seed", "task"), True)
+    keys = included | {"rollout": rollout | {"long_prompts", "stop"}}
     template_settings = {
         name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)
     }
@@ -148,10 +148,10 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     hosts.wait_for_all("looked into the evaluation's folder")
     if "samples.parquet" in names and stored.name in names:
-        theirs = read_yaml_file(stored)
-        if not isinstance(theirs, dict):
+        stored_settings = read_yaml_file(stored)
+        if not isinstance(stored_settings, dict):
             raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
-        if changed := differences(decides, theirs, {"model"}):
+        if changed := differences(decides, stored_settings, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     # An interrupted evaluation leaves these files.
     elif names - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
@@ -168,10 +168,10 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """
     try:
-        known = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
+        trained_problems = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
     except ValueError:
         return None
-    return sum((str(problem.prompt), problem.answer) in known for problem in problems)
+    return sum((str(problem.prompt), problem.answer) in trained_problems for problem in problems)
 
 
 def show_results(numbers: dict[str, Any]) -> None:

@@ -70,13 +70,13 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     """
     check_processes(config)
     config = config if run else with_start(config)
-    known = known_ids(location)
+    stored_ids = known_ids(location)
     model = config.model
     name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         digest = _name(config, None, 0)
-        dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+        dates = (row[len(digest) + 1 :].partition("/")[0] for row in stored_ids if row.startswith(f"{digest}-"))
         chat_date = min(dates, default=date.today().isoformat())
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
         name = f"{digest}-{chat_date}"
@@ -97,7 +97,7 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
         def records(groups: list[Group], grades: Grades) -> list[Record]:
             return kept_records(sampler, with_grades(groups, grades.result()))
 
-        return _fill(location, known, name, steps, batches)
+        return _fill(location, stored_ids, name, steps, batches)
 
 
 def generate_remotely(config: Config, location: str | Path, steps: int, address: Address, source: str | None) -> int:
@@ -112,7 +112,7 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
     config = untrained(config)
-    known = known_ids(location)
+    stored_ids = known_ids(location)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
@@ -128,15 +128,15 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
                 names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
                 groups = engine.sample_groups(prompts.problems, seed, **names)
                 groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
-                made = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
-                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
+                records = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
+                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in records]
 
-        return _fill(location, known, name, steps, batches)
+        return _fill(location, stored_ids, name, steps, batches)
 
 
 def _fill(
     location: str | Path,
-    known: Collection[str],
+    stored_ids: Collection[str],
     name: str,
     steps: int,
     batches: Callable[[list[int]], Iterator[list[Record]]],
@@ -144,11 +144,11 @@ def _fill(
     """Adds the batches 1 to `steps` that the store lacks; returns their number.
 
     Args:
-        known: ids of the completions in the store.
+        stored_ids: ids of the completions in the store.
         name: first part of the completions' ids, before the batch's number.
         batches: samples batches, by their numbers, and yields the records of each in order.
     """
-    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
+    done = {int(row.split("/")[1]) for row in stored_ids if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
     with step_bar("generate", steps, initial=steps - len(missing)) as bar:
@@ -217,11 +217,11 @@ def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that determines the rows."""
     depends_on: dict[str, Any] = config.model_dump()
     keys = ("seed", "model", "task", "warm_start", "rollout")
-    held = {} if config.base_seed is None else {"base_seed": config.base_seed}
+    base_seed = {} if config.base_seed is None else {"base_seed": config.base_seed}
     depends_on = (
         {key: depends_on[key] for key in keys}
         | {"held_out": config.evaluation.most_problems, "version": version}
-        | held
+        | base_seed
     )
     del depends_on["rollout"]["engine"]  # --engine samples, or recjax
     if run:
@@ -237,8 +237,8 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        which = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {which}")
+        given_flags = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {given_flags}")
     if run is None:
         if step is not None:
             raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")

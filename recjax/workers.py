@@ -130,8 +130,8 @@ class Workers:
     def _answer_all(self) -> None:
         """Runs in a thread for each worker; takes several calls if many wait, so that the worker rarely waits."""
         worker = None
-        while taken := self._calls.get():
-            calls = collections.deque([taken])
+        while first_call := self._calls.get():
+            calls = collections.deque([first_call])
             with contextlib.suppress(queue.Empty):  # other threads take calls, too
                 for _ in range(min(self._calls.qsize() // (2 * self._count), _MOST_CALLS)):
                     calls.append(self._calls.get_nowait())

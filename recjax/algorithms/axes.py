@@ -158,7 +158,7 @@ def function_of(axis: str, name: Any) -> Callable | None:
         function = user_function(key, name)
         check_names(key, name, function, READABLE[axis])
         return function
-    known = isinstance(name, str) and name in table
+    is_known = isinstance(name, str) and name in table
     or_users = ", or your own module:function" if axis in READABLE else ""
-    require(known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
+    require(is_known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
     return table[name]

@@ -256,8 +256,8 @@ def binary_kl_mask(
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
-    near = binary_kl(logprobs, behavior_logprobs) <= delta
-    return (up & (near | (logprobs <= behavior_logprobs))) | (down & (near | (logprobs >= behavior_logprobs)))
+    is_near = binary_kl(logprobs, behavior_logprobs) <= delta
+    return (up & (is_near | (logprobs <= behavior_logprobs))) | (down & (is_near | (logprobs >= behavior_logprobs)))
 
 
 def balanced_mask(

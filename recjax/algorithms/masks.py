@@ -105,9 +105,13 @@ def sequence_band_mask(
     """
     require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
-    whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask, trajectories)
+    sequence_log_ratio = {"mean": sequence_mean, "product": sequence_sum}[level](
+        log_ratio, completion_mask, trajectories
+    )
     log_low = jnp.log(jnp.float32(low))
-    return jnp.broadcast_to((whole >= log_low) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
+    return jnp.broadcast_to(
+        (sequence_log_ratio >= log_low) & (sequence_log_ratio <= jnp.log(jnp.float32(high))), log_ratio.shape
+    )
 
 
 def second_moment_mask(

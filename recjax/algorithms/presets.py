@@ -46,8 +46,8 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
         >>> resolve("rec_one_side_nois", {"clip": {"epsilon_high": 2.0}})["clip"]
         {'name': 'one_side', 'epsilon_low': 0.2, 'epsilon_high': 2.0}
     """
-    known = isinstance(preset, str) and preset in PRESETS
-    require(known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
+    is_known = isinstance(preset, str) and preset in PRESETS
+    require(is_known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
     changes = dict(PRESETS[preset])
     for axis, block in overrides.items():
         remedy = f"unknown axis; takes one of {', '.join(REINFORCE)}{did_you_mean(axis, REINFORCE)}"

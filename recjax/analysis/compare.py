@@ -101,9 +101,9 @@ def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.
 
     NaN without a run to compare, and for the base run.
     """
-    others = [*(name for name in axes_of(table) if name != axis), "step"]
-    base = table.loc[table[axis] == against, [*others, metric]]
-    differences = table[metric].to_numpy() - table[others].merge(base, how="left", on=others)[metric].to_numpy()
+    other_axes = [*(name for name in axes_of(table) if name != axis), "step"]
+    base = table.loc[table[axis] == against, [*other_axes, metric]]
+    differences = table[metric].to_numpy() - table[other_axes].merge(base, how="left", on=other_axes)[metric].to_numpy()
     return np.where(table[axis] == against, np.nan, differences)
 
 
@@ -132,8 +132,12 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     else:
         twice = next(name for names in labels for name in names if names.count(name) > 1)
         raise ValueError(f"{twice}: several runs of one side have these settings; name folders that differ in the seed")
-    theirs = dict(zip(labels[1], second, strict=True))
-    pairs = {name: (folder, theirs[name]) for name, folder in zip(labels[0], first, strict=True) if name in theirs}
+    second_by_label = dict(zip(labels[1], second, strict=True))
+    pairs = {
+        name: (folder, second_by_label[name])
+        for name, folder in zip(labels[0], first, strict=True)
+        if name in second_by_label
+    }
     if not pairs:
         listed = " and ".join(names[0] for names in labels)
         raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({listed}); run equal seeds")
@@ -152,11 +156,11 @@ def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str
     An evaluation by `recjax.evaluate` has no steps.
     """
     steps = [
-        [[row["step"] for row in read_metrics(folder / "metrics.jsonl") if metric in row] for folder in both]
-        for both in pairs
+        [[row["step"] for row in read_metrics(folder / "metrics.jsonl") if metric in row] for folder in pair]
+        for pair in pairs
     ]
     latest = [(max(ours), max(theirs)) for ours, theirs in steps if ours and theirs]
-    sides = zip(*(both for both in latest if both[0] != both[1]), strict=True)
+    sides = zip(*(pair for pair in latest if pair[0] != pair[1]), strict=True)
     words = [", ".join(map(str, sorted({*side}))) for side in sides]
     return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
 
@@ -184,7 +188,7 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
         names = rows.reindex(columns=["question", "answer", "seat"], fill_value="").astype(str)
         return rows[column].astype(float).groupby([names[name] for name in names]).mean()
 
-    values = [[by_problem(folder) for folder in both] for both in pairs]
+    values = [[by_problem(folder) for folder in pair] for pair in pairs]
     # A run that stopped before its first evaluation has no problems.
     differences = [theirs - ours for ours, theirs in values if len(ours) and len(theirs)]
     return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy() if differences else np.array([])

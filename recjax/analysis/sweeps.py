@@ -75,8 +75,10 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
             except ValueError as error:
                 raise ValueError(f"{path}: run {name}: {error}") from error
         elif runs[name].settings != chosen:
-            these, those = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
-            raise ValueError(f"{path}: {these}, and {those}, would both be run {name}; rename one of these settings")
+            first_names, second_names = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
+            raise ValueError(
+                f"{path}: {first_names}, and {second_names}, would both be run {name}; rename one of these settings"
+            )
     return base, list(runs.values())
 
 

@@ -180,13 +180,13 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         for condition in held(required):
             yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
         if must and value:  # 0 turns a key off
-            relation, _, other = must.rpartition(" ")
-            limit = value_of(config, other)
+            relation, _, limit_key = must.rpartition(" ")
+            limit = value_of(config, limit_key)
             yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"
         if value != field.get_default(call_default_factory=True):
-            it = "one of them" if " or " in needs else "it"
+            which = "one of them" if " or " in needs else "it"
             is_met = not needs or held(needs)
-            yield not is_met, name, f"applies only with {needs}; set {it}, or remove this key"
+            yield not is_met, name, f"applies only with {needs}; set {which}, or remove this key"
             for condition in held(excludes):
                 yield True, name, f"does not work with {condition}; remove one of them"
 
@@ -268,10 +268,10 @@ def error_lines(
             is_known = path[-1] in _names_elsewhere() or ".".join(path[-2:]) in _names_elsewhere()
             if not is_known and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
                 elsewhere = ""  # a misspelling of our own key
-            same = [known for known in keys if known.split(".")[-1] == path[-1]]
-            near = difflib.get_close_matches(names[0], same or keys, n=1, cutoff=0 if same else 0.6)
-            here = block_of(keys[name].annotation) if name else block
-            hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(here.model_fields)}"
+            same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == path[-1]]
+            similar = difflib.get_close_matches(names[0], same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
+            parent = block_of(keys[name].annotation) if name else block
+            hint = f"did you mean {similar[0]!r}?" if similar else f"keys here: {', '.join(parent.model_fields)}"
             hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint
             yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"
         elif kind == "missing":

@@ -202,13 +202,13 @@ class WarmStartConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Demonstrations without a learning rate of their own, and log-probs of a policy before them."""
-        shown = self.demonstrations is not None
+        has_demonstrations = self.demonstrations is not None
         experience = config.experience
         problem = "is for small decoders; set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
-        yield shown and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
+        yield has_demonstrations and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
         problem = "does not work with warm_start.demonstrations; use current, or export the warm-started model first"
         initial = experience is not None and experience.missing_logprobs == "initial"
-        yield shown and initial, "experience.missing_logprobs", problem
+        yield has_demonstrations and initial, "experience.missing_logprobs", problem
 
 
 Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")

@@ -87,23 +87,23 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
     return _same(wanted_tree, got_tree, "°" in truth or r"\pi" in truth)
 
 
-def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
+def _marks(text: str, other_text: str) -> frozenset[tuple[str, str]]:
     """Letters of one side, and the marked letters for which they stand, from the second side.
 
     A bold letter may have any mark on the second side. Letters without marks may be bold, or several unit vectors.
     """
-    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other)}
+    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other_text)}
     if MARKED_LETTER.search(text):
         return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
-    has_units = len({*UNIT_VECTOR.findall(other)}) > 1
+    has_units = len({*UNIT_VECTOR.findall(other_text)}) > 1
     return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
 
 
 def is_constant(text: str) -> bool:
     """True if a text, in the notation of `notation.plain`, is a real number, computed or not."""
     tree = parse_math(text)
-    others = ("relation", "matrix", "i", r"\infty", *BRACKETS)
-    return tree is not None and not names(tree) and not contains(tree, *others)
+    excluded = ("relation", "matrix", "i", r"\infty", *BRACKETS)
+    return tree is not None and not names(tree) and not contains(tree, *excluded)
 
 
 def names_its_unit(text: str) -> bool:
@@ -219,21 +219,21 @@ def _in_the_same_letters(wanted: Node, got: Node) -> Node:
 
 def _same_pair(wanted: tuple[str, Node, Node], got: tuple[str, Node, Node]) -> bool:
     operator, a, b = wanted
-    other, x, y = got
-    if operator != other:
+    got_operator, x, y = got
+    if operator != got_operator:
         return False
     if values.equal(a, x) and values.equal(b, y):
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    whole = difference(a, b)
-    answer = difference(x, y)
-    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(whole, answer):
+    wanted_difference = difference(a, b)
+    got_difference = difference(x, y)
+    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(wanted_difference, got_difference):
         return False
-    sign = values.ratio(whole, answer)
+    sign = values.ratio(wanted_difference, got_difference)
     if sign is not None:
         return operator not in _ORDERS or sign > 0
-    return operator not in _ORDERS and same_factors(whole, answer)
+    return operator not in _ORDERS and same_factors(wanted_difference, got_difference)
 
 
 # --- Zeros of equations and regions of inequalities, with SymPy.
@@ -308,13 +308,13 @@ def same_region(wanted: str, got: str) -> bool | None:
     ):
         return None
     try:
-        name, region = _region_of(wanted)
-        other, answer = _region_of(got)
+        wanted_name, wanted_region = _region_of(wanted)
+        got_name, got_region = _region_of(got)
     except (Unreadable, sympy.PolynomialError, NotImplementedError, TypeError, ValueError, AttributeError):
         return None
-    if name and other and name != other:
+    if wanted_name and got_name and wanted_name != got_name:
         return False
-    return True if region == answer != sympy.S.EmptySet else None
+    return True if wanted_region == got_region != sympy.S.EmptySet else None
 
 
 def _region_of(text: str) -> tuple[set[str], sympy.Set]:

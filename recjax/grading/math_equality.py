@@ -76,8 +76,8 @@ def _described(text: str) -> str:
     """A text, in the notation of `notation.plain`, with a few words for its kind."""
     if (number := quantity(unnamed(text))) is not None:
         kind = f"the number {number.value}{' with a unit' if number.units else ''}"
-    elif (whole := _spread(unnamed(text))) is not None:
-        kind = f"the items {'; '.join(whole.items)} in {whole.kind}"
+    elif (structured := _spread(unnamed(text))) is not None:
+        kind = f"the items {'; '.join(structured.items)} in {structured.kind}"
     elif literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
         kind = "text"
     else:
@@ -128,12 +128,12 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
     return expressions.same_expression(truth, answer, quantity(unnamed(answer))), "compared as expressions"
 
 
-def _as_vector(text: str, other: str) -> str:
+def _as_vector(text: str, other_text: str) -> str:
     r"""A tuple or column as a sum of unit vectors if the second text is such a sum: (1,2) is \hat{i}+2\hat{j}."""
-    whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
-    if whole is None or whole.kind not in ("<>", "()", "[]", f"{len(whole.items)} rows") or len(whole.items) > 3:
+    column = structure(text) if r"\hat{" in other_text and expressions.UNIT_VECTOR.search(other_text) else None
+    if column is None or column.kind not in ("<>", "()", "[]", f"{len(column.items)} rows") or len(column.items) > 3:
         return text
-    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(whole.items, "ijk", strict=False))
+    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(column.items, "ijk", strict=False))
 
 
 def _in_one_form(truth: str, answer: str) -> tuple[str, str]:

@@ -409,11 +409,11 @@ class _Evaluation:
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
-        told = [
+        texts = [
             str(value) if isinstance(value, Fraction) and _bits(value) > 80 else mpmath.nstr(floating(value), 25)
             for value in values
         ]
-        draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
+        draw = random.Random(zlib.crc32(f"{name} {sorted(texts) if name in _UNORDERED else texts}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
     def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:

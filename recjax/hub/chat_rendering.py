@@ -193,8 +193,8 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
         text = None
         printed = [None]
     if printed:
-        other = template([_with_arguments(message, as_text) for message in chat])
-        text = other if text is None or any(notation not in other for notation in printed) else text
+        text_of_json = template([_with_arguments(message, as_text) for message in chat])
+        text = text_of_json if text is None or any(notation not in text_of_json for notation in printed) else text
     return text
 
 

@@ -133,7 +133,7 @@ def write_base(
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
-    fields |= {theirs: options[name] for name, theirs in FIELDS.items()} | SILU | special
+    fields |= {field: options[name] for name, field in FIELDS.items()} | SILU | special
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
@@ -188,8 +188,8 @@ def write_adapters(
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
         ranks[module.split(".")[-1]] = rank * len(kernels)
         a, b = ([factor(kernel, side, index) for kernel in kernels] for side in ("a", "b"))
-        if whole := rows.get(f"{kernels[0]}/kernel"):
-            joint = np.zeros((whole[2], rank * len(kernels)), b[0].dtype)
+        if fused := rows.get(f"{kernels[0]}/kernel"):
+            joint = np.zeros((fused[2], rank * len(kernels)), b[0].dtype)
             for number, kernel in enumerate(kernels):
                 first, end, _ = rows[f"{kernel}/kernel"]
                 joint[first:end, number * rank : (number + 1) * rank] = b[number]
@@ -242,8 +242,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             shard = {}
             for name in names:
                 with np.errstate(over="ignore"):
-                    whole = [view.astype(jnp.dtype(dtype), order="C") for view in tensors[name]]
-                shard[name] = whole[0] if len(whole) == 1 else np.concatenate(whole)
+                    arrays = [view.astype(jnp.dtype(dtype), order="C") for view in tensors[name]]
+                shard[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
                 if not np.isfinite(shard[name]).all():
                     raise ValueError(
                         f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"

@@ -211,10 +211,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
-    usual = PreTrainedTokenizerFast
+    fast_class = PreTrainedTokenizerFast
     kind = type(tokenizer)
     methods = ("encode", "_encode_plus", "decode", "_decode")
-    if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in methods):
+    if not issubclass(kind, fast_class) or any(
+        getattr(kind, name) is not getattr(fast_class, name) for name in methods
+    ):
         return None
     backend = tokenizer.backend_tokenizer
     changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
@@ -275,9 +277,9 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
             break
         context = context[1:]
         head = _decode(tokenizer, context)
-    whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
+    text = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
     # The tokens may complete a character at the end of the context.
-    return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
+    return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, text_name: str = "text") -> list[int]:
@@ -297,9 +299,14 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
         return ids
     last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
     for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
-        head, whole = (_encode(tokenizer, each, text_name) for each in (earlier, earlier + text))
-        if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
-            return whole[len(head) :]
+        earlier_ids, joined_ids = (_encode(tokenizer, each, text_name) for each in (earlier, earlier + text))
+        if (
+            earlier_ids
+            and joined_ids[: len(earlier_ids)] == earlier_ids
+            and len(joined_ids) > len(earlier_ids)
+            and tokenizer.unk_token_id not in earlier_ids
+        ):
+            return joined_ids[len(earlier_ids) :]
     return ids
 
 
@@ -317,8 +324,8 @@ def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
     added = tokenizer.added_tokens_decoder.get(last)
     if added is None:
         return False
-    alone, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
-    return after == [last, *alone]
+    plain_ids, ids_after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
+    return ids_after == [last, *plain_ids]
 
 
 def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -259,12 +259,12 @@ def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
 
 def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
     """True if the weights hold both embedding and head, with different values; False if either is missing."""
-    both = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
+    pair = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(_opened(tensor.file)) for tensor in both]
-        if len(both) < 2 or not all(tensor.name in file.keys() for tensor, file in zip(both, opened, strict=True)):
+        opened = [stack.enter_context(_opened(tensor.file)) for tensor in pair]
+        if len(pair) < 2 or not all(tensor.name in file.keys() for tensor, file in zip(pair, opened, strict=True)):
             return False
-        embedding, head = (file.get_slice(tensor.name) for tensor, file in zip(both, opened, strict=True))
+        embedding, head = (file.get_slice(tensor.name) for tensor, file in zip(pair, opened, strict=True))
         if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
             return True
         for start in range(0, shape[0], _COMPARED_ROWS):
@@ -487,17 +487,17 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     def divisor(rank: float) -> float:
         return rank**0.5 if fields.get("use_rslora") else rank
 
-    def of_module(pattern: str, name: str, usual: float) -> float:
+    def of_module(pattern: str, name: str, default: float) -> float:
         """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
         values = fields.get(pattern) or {}
-        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        theirs = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
+        adapter_names = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
         stored = {
             name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
-            for name, full in theirs.items()
+            for name, full in adapter_names.items()
         }
     joint = _split_experts(stored, fields, plain) if plain.experts else {}
     unread = {*stored}
@@ -506,26 +506,28 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         for index, name in enumerate(names) if target in _TARGETS else ():
             module = name.removesuffix(".weight")
             inputs, units = leaves[kernel].shape[-2:]
-            both = [f"{module}.lora_{side}.weight" for side in "AB"]
-            if not stored.keys() & {*both}:
+            factors = [f"{module}.lora_{side}.weight" for side in "AB"]
+            if not stored.keys() & {*factors}:
                 continue
-            name_in_base = theirs.get(both[0], both[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            name_in_base = (
+                adapter_names.get(factors[0], factors[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            )
             module = joint.get(module, name_in_base)
             start, end, rows = fused.get(kernel, (0, units, units))
             rank = of_module("rank_pattern", module, fields["r"])
-            for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
+            for tensor, shape in zip(factors, ((rank, inputs), (rows, rank)), strict=True):
                 if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
                     raise ValueError(
                         f"{file}: tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask"
                         f" for {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
                     )
-            unread -= {*both}
-            a, b = (stored[tensor] for tensor in both)
+            unread -= {*factors}
+            a, b = (stored[tensor] for tensor in factors)
             used = b[start:end].any(0) | (~b.any(0) & a.any(1))
             scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
             parts[kernel, index] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
     if unread or not any(len(b) for _, b in parts.values()):
-        name = min((str(theirs.get(name, name)) for name in unread), default="none")
+        name = min((str(adapter_names.get(name, name)) for name in unread), default="none")
         raise ValueError(
             f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)}); merge the adapter"
             " into its base with PEFT's merge_and_unload and set model.path to the result"
@@ -651,10 +653,10 @@ def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
 def _read(file: Path, opened, name: str, shape: tuple[int, ...], cut: tuple | None) -> np.ndarray:
     """A tensor of a file; with a cut, the shape of the whole tensor and an index, its part of `shape`."""
     header = opened.get_slice(name)
-    whole = shape if cut is None else cut[0]
-    if tuple(header.get_shape()) != whole:
+    stored_shape = shape if cut is None else cut[0]
+    if tuple(header.get_shape()) != stored_shape:
         raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {whole}; "
+            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {stored_shape}; "
             "use the config.json that belongs to these weights"
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):

@@ -61,14 +61,14 @@ def attend(
     """
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
-    alone = len(segments) == 1 and time > 1
+    is_whole_sequence = len(segments) == 1 and time > 1
     # Pallas compiles for no mesh and for no absent GPU.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
-    if alone and kernel == "cudnn" and cap is None:
+    if is_whole_sequence and kernel == "cudnn" and cap is None:
         mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
     elif is_sampling and kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
-    elif alone and kernel == "splash" and ids is not None:
+    elif is_whole_sequence and kernel == "splash" and ids is not None:
         mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
     else:
         mixed = plain_attention(queries, segments, scale, cap)
@@ -180,7 +180,7 @@ def one_token_attention(
         real = (jnp.arange(rows) < count)[:, None]
         queries = triton.load(queries_ref.at[:, :], mask=real, other=0.0)
         carry = jnp.zeros((rows, width)), jnp.full(rows, -1e30), jnp.zeros(rows)
-        for keys_ref, values_ref, seen_ref in zip(*(refs[which::3] for which in range(3)), strict=True):
+        for keys_ref, values_ref, seen_ref in zip(*(refs[offset::3] for offset in range(3)), strict=True):
             length = seen_ref.shape[0]
             size = min(KEYS, max(LEAST_ROWS, 1 << (length - 1).bit_length()))
 

@@ -236,16 +236,16 @@ class Decoder(nn.Module):
                 for number in range(config.num_layers)
             ]
             return run_layers(layers, embedded, (keys_values, states), options, sections, write_at)
-        alike = config.period == 1
+        is_uniform = config.period == 1
         layers = nn.scan(
-            block if alike else Period,
+            block if is_uniform else Period,
             variable_axes={"params": 0, "routing": 0},
             split_rngs={"params": True},
             in_axes=(0, 0, *(nn.broadcast,) * 2),
             length=config.num_layers // config.period,
         )
-        scanned = layers(*shared, *([] if alike else [block]), name="layers")
-        return scanned(embedded, keys_values if alike else (keys_values, states), per_layer, sections, write_at)
+        scanned = layers(*shared, *([] if is_uniform else [block]), name="layers")
+        return scanned(embedded, keys_values if is_uniform else (keys_values, states), per_layer, sections, write_at)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

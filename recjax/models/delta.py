@@ -112,10 +112,10 @@ def _in_chunks(
 
     q, k, v, rate, decay = map(chunks, (q, k, v, rate, decay))
     started = jnp.cumsum(chunks(starts[:, None, None, :, None].astype(jnp.int32)), axis=-2)  # 0: of an earlier chunk
-    together = (started == started.mT) & jnp.tril(jnp.ones((chunk, chunk), bool))
+    same_sequence = (started == started.mT) & jnp.tril(jnp.ones((chunk, chunk), bool))
     # Decays of other sequences are multiplied by 0, so that not even rounding errors pass between sequences.
-    total = _matmul(together.astype(jnp.float32), decay)
-    between = jnp.exp(jnp.where(together, total - total.mT, -jnp.inf))
+    total = _matmul(same_sequence.astype(jnp.float32), decay)
+    between = jnp.exp(jnp.where(same_sequence, total - total.mT, -jnp.inf))
     from_state = jnp.where(started == 0, jnp.exp(total), 0.0)
     to_end = jnp.exp(jnp.where(started == started[..., -1:, :], total[..., -1:, :] - total, -jnp.inf))
     system = _matmul(k, k.mT) * rate * between

@@ -201,8 +201,8 @@ def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> 
     result, sown = decoder.apply(variables, *arguments, mutable=[_COLLECTION], **options)
     sown = sown[_COLLECTION]
     layers = [sown[f"layer_{number}"] for number in range(decoder.config.num_layers)] if decoder.unrolled else []
-    whole = jax.tree.map(lambda *parts: jnp.stack(parts), *layers) if layers else sown["layers"]
-    return result, {name: value[0] for name, value in whole["experts"].items()}
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers) if layers else sown["layers"]
+    return result, {name: value[0] for name, value in stacked["experts"].items()}
 
 
 def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:

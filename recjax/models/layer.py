@@ -143,9 +143,9 @@ class Block(nn.Module):
         query_units = config.num_heads * config.head_dim
         key_units = config.num_kv_heads * config.head_dim
         if config.gated_attention:
-            both = self._dense(x, 2 * query_units, "query", config.qkv_bias)
-            both = both.reshape(-1, config.num_heads, 2, config.head_dim)
-            query, gate = (both[:, :, which].reshape(-1, query_units) for which in (0, 1))
+            query_and_gate = self._dense(x, 2 * query_units, "query", config.qkv_bias)
+            query_and_gate = query_and_gate.reshape(-1, config.num_heads, 2, config.head_dim)
+            query, gate = (query_and_gate[:, :, half].reshape(-1, query_units) for half in (0, 1))
         else:
             query = self._dense(x, query_units, "query", config.qkv_bias)
         queries = self._heads(query, sections, "query_norm" if config.qk_norm else None)
@@ -186,8 +186,8 @@ class Block(nn.Module):
         config = self.config
         masks = section.masks
         if windows is not None:
-            near = [distance < windows for distance in section.distances]
-            masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
+            are_near = [distance < windows for distance in section.distances]
+            masks = [mask & is_near for mask, is_near in zip(masks, are_near, strict=True)]
         segments = [(*keys_values, mask) for keys_values, mask in zip(sources, masks, strict=True)]
         return attend(
             rotate(query, turns),

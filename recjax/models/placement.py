@@ -155,26 +155,26 @@ def moved_params(mesh: Mesh, tree: Any) -> Any:
     if mesh.size <= 1:
         return tree
 
-    def move(leaf: Array, there: NamedSharding) -> Array:
-        if leaf.sharding.is_equivalent_to(there, leaf.ndim):
+    def move(leaf: Array, sharding: NamedSharding) -> Array:
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        if leaf.sharding.device_set != there.device_set:
-            return jax.device_put(leaf, there)
-        return mover(there)(leaf)
+        if leaf.sharding.device_set != sharding.device_set:
+            return jax.device_put(leaf, sharding)
+        return mover(sharding)(leaf)
 
     return jax.tree.map(move, tree, param_shardings(mesh, tree))
 
 
 @functools.lru_cache
-def mover(there: NamedSharding) -> Callable[[Array], Array]:
-    """A jitted function that sends an array to the sharding `there`, from device to device."""
-    return jax.jit(lambda x: x, out_shardings=there)
+def mover(sharding: NamedSharding) -> Callable[[Array], Array]:
+    """A jitted function that sends an array to a sharding, from device to device."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def on_host(tree: Any) -> Any:
     """Arrays as NumPy arrays, whole on every process."""
-    here = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
-    return jax.device_get(tree if here else _whole(tree))
+    is_local = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+    return jax.device_get(tree if is_local else _whole(tree))
 
 
 def params_on_host(tree: Any) -> Any:

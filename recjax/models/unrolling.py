@@ -76,10 +76,10 @@ def stacked_params(config: DecoderConfig, params: dict) -> dict:
         return params
     size = config.period
     layers = [params[f"layer_{number}"] for number in range(config.num_layers)]
-    alike = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
-    kinds = {str(kind): stack for kind, stack in enumerate(alike) if stack}
-    others = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    return others | {"layers": kinds if size > 1 else alike[0]}
+    stacks = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
+    kinds = {str(kind): stack for kind, stack in enumerate(stacks) if stack}
+    other_params = {name: value for name, value in params.items() if not name.startswith("layer_")}
+    return other_params | {"layers": kinds if size > 1 else stacks[0]}
 
 
 def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:

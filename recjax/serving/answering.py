@@ -64,12 +64,12 @@ class Answering:
             Refused: the request is invalid.
         """
         began = time.monotonic()
-        held = None
+        open_session = None
         if session is not None:
-            held = await self.require_recorder().session(session)
-            check_sampling(held, session, body.sampled.sampling())
+            open_session = await self.require_recorder().session(session)
+            check_sampling(open_session, session, body.sampled.sampling())
         try:
-            prompts = await self._prompts(body, held)
+            prompts = await self._prompts(body, open_session)
         except ValueError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
         limits = [self.sampler.limit(prompt.tokens, body.sampled.limit) for prompt in prompts]
@@ -135,7 +135,7 @@ class Answering:
         The whole completions come last, in order, once all are on disk.
         """
         settings = job.body.sampled
-        held = [CALL_BEGINS] if job.body.functions else []
+        withheld = [CALL_BEGINS] if job.body.functions else []
         keys = self.sampler.keys(settings.seed, job.body.count)
         queue: asyncio.Queue = asyncio.Queue()
 
@@ -143,7 +143,7 @@ class Answering:
             prompt_index = index // settings.n
             prompt = job.prompts[prompt_index].tokens
             limit = job.limits[prompt_index]
-            options = prompt, keys[index], limit, settings.sampling(), settings.stops, held
+            options = prompt, keys[index], limit, settings.sampling(), settings.stops, withheld
             try:
                 async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
                     async for piece in pieces:
@@ -170,9 +170,9 @@ class Answering:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        whole = [done[index] for index in range(job.body.count)]
-        await self._record(job, whole)
-        for index, piece in enumerate(whole):
+        completed = [done[index] for index in range(job.body.count)]
+        await self._record(job, completed)
+        for index, piece in enumerate(completed):
             yield index, piece
 
     async def _record(self, job: Job, pieces: Sequence[Piece]) -> None:

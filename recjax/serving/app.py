@@ -92,17 +92,17 @@ class Server:
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
         streams = [Chunks(job, index) for index in range(job.body.count)]
-        whole = []
+        completed = []
         for stream in streams:
             for chunk in stream.first():
                 yield chunk
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
-                whole += [piece] if piece.finish is not None else []
+                completed += [piece] if piece.finish is not None else []
                 for chunk in streams[index].next(piece):
                     yield chunk
         if job.body.stream_options.include_usage:
-            yield last_chunk(job, whole)
+            yield last_chunk(job, completed)
 
     # --- Feedback.
 

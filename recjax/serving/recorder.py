@@ -353,12 +353,12 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def check_sampling(held: Session, session: str, sampling: Sampling) -> None:
+def check_sampling(open_session: Session, session: str, sampling: Sampling) -> None:
     """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
-    if held.sampling not in (None, sampling):
+    if open_session.sampling not in (None, sampling):
         raise Refused(
             409,
-            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, held.sampling))},"
+            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, open_session.sampling))},"
             " and all turns of a session have the same values; send these values, or use another session",
             param="temperature",
         )

@@ -163,14 +163,14 @@ class Sampler:
         limit: int,
         sampling: Sampling,
         stop: Sequence[str],
-        held: Sequence[str] = (),
+        withheld: Sequence[str] = (),
     ) -> AsyncIterator[Piece]:
         """Yields a completion after each round; only the last piece has a finish reason.
 
         A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.
 
         Args:
-            held: strings to withhold: text that may be the beginning of one is not yet certain.
+            withheld: strings to withhold: text that may be the beginning of one is not yet certain.
         """
         tokenizer = self.policy.tokenizer
         async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
@@ -180,13 +180,13 @@ class Sampler:
                 if ended:
                     yield Piece(kept, text, "length" if kept.truncated else "stop")
                     return
-                yield Piece(sampled, certain(text, [*stop, *held]), None)
+                yield Piece(sampled, certain(text, [*stop, *withheld]), None)
 
 
-def certain(text: str, held: Sequence[str]) -> str:
-    """The text that later tokens cannot change: no partial character, and no possible beginning of `held`."""
+def certain(text: str, withheld: Sequence[str]) -> str:
+    """The text that later tokens cannot change: no partial character, and no possible beginning of `withheld`."""
     text = text.rstrip("\ufffd")
-    for size in range(min(len(text), max(map(len, held), default=0)), 0, -1):
-        if any(end.startswith(text[-size:]) for end in held):
+    for size in range(min(len(text), max(map(len, withheld), default=0)), 0, -1):
+        if any(end.startswith(text[-size:]) for end in withheld):
             return text[:-size]
     return text

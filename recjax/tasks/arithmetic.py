@@ -57,8 +57,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     answers = [worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]
     problems = []
     for index in generator.permutation(len(questions)):
-        others = generator.choice(len(questions) - 1, config.examples, replace=False)
-        shots = [other + (other >= index) for other in others]
+        drawn = generator.choice(len(questions) - 1, config.examples, replace=False)
+        shots = [draw + (draw >= index) for draw in drawn]
         prompt = "".join(f"{question_texts[shot]} {answers[shot]}\n" for shot in shots) + question_texts[index]
         a, _, b = question = questions[index]
         answer = answers[index]

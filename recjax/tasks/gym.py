@@ -53,16 +53,16 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
     entries = entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
-    shown = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
+    examples = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
     problems = []
     for entry, label in zip(entries, _difficulties(entries), strict=True):
         columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
         question = config.template.replace("{question}", entry["question"])
         if config.chat:
-            turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
+            turns = [turn for text, answer in examples for turn in (text, f"<answer>{answer}</answer>")]
             prompt = chat(system_prompt, *turns, question)
         else:
-            prompt = "".join(f"{text} {answer}\n" for text, answer in shown) + question
+            prompt = "".join(f"{text} {answer}\n" for text, answer in examples) + question
         problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
     return problems
 

@@ -248,15 +248,15 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
         if count + size <= most:
             chosen.add(key)
             count += size
-    more = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
+    hint = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
     if pool != "all" and count < (config.evaluation.problems or 1):
         raise ValueError(
             f"evaluation.problems = {config.evaluation.problems}: of the task's {len(problems)} problems {count} are"
             f" held out, a third and at most {MOST_HELD_OUT}; set at most that number, give the task evaluation data of"
-            f" its own{more}, or add problems"
+            f" its own{hint}, or add problems"
         )
     if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
-        logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), more)
+        logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), hint)
     train, held_out = (
         [problem for problem, key in zip(problems, keys, strict=True) if (key in chosen) is side]
         for side in (False, True)

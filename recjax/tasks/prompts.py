@@ -166,9 +166,9 @@ def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
     Reference: arXiv 2502.12272 (learnability p (1 − p), and batches with a share of uniform draws).
     """
     learnable = rates * (1 - rates)
-    alike = np.full(len(rates), 1 / len(rates))
+    equal_chances = np.full(len(rates), 1 / len(rates))
     if not learnable.any():
-        return alike
+        return equal_chances
     # A floor keeps enough problems drawable for a batch without repeats.
-    chances = uniform * alike + (1 - uniform) * learnable / learnable.sum() + 1e-12
+    chances = uniform * equal_chances + (1 - uniform) * learnable / learnable.sum() + 1e-12
     return chances / chances.sum()

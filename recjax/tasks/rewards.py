@@ -19,8 +19,8 @@ def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Seq
     texts = zip(completions, _answer_texts(prompts, completions), answers, strict=True)
     # An answer with thinking tags needs the whole completion.
     return [
-        float((visible_text if after_thoughts(answer) == answer else whole).strip() == answer.strip())
-        for whole, visible_text, answer in texts
+        float((visible_text if after_thoughts(answer) == answer else reply).strip() == answer.strip())
+        for reply, visible_text, answer in texts
     ]
 
 

@@ -145,9 +145,9 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            made = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
-            if len(made) == len(keys):
-                return made
+            arguments = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+            if len(arguments) == len(keys):
+                return arguments
     raise ValueError(f"{ast.dump(node)} is no literal")
 
 

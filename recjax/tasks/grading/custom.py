@@ -87,9 +87,14 @@ def _form(reward: Reward) -> _Form:
     options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
     names = {*LISTS, *(reward.columns or ()), reward.answer}
     # The names that a position does not take; a fourth parameter such as threshold=0.5 keeps its default.
-    others = [names - {"prompts"}, names - {"completions"}, names - {"answers", reward.answer}, names | options]
-    others[3].discard("columns")
-    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, others, strict=False))
+    names_elsewhere = [
+        names - {"prompts"},
+        names - {"completions"},
+        names - {"answers", reward.answer},
+        names | options,
+    ]
+    names_elsewhere[3].discard("columns")
+    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, names_elsewhere, strict=False))
     by_position = [name for name, _ in pairs]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -180,11 +185,12 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     try:
         result = _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
-        at = _graded_row(error, rows, named.get("completions", ()))
+        row_index = _graded_row(error, rows, named.get("completions", ()))
         first = f"in a batch of {len(rows)} completions, of which the first is "
-        where = "while it graded " if at is not None else first
+        where = "while it graded " if row_index is not None else first
         raise ValueError(
-            f"reward function {reward.name} failed with {described(error)}\n  {where}{_described_row(rows, at or 0)}"
+            f"reward function {reward.name} failed with {described(error)}\n"
+            f"  {where}{_described_row(rows, row_index or 0)}"
         ) from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part_name: _checked(reward, part_name, values, rows) for part_name, values in parts.items()}

@@ -54,11 +54,11 @@ def run_to_end(result: Any) -> Any:
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
                 task._log_destroy_pending = False  # some tasks do not end when canceled
                 task.cancel()
-            await asyncio.wait(others, timeout=_END_SECONDS)
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
 
     task = asyncio.run_coroutine_threadsafe(cancel(), loop)
     futures.wait([task], 2 * _END_SECONDS)

@@ -28,8 +28,8 @@ def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     """
     generators = _package().factory.DATASETS
     if name not in generators:
-        near = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
         raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
     known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
     for option, value in options.items():

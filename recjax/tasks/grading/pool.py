@@ -203,8 +203,8 @@ class Grading:
         if not reward.per_row:
             replies = zip(openings, completions, strict=True)
             # A completion that ends inside its thoughts has no answer.
-            texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, replies)]
-            return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
+            texts = [(reply, after_thoughts(reply)) for reply in itertools.starmap(whole_reply, replies)]
+            return [None if reply.strip() and not text.strip() else text.strip() for reply, text in texts]
         rows = [(text,) for text in completions]
         return [answer for _, answer in self._called(GRADERS[reward.name].parse, rows, openings)]
 
