@@ -2,7 +2,7 @@
 
     result = recjax.run("own.yaml", problems=rows, reward=score)
     result.metrics.plot("step", "reward")
-    print([one.text for one in result.policy.sample(["12+30="])])
+    print([completion.text for completion in result.policy.sample(["12+30="])])
 
 Both return a `Result`, which reads the folder.
 """

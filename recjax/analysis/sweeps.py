@@ -50,7 +50,6 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     for key in ("config", "output"):
         if not isinstance(content[key], str):
             raise ValueError(f"{path}: {key} = {content[key]!r}: must be text; put it in quotes")
-    base = path.parent / content["config"]
     output = content["output"] + ("_smoke" if smoke else "")
     settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
     for axis, block in _mapping(path, "settings", content["settings"]):
@@ -60,6 +59,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     last = [_mapping(path, "smoke.overrides", section.get("overrides"))] if smoke else []
     if not isinstance(section["grids"], list) or not section["grids"]:
         raise ValueError(f"{path}: grids = {section['grids']!r}: must be a list of at least one grid")
+    base = path.parent / content["config"]
     values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in section["grids"]):

@@ -76,7 +76,6 @@ class AlgorithmConfig(ConfigBlock):
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
         algorithm = self.build()
-        agent = config.task.agent
         teacher = config.model.teacher
         advantage_key = "algorithm.advantage" if self.advantage else "algorithm.preset"
         problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
@@ -100,7 +99,7 @@ class AlgorithmConfig(ConfigBlock):
         yield config.task.mixture and algorithm.reads("reward_parts"), advantage_key, problem
         stores = config.experience and (config.experience.store or config.experience.mix)
         problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
-        yield of_turns and not (agent or stores), advantage_key, problem
+        yield of_turns and not (config.task.agent or stores), advantage_key, problem
         axes = self.resolved()
         stored = config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()

@@ -350,8 +350,6 @@ class TaskConfig(OneTask):
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
         checkpoint_every = config.training.checkpoint_every
-        trained = self.trained_seats
-        train_seats_key = "task.train_seats"
         for name, player in self.seats.items():
             is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)
             problem = "takes policy, initial, a number of steps, or module:function"
@@ -360,6 +358,8 @@ class TaskConfig(OneTask):
                 f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights"
             )
             yield isinstance(player, int) and player % checkpoint_every, f"task.seats.{name}", problem
+        trained = self.trained_seats
+        train_seats_key = "task.train_seats"
         problem = f"names seats of task.seats, each once: {', '.join(self.seats)}; remove the others"
         yield len({*trained} & {*(self.seats or [""])}) < len(trained), train_seats_key, problem
         players = [self.seats.get(name, POLICY) for name in trained]

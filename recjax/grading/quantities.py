@@ -179,7 +179,7 @@ def _ten_to(power: str) -> Fraction | None:
 
 
 def _with_unit(number: Quantity, unit_text: str, letters: Collection[str]) -> Quantity | None:
-    """The number with the unit named by the rest of the text; None if the unit is unknown."""
+    """The number with the unit that `unit_text` names; None if the unit is unknown."""
     if not unit_text.strip():
         return number
     if unit_text[0] == "%":

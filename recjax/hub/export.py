@@ -122,7 +122,6 @@ def write_base(
         ValueError: the decoder has a feature that Llama's config.json cannot express.
     """
     options = dataclasses.asdict(config)
-    special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -133,6 +132,7 @@ def write_base(
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
+    special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields |= {field: options[name] for name, field in FIELDS.items()} | SILU | special
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)

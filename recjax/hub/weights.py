@@ -161,7 +161,6 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises:
         ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
-    file = folder / "config.json"
     written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
         raise ValueError(
@@ -185,7 +184,7 @@ def read_config(folder: Path) -> DecoderConfig:
             raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
         config = decoder_config(fields)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
     if config.tie_embeddings and _has_own_head(tensors):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."

@@ -231,7 +231,6 @@ def splash_attention(
         scale, cap: see `attend`.
         interpret: run the kernel step by step, on any device.
     """
-    time = queries.shape[2]
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
     length = padded[0].shape[2]
     block = next(size for size in (512, 256, LANES) if length % size == 0)
@@ -246,7 +245,7 @@ def splash_attention(
     )
     ids = _lengthened(ids, 1, LANES)
     mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids, ids))
-    return mixed[:, :, :time]
+    return mixed[:, :, : queries.shape[2]]
 
 
 def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):

@@ -68,8 +68,6 @@ class Experts(nn.Module):
         self.sow(_COLLECTION, "chosen", chosen)
         counts = jax.nn.one_hot(chosen, options.count).sum(1)
         self.sow(_COLLECTION, "load", tuple((y * real[:, None]).sum(0) for y in (counts, probabilities)))
-        size = self.config.hidden_size
-        width = self.config.intermediate_size
         lora = self.config.lora
 
         def kernels_of(name: str, inputs: int, units: int) -> tuple[Array, ...]:
@@ -80,6 +78,8 @@ class Experts(nn.Module):
             added = _Kernels((options.count, lora.rank, units), name=f"{name}_lora_b")()
             return kernel, low, added * (lora.alpha / lora.rank)
 
+        size = self.config.hidden_size
+        width = self.config.intermediate_size
         shapes = ("gate", size, width), ("up", size, width), ("down", width, size)
         kernels = tuple(kernels_of(*shape) for shape in shapes)
         chosen = jnp.where(real[:, None], chosen, options.count)

@@ -78,7 +78,7 @@ def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
 
 
 def combine(first: dict, second: dict) -> dict:
-    """Merges two trees; a leaf of both is that of the second."""
+    """Merges two trees; a leaf in both has the second tree's value."""
     return unflatten(flatten(first) | flatten(second))
 
 

@@ -70,7 +70,6 @@ class Session:
             comment: the client's comment on the reward.
         """
         first = self.turns[0]
-        last = self.turns[-1].completion
         turns = [turn.completion for turn in self.turns]
         has_prompts = prompts and all(len(turn.group.prompt_tokens) for turn in self.turns)
         rows = self.trajectory.rows
@@ -93,7 +92,7 @@ class Session:
         metadata["requests"] = list(dict.fromkeys(turn.metadata["request"] for turn in turns))
         del metadata["request"]
         metadata |= {} if comment is None else {"comment": comment}
-        completion = last._replace(
+        completion = turns[-1]._replace(
             id=self.name,
             rows=rows,
             policy_version=min(turn.policy_version for turn in turns),
