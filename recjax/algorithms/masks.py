@@ -198,7 +198,7 @@ def high_entropy_mask(
         [[False  True False]]
     """
     require((0 < share) & (share <= 1), "share", share, "must be above 0 and at most 1")
-    return _highest(scored_entropy, completion_mask, share)
+    return _among_highest(scored_entropy, completion_mask, share)
 
 
 def covariance_mask(
@@ -232,10 +232,10 @@ def covariance_mask(
     token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
     logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)
     centered = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
-    return ~(_highest(centered, completion_mask, share) & (share > 0))
+    return ~(_among_highest(centered, completion_mask, share) & (share > 0))
 
 
-def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: Scalar):
+def _among_highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: Scalar):
     """True for the highest ceil(share · n) of n unmasked values, and for values equal to the lowest chosen one."""
     falling = -jnp.sort(-jnp.where(mask, values, -jnp.inf).reshape(-1))
     # Slightly below the share, because rounding may put the product just above a whole number.

@@ -391,12 +391,12 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             stacked = _zeros(leaf.shape, axes)
             each = len(names[path]) // len(leaf)
 
-            def of_layer(layer):
+            def layer_weights(layer):
                 tensors = [tensor(name) for name in names[path][layer * each : (layer + 1) * each]]
                 return np.stack(tensors) if of_experts else tensors[0]
 
             for layer in range(len(leaf)):
-                stacked = _with_layer(stacked, layer, put_array(of_layer(layer), *axes[1:]), axes)
+                stacked = _with_layer(stacked, layer, put_array(layer_weights(layer), *axes[1:]), axes)
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
@@ -486,7 +486,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     def divisor(rank: float) -> float:
         return rank**0.5 if fields.get("use_rslora") else rank
 
-    def of_module(pattern: str, name: str, default: float) -> float:
+    def module_value(pattern: str, name: str, default: float) -> float:
         """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
         values = fields.get(pattern) or {}
         return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), default)
@@ -513,7 +513,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             )
             module = joint.get(module, name_in_base)
             start, end, rows = fused.get(kernel, (0, units, units))
-            rank = of_module("rank_pattern", module, fields["r"])
+            rank = module_value("rank_pattern", module, fields["r"])
             for tensor, shape in zip(factors, ((rank, inputs), (rows, rank)), strict=True):
                 if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
                     raise ValueError(
@@ -523,7 +523,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             unread -= {*factors}
             a, b = (stored[tensor] for tensor in factors)
             used = b[start:end].any(0) | (~b.any(0) & a.any(1))
-            scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
+            scale = module_value("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
             parts[kernel, index] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
     if unread or not any(len(b) for _, b in parts.values()):
         name = min((str(adapter_names.get(name, name)) for name in unread), default="none")

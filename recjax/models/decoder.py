@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         rotary = rotary_of(self.config)
         return turns_of(positions, rotary) if rotary.frequencies.ndim == 1 else None
 
-    def of_groups(
+    def run_groups(
         self, prompts: Tokens, completions: Tokens
     ) -> tuple[Float[Array, "prompts prompt_time hidden"], Float[Array, "batch time hidden"]]:
         """Hidden states of prompts and of their completions, in one pass that runs each prompt once.

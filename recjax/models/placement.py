@@ -245,7 +245,7 @@ def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str,
 def _by_path(function: Any, tree: Any) -> Any:
     """Maps `function(leaf, axes)` over a tree, with each leaf's axes from the rules."""
 
-    def of_leaf(key_path, leaf):
+    def map_leaf(key_path, leaf):
         return function(leaf, param_axes(jax.tree_util.keystr(key_path, simple=True, separator="/"), leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+    return jax.tree_util.tree_map_with_path(map_leaf, tree)

@@ -125,7 +125,7 @@ class Server:
         if turn is None:
             reward, is_new = await recorder.reward(row, body)
         else:
-            reward = body.of_turn()
+            reward = body.turn_reward()
             is_new = await recorder.reward_turn(row, turn, reward)
         self._numbers.rewards.inc(is_new)
         return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})

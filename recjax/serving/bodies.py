@@ -375,7 +375,7 @@ class RewardBody(Body):
         except ValueError as error:
             raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
 
-    def of_turn(self) -> float:
+    def turn_reward(self) -> float:
         """The reward of a single turn.
 
         Raises:
