@@ -19,7 +19,7 @@ import mpmath
 
 from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
-# Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
+# Digits: of the first comparison, of the second one at two points, and of the second one with a constant.
 _DIGITS = 50
 _MORE_DIGITS = 150
 _MANY_DIGITS = 1500

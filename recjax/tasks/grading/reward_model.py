@@ -57,11 +57,10 @@ class RewardModel:
         self, prompts: Sequence[str | list[dict[str, str]]], completions: Sequence[str], answers: Sequence[str]
     ) -> list[float]:
         """Scores of the completions; `answers` are not read."""
-        chats = [
-            [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), reply]
-            for prompt, text in zip(prompts, completions, strict=True)
-            for reply in [{"role": "assistant", "content": text}]
-        ]
+        chats = []
+        for prompt, text in zip(prompts, completions, strict=True):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            chats.append([*messages, {"role": "assistant", "content": text}])
         if is_chat := self._tokenizer.chat_template is not None or not all(isinstance(each, str) for each in prompts):
             texts = render_chats(self._tokenizer, chats, asks=False)
         else:
