@@ -30,7 +30,7 @@ from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
-from recjax.tasks.grading.event_loop import finished
+from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, SCORE, TURNS, agent_weights, is_accurate
 from recjax.tasks.problems import Problem
@@ -151,7 +151,7 @@ class Agents(contextlib.AbstractContextManager):
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, task.agent_turns, len(problems) * max(len(task.seats), 1))
-        tried_seats = finished(self._all_tried(lives, version, policy, problems, keys, sampling))
+        tried_seats = run_to_end(self._all_tried(lives, version, policy, problems, keys, sampling))
         self._report_failures([agent[0] for agent in tried_seats], fatal)
         by_group = [
             [one for one in seat if one.failure or one.policy.trajectory.turns]
