@@ -136,7 +136,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
 @pytest.mark.campaign
 def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
     traced = ahead.traced_update(planned("training.tokens_per_micro_batch=32"))
-    batch = traced.args_info[0][5].packed
+    batch = traced.args_info[0][2].packed
     assert batch.tokens.shape == (4, 4, 8) and batch.places.shape == (16, 3)
 
 
@@ -146,15 +146,16 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "algorithm.preset=tis"]
     options += ["training.tokens_per_micro_batch=32"] * packs
     made = planned("rollout.prompts_per_step=12", *options)  # halves of 6, on four devices: 8 each
-    _, _, _, batch, _, layout, _, proximal, _ = ahead.traced_update(made).args_info[0]
+    _, batch, layout, context = ahead.traced_update(made).args_info[0]
     assert batch.prompts.shape[0] == 16 and layout.rows.shape == (64,) and layout.minibatches == 2
-    assert proximal.shape == batch.completions.shape
+    assert context.proximal_logprobs.shape == batch.completions.shape
     if packs:
         assert layout.packed.tokens.shape == (8, 4, 8) and layout.packed.places.shape == (64, 3)
     of_layout, params, scored = ahead.traced_score(made).args_info[0]
     assert str((of_layout, scored)) == str((layout, batch)) and jax.tree.structure(params).num_leaves > 5
     one = planned("training.updates_per_batch=2")
-    assert ahead.traced_update(one).args_info[0][5].rows is None is ahead.traced_update(one).args_info[0][7]
+    _, _, layout, context = ahead.traced_update(one).args_info[0]
+    assert layout.rows is None is context.proximal_logprobs
 
 
 @pytest.mark.campaign
@@ -167,7 +168,7 @@ def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
     offline = planned(kl, "regime.offline=true")  # the sampler's are the same arrays
     assert start in ahead.arguments_of(offline, "update") and start in ahead.arguments_of(offline, "sample")
     assert "sampler's copy" not in offline.held
-    assert ahead.traced_update(planned(kl)).args_info[0][2] is not None
+    assert ahead.traced_update(planned(kl)).args_info[0][3].reference_params is not None
 
 
 @pytest.mark.campaign
@@ -190,7 +191,7 @@ def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights
 @pytest.mark.campaign
 def test_batches_are_filled_up_as_in_a_run(planned):
     made = planned("rollout.prompts_per_step=6", "training.micro_batch_prompts=3")  # two parts, four devices
-    assert ahead.traced_update(made).args_info[0][3].prompts.shape[0] == 8
+    assert ahead.traced_update(made).args_info[0][1].prompts.shape[0] == 8
     assert ahead.padded_prompts(planned("rollout.prompts_per_step=9")) == 12
 
 
