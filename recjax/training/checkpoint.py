@@ -4,10 +4,8 @@ Each checkpoint has a manifest, which is written last. A checkpoint without a ma
 it, is not whole; the run then resumes from the checkpoint before.
 """
 
-import glob
 import json
 import logging
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +15,6 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
@@ -26,6 +23,7 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
+from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import read_metrics
 from recjax.training.run import State
 from recjax.training.update import TrainState
@@ -37,17 +35,10 @@ BATCH = "batch"  # checkpoint item with the batch that further updates train on
 logger = logging.getLogger(__name__)
 
 
-# Orbax finds the arrays of each process with a glob pattern that contains the run folder. Brackets or stars in the
-# folder's name would hide the arrays, and Orbax would write the checkpoint without them.
-type(epath.backend.os_backend).glob = lambda _, pattern: glob.glob(
-    os.path.join(glob.escape(os.path.dirname(pattern)), os.path.basename(pattern))
-)
-
-
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
     """A manager of the checkpoints in `folder`."""
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+    return ocp.CheckpointManager(LiteralPath(folder.absolute()), options=options)
 
 
 def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig, older: Collection[int] = ()) -> None:
