@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import io
 import logging
 import shutil
@@ -18,6 +17,7 @@ import absl.logging
 from absl import app, flags
 from tqdm import tqdm
 
+from recjax.host_memory import prepare_collector
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,15 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
     return run
 
 
-def start(main: Callable[[list[str]], None]) -> None:
+def start(main: Callable[[list[str]], None], *, makes_cycles: bool = True) -> None:
     """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1.
 
     absl's flags are global, so a command defines its flags only when it runs as a program.
+
+    Args:
+        makes_cycles: see `prepare_collector`.
     """
-    gc.freeze()  # nothing that an import made is garbage later, and each collection would look through all of it
+    prepare_collector(makes_cycles)
     try:
         app.run(main)
     except SystemExit as end:
