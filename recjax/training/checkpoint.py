@@ -28,7 +28,7 @@ from recjax.training.metrics import read_metrics
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 7  # format version
+CHECKPOINT_FORMAT = 1  # version of the checkpoint format
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 BATCH = "batch"  # checkpoint item with the batch that further updates train on
 
@@ -52,7 +52,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
             `training.keep_best`.
     """
     groups, queue = to_plain(state.queue)
-    plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
+    plain = {"format": CHECKPOINT_FORMAT, "version": state.version, "source": state.source, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
@@ -112,14 +112,14 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has another layout or cannot be read.
+        ValueError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
     place = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
-    if plain.get("layout") != LAYOUT:
+    if plain.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(
-            f"{place} has the layout of another version of recjax; resume the run with the recjax that wrote it, or"
+            f"{place} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
             " give another output=…"
         )
     copied, in_batch = ((Path(manager.directory) / str(step) / name).exists() for name in (COPY, BATCH))
@@ -187,7 +187,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def progress(folder: Path, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint: layout, version, the queue's numbers, totals.
+    """The JSON part of a checkpoint: format, version, the queue's numbers, totals.
 
     Raises:
         ValueError: the file cannot be read.
