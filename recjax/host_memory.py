@@ -31,38 +31,38 @@ def prepare_host_memory() -> None:
     processes get the same settings as GLIBC_TUNABLES; settings that are already there stay. The function does nothing
     without glibc.
     """
-    given = os.environ.get("GLIBC_TUNABLES", "")
-    if with_tunables(given) == given or not has_glibc():
+    present = os.environ.get("GLIBC_TUNABLES", "")
+    if with_tunables(present) == present or not has_glibc():
         return
     libc = ctypes.CDLL(None)
     for name, (value, number) in TUNABLES.items():
-        if number and f"{name}=" not in given:
+        if number and f"{name}=" not in present:
             libc.mallopt(number, ctypes.c_int(value))
     # The kernel makes huge pages only in space that the heap already has. Space without content takes no memory, but a
     # limit on addresses would count it.
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    if "glibc.malloc.hugetlb=" not in given and not is_limited:
+    if "glibc.malloc.hugetlb=" not in present and not is_limited:
         libc.malloc.restype = ctypes.c_size_t
         size = int(HEAP_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         if start := libc.malloc(ctypes.c_size_t(size)):
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(start + size - first), mmap.MADV_HUGEPAGE)
             libc.free(ctypes.c_void_p(start))
-    os.environ["GLIBC_TUNABLES"] = with_tunables(given)
+    os.environ["GLIBC_TUNABLES"] = with_tunables(present)
 
 
-def with_tunables(given: str) -> str:
-    """The value of GLIBC_TUNABLES with recjax's settings added to `given`."""
-    added = [f"{name}={value}" for name, (value, _) in TUNABLES.items() if f"{name}=" not in given]
-    return ":".join(filter(None, [given, *added]))
+def with_tunables(present: str) -> str:
+    """The value of GLIBC_TUNABLES with recjax's settings added to `present`."""
+    added = [f"{name}={value}" for name, (value, _) in TUNABLES.items() if f"{name}=" not in present]
+    return ":".join(filter(None, [present, *added]))
 
 
 def has_glibc() -> bool:
     """True if this process's malloc is that of glibc 2.33 or later, not of a library such as tcmalloc."""
     libc = ctypes.CDLL(None)
     names = ("malloc", "__libc_malloc", "mallinfo2")
-    found = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names if hasattr(libc, name)]
-    return len(found) == len(names) and found[0] == found[1]
+    addresses = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names if hasattr(libc, name)]
+    return len(addresses) == len(names) and addresses[0] == addresses[1]
 
 
 def close_gaps() -> int:
@@ -76,8 +76,8 @@ def close_gaps() -> int:
     Returns:
         Number of closed gaps.
     """
-    given = os.environ.get("GLIBC_TUNABLES", "")
-    if given != with_tunables(given) or not has_glibc():
+    present = os.environ.get("GLIBC_TUNABLES", "")
+    if present != with_tunables(present) or not has_glibc():
         return 0
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _HeapInfo

@@ -234,14 +234,15 @@ def update_items(
     chunk = min(config.model.logprob_chunk, tokens)
     vocabulary = model.decoder.config.vocab_size
     tensor = mesh.shape["tensor"]
-    part = model
+    on_device = model
     whole = model.decoder.config
     split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
     if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
         names = ("num_heads", "num_kv_heads", "intermediate_size")
         shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
-        part = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
-    activations = {remat: _activations(config, part, inputs, remat) for remat in {config.model.remat, "none", *remats}}
+        on_device = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
+    chosen = {config.model.remat, "none", *remats}
+    activations = {remat: _activations(config, on_device, inputs, remat) for remat in chosen}
     layer = activations["none"] // model.decoder.config.num_layers
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
@@ -371,8 +372,8 @@ def memory_savings(memory: Sequence[Item]) -> list[str]:
     """Changes with which the largest phase needs less memory, the one for the largest part first."""
     phases = phase_bytes(memory)
     largest = max(phases, key=phases.get)
-    parts = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
-    return list(dict.fromkeys(_SAVINGS[part.name] for part in parts if part.name in _SAVINGS))
+    items = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
+    return list(dict.fromkeys(_SAVINGS[item.name] for item in items if item.name in _SAVINGS))
 
 
 def phase_bytes(memory: Sequence[Item]) -> dict[str, int]:
@@ -397,9 +398,9 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
         usable = devices.usable / GIB
         can_run = needed <= devices.usable
         fits = "fits" if can_run else "does not fit"
-        place = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
+        each = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
         has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
-        print(f"it {fits} {place}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}")
+        print(f"it {fits} {each}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}")
         for change in [] if can_run else memory_savings(result.memory):
             print(f"needs less memory: {change}")
         if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:

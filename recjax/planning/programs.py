@@ -212,7 +212,7 @@ def batch_arrays(shape: Shape, turns: int | None = None, recorded: Mapping[str, 
     """
     batch = pad([], shape)
     size = batch.completions.shape
-    batch.recorded.update({name: np.zeros((*size, *one.shape[1:]), one.dtype) for name, one in recorded.items()})
+    batch.recorded.update({name: np.zeros((*size, *array.shape[1:]), array.dtype) for name, array in recorded.items()})
     if turns is not None:
         rewards = np.zeros((len(batch.rewards), turns), np.float32)
         batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
@@ -239,7 +239,7 @@ def plan(config: Config, target: Target) -> Plan:
     model = model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in resident_arrays(config, model).items()}
+    on_mesh = {name: laid_out_by_rules(mesh, held.tree) for name, held in resident_arrays(config, model).items()}
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)
@@ -313,8 +313,8 @@ def compiled(plan: Plan, program: str) -> Program:
 
 def needed_by(refusal: str) -> int:
     """The number of bytes in the compiler's error about a program that is too large."""
-    found = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
-    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
+    size = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
+    return int(float(size[1]) * 1024 ** ("KMGT".index(size[2]) + 1)) if size else 0
 
 
 def traced_score(plan: Plan) -> jax.stages.Traced:

@@ -138,10 +138,8 @@ def named_slice(name: str) -> str:
     if name in ACCELERATORS or generation not in CHIPS or not number.isdecimal():
         return name
     chips = int(number) / (2 if CHIPS[generation].slices is CUBIC else 1)
-    return next(
-        (f"{generation}:{one}" for one in CHIPS[generation].slices if math.prod(map(int, one.split("x"))) == chips),
-        name,
-    )
+    sizes = {math.prod(map(int, shape.split("x"))): shape for shape in CHIPS[generation].slices}
+    return f"{generation}:{sizes[chips]}" if chips in sizes else name
 
 
 def named_devices(name: str) -> Devices:

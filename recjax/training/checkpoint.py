@@ -115,14 +115,14 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         ValueError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
-    place = f"{manager.directory}: the checkpoint of step {step}"
+    name = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
     if plain.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(
-            f"{place} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
+            f"{name} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
             " give another output=…"
         )
-    copied, in_batch = ((Path(manager.directory) / str(step) / name).exists() for name in (COPY, BATCH))
+    copied, in_batch = ((Path(manager.directory) / str(step) / item).exists() for item in (COPY, BATCH))
     items = {
         "state": ocp.args.StandardRestore(trained),
         **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
@@ -134,7 +134,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     except Exception as error:
         # The manifest was checked, so the cause is the model or the code.
         raise ValueError(
-            f"{place} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
+            f"{name} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     batch = restored[BATCH] if in_batch else {}
@@ -194,12 +194,12 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
-    return found
+    return content
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
