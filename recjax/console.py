@@ -17,7 +17,7 @@ import absl.logging
 from absl import app, flags
 from tqdm import tqdm
 
-from recjax.host_memory import prepare_collector
+from recjax.host_memory import freeze_imports
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
@@ -59,15 +59,12 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
     return run
 
 
-def start(main: Callable[[list[str]], None], *, makes_cycles: bool = True) -> None:
+def start(main: Callable[[list[str]], None]) -> None:
     """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1.
 
     absl's flags are global, so a command defines its flags only when it runs as a program.
-
-    Args:
-        makes_cycles: see `prepare_collector`.
     """
-    prepare_collector(makes_cycles)
+    freeze_imports()
     try:
         app.run(main)
     except SystemExit as end:
