@@ -42,6 +42,7 @@ from benchmarks.accelerator_measures import (
 from benchmarks.costs import PEAKS, shares
 from benchmarks.numerics import logprob_difference
 from benchmarks.shapes import Shape
+from recjax.compile_check import compiled_items
 from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, batch_logprobs, choose_layout
@@ -51,7 +52,8 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
-from recjax.planning.programs import beside, compiled, plan, programs_of
+from recjax.planning.dry_run import phase_bytes
+from recjax.planning.programs import compiled, plan, programs_of
 from recjax.planning.targets import load_target
 from recjax.training.update import Recipe, TrainState, UpdateContext, hyperparameters_of, recipe_of, update
 
@@ -245,8 +247,8 @@ def prediction() -> None:
     for name, shape in (("0.5B", HALF), ("1.5B", LARGE)):
         with attempt(name), tempfile.TemporaryDirectory() as folder:
             planned = plan(config_of(shape, "bfloat16", Path(folder)), load_target("host"))
-            parts = programs_of(planned.config)
-            note(**{name: {part: compiled(planned, part).needed + beside(planned, part) for part in parts}})
+            programs = {program: compiled(planned, program) for program in programs_of(planned.config)}
+            note(**{name: phase_bytes(compiled_items(planned, programs))})
 
 
 PARTS: dict[str, Callable[[], None]] = {

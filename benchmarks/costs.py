@@ -7,14 +7,31 @@ work shows a lower share, not a longer list of work.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# FLOP/s in bfloat16 without sparsity and bytes/s of memory, from the makers' data sheets.
+# Peaks of the accelerators of recjax.planning.targets, from the makers' data sheets: FLOP/s of dense bfloat16 matmuls
+# (float16 for a device without bfloat16), and bytes/s of memory.
+SPEEDS = {
+    "t4-16": {"flops": 65e12, "bytes": 0.32e12},
+    "v5e-16": {"flops": 197e12, "bytes": 0.819e12},
+    "l4-24": {"flops": 121e12, "bytes": 0.3e12},
+    "rtx4090-24": {"flops": 165e12, "bytes": 1.008e12},
+    "v4-32": {"flops": 275e12, "bytes": 1.2e12},
+    "v6e-32": {"flops": 918e12, "bytes": 1.64e12},
+    "a100-40": {"flops": 312e12, "bytes": 1.555e12},
+    "l40s-48": {"flops": 362e12, "bytes": 0.864e12},
+    "a100-80": {"flops": 312e12, "bytes": 2.039e12},
+    "h100-80": {"flops": 989e12, "bytes": 3.35e12},
+    "v5p-95": {"flops": 459e12, "bytes": 2.765e12},
+    "h200-141": {"flops": 989e12, "bytes": 4.8e12},
+    "b200-180": {"flops": 2250e12, "bytes": 8e12},
+}
+# By JAX's names of the devices.
 PEAKS = {
-    "NVIDIA H100 80GB HBM3": {"flops": 989e12, "bytes": 3.35e12},
-    "NVIDIA H200": {"flops": 989e12, "bytes": 4.8e12},
-    "NVIDIA A100-SXM4-80GB": {"flops": 312e12, "bytes": 2.039e12},
-    "TPU v5 lite": {"flops": 197e12, "bytes": 0.819e12},
-    "TPU v5p": {"flops": 459e12, "bytes": 2.765e12},
-    "TPU v6 lite": {"flops": 918e12, "bytes": 1.64e12},
+    "NVIDIA H100 80GB HBM3": SPEEDS["h100-80"],
+    "NVIDIA H200": SPEEDS["h200-141"],
+    "NVIDIA A100-SXM4-80GB": SPEEDS["a100-80"],
+    "TPU v5 lite": SPEEDS["v5e-16"],
+    "TPU v5p": SPEEDS["v5p-95"],
+    "TPU v6 lite": SPEEDS["v6e-32"],
 }
 FORMULAS = {
     "update FLOPs": "3 · (2 · W · (N·P + B·T) + 2 · h · V · B·T + attention), attention = 4 · L · H · d · pairs,"

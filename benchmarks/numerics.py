@@ -243,7 +243,7 @@ def main(argv: list[str]) -> None:
     """Measures, writes both files and prints the table."""
     keep_compiled_programs()
     config = load_config(FLAGS.config, argv[1:])
-    with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
+    with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         report = measure(config, FLAGS.engine_only)
     if hosts.is_first():
         folder = Path(config.output)

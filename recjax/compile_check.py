@@ -12,17 +12,24 @@ import sys
 
 import jax
 from absl import flags
-from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 
 from recjax.config import load_config
 from recjax.console import command, plain_console, start
 from recjax.models.decoder import REMAT
-from recjax.models.placement import bytes_on_device, row_shards
-from recjax.planning.dry_run import count
-from recjax.planning.programs import Plan, Program, beside, compiled, micro_batches_of, plan, programs_of
-from recjax.planning.sampling import cache_bytes, most_completions
+from recjax.models.placement import row_shards
+from recjax.planning.dry_run import (
+    Item,
+    axes,
+    count,
+    phase_bytes,
+    resident_items,
+    sampling_items,
+    show_memory,
+    update_items,
+)
+from recjax.planning.programs import CAST, Plan, Program, compiled, micro_batches_of, plan, programs_of
+from recjax.planning.sampling import most_completions
 from recjax.planning.targets import GIB, larger_slices, load_target
 
 FLAGS = flags.FLAGS
@@ -61,10 +68,13 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         console.print(f"compiling {name} for {target.name} …")
         programs[name] = compiled(planned, name)
         console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
-    peaks = {name: program.needed + beside(planned, name) for name, program in programs.items()}
-    show_memory(console, planned, programs, peaks)
-    show_collectives(console, programs)
+    memory = compiled_items(planned, programs)
+    show_memory(console, memory, planned.mesh)
+    peaks = phase_bytes(memory)
     too_large = {name for name, program in programs.items() if program.refusal or peaks[name] > target.memory}
+    for name, program in programs.items():
+        if program.refusal:
+            console.print(f"{name}: {program.refusal}")
     if not too_large:
         console.print(f"fits {topology}")
         return 0
@@ -74,6 +84,27 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
     if larger := larger_slices(topology):
         console.print(f"the next larger topology is {larger[0]}")
     return 1
+
+
+def compiled_items(planned: Plan, programs: dict[str, Program]) -> list[Item]:
+    """Memory of each device: the arrays that it always holds, and the temporaries of each program.
+
+    The compiler states the temporaries; for a backend that does not, they are the estimate of a dry run.
+    """
+    sizes = planned.config, planned.model, planned.prompt_tokens, planned.mesh
+    items = resident_items(planned.config, planned.model, planned.mesh)
+    free = planned.target.memory - sum(item.bytes for item in items)
+    for name, program in programs.items():
+        estimates = sampling_items(*sizes, free, planned.target.devices[0].platform) if name == "sample" else []
+        if program.temporaries is None:
+            items += estimates or [item._replace(phase=name) for item in update_items(*sizes)[0]]
+            continue
+        items += [item for item in estimates if item.name == CAST]  # an argument of the program
+        parts = ", ".join(f"{item.name} {item.bytes / GIB:.3f}" for item in estimates if item.name != CAST)
+        source = "at least, as the compiler refuses the program" if program.refusal else "XLA's memory analysis"
+        formula = f"{source}; of these, by formula: {parts}" if parts else source
+        items.append(Item(name, "temporaries", formula, program.temporaries))
+    return items
 
 
 def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
@@ -110,57 +141,10 @@ def show_plan(console: Console, planned: Plan) -> None:
     )
     kind = target.devices[0].device_kind
     sampled = planned.sampling_plan
-    console.print(
-        f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {_axes(planned.mesh)}"
-    )
+    devices = f"{len(target.devices)} devices ({kind}) of {target.memory / GIB:.2f} GiB"
+    console.print(f"{target.name}: {devices} as {axes(planned.mesh)}")
     rows = sampled.prompts * most_completions(planned.config)
-    console.print(f"sampling on {_axes(sampled.mesh)}; {sampled.slots} slots for {rows} completions")
-
-
-def _axes(mesh: Mesh) -> str:
-    return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-
-
-def show_memory(console: Console, planned: Plan, programs: dict[str, Program], peak_bytes: dict[str, int]) -> None:
-    """Prints each program's memory on a device, by purpose, and its costs."""
-    table = Table("on each device", *programs, title="GiB, and costs of a step")
-    for name, tree in planned.held.items():
-        if size := bytes_on_device(tree):
-            table.add_row(name, *(_gib(size) for _ in programs))
-    cache = cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
-    moved = planned.sampling_plan.moved
-    copied = planned.sampling_plan.copied
-    for name, size in (("weights of the sampling mesh", moved), ("unrolled layers", copied)):
-        if size:
-            table.add_row(name, _gib(size))
-    table.add_row("keys and values", _gib(cache))
-    rest = {name: program.temporaries for name, program in programs.items()}
-    rest["sample"] -= cache + moved + copied
-    shown = ["unknown" if program.refusal else _gib(max(rest[name], 0)) for name, program in programs.items()]
-    table.add_row("activations and other temporaries", *shown)
-    peaks = [("over " if program.refusal else "") + _gib(peak_bytes[name]) for name, program in programs.items()]
-    table.add_row("peak", *peaks, end_section=True)
-    table.add_row("available", *(_gib(planned.target.memory) for _ in programs))
-    table.add_row("TFLOPs of matmuls", *(f"{program.flops / 1e12:.3g}" for program in programs.values()))
-    table.add_row("seconds to compile", *(f"{program.seconds:.0f}" for program in programs.values()))
-    console.print(table)
-    for name, program in programs.items():
-        if program.refusal:
-            console.print(f"{name}: {program.refusal}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size >= 0.1 * GIB else f"{size / GIB:.2g}"
-
-
-def show_collectives(console: Console, programs: dict[str, Program]) -> None:
-    """Prints the number of collectives in a step, and the GiB that each device sends."""
-    table = Table("program", "collective", "times", "GiB sent", title="collectives of a step, on each device")
-    for name, program in programs.items():
-        for kind, traffic in program.collectives.items():
-            table.add_row(name, kind, f"{traffic.count:,}", _gib(traffic.bytes))
-    if table.row_count:
-        console.print(table)
+    console.print(f"sampling on {axes(sampled.mesh)}; {sampled.slots} slots for {rows} completions")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import io
 import logging
 import shutil
@@ -18,6 +17,7 @@ import absl.logging
 from absl import app, flags
 from tqdm import tqdm
 
+from recjax.host_memory import freeze_imports
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
             _end(str(error))
         except OSError as error:
             if error.errno in FULL:
-                place = error.filename or "a file"
-                _end(f"{place} cannot be written ({error.strerror}); free space, then give the same command to resume")
+                file = error.filename or "a file"
+                _end(f"{file} cannot be written ({error.strerror}); free space, then give the same command to resume")
             if error.filename is None:
                 raise
             _end(f"{error.filename}: {error.strerror or error}; name another path, or allow access to this one")
@@ -64,7 +64,7 @@ def start(main: Callable[[list[str]], None]) -> None:
 
     absl's flags are global, so a command defines its flags only when it runs as a program.
     """
-    gc.freeze()  # nothing that an import made is garbage later, and each collection would look through all of it
+    freeze_imports()
     try:
         app.run(main)
     except SystemExit as end:
@@ -183,15 +183,15 @@ class _Bar(tqdm):
     @property
     def format_dict(self) -> dict[str, Any]:
         """Values for the bar's format: tqdm's, with our rate and only the fields that fit."""
-        found = super().format_dict
+        values = super().format_dict
         units, since = self._began or (self.n, self._time())
-        found["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
-        columns = found["ncols"] or shutil.get_terminal_size().columns
+        values["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
+        columns = values["ncols"] or shutil.get_terminal_size().columns
         fields = (self.postfix or "").split(", ")
         room = columns - len(self.desc) - 2 * len(f"{self.total}") - _LEAST_BAR - len(" 100%|| / [00:00<00:00, ]")
         while fields and len(", ".join(fields)) > room:
             fields.pop()
-        return found | {"postfix": ", ".join(fields)}
+        return values | {"postfix": ", ".join(fields)}
 
 
 class _Lines(io.TextIOBase):

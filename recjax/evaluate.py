@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)
-    with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
+    with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         folder, numbers = evaluate(config, checkpoint, FLAGS.output, FLAGS.all)
     if hosts.is_first():
         show_results(numbers)

@@ -259,7 +259,7 @@ def main(argv: list[str]) -> None:
         raise ValueError("--run: has no effect with --engine, whose server samples; give --config")
     if FLAGS.engine is not None and (FLAGS.processes or 1) > 1:
         raise ValueError(f"--processes {FLAGS.processes}: --engine uses a single process; remove the flag")
-    with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
+    with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
         else:

@@ -39,7 +39,7 @@ _LOST = (
 _REPORTER = "import sys; sys.stdin.read() or sys.exit(sys.argv[1])"
 
 
-def meet(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
+def connect_processes(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
     """Joins the processes of a run; must come before any other use of JAX.
 
     Without arguments JAX reads the environment of a TPU pod, SLURM, Open MPI or a Kubernetes job. Without such an
@@ -97,7 +97,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
 
     Raises:
-        ValueError: see `meet`.
+        ValueError: see `connect_processes`.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -143,7 +143,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
     """Waits for the answer of process 0, which comes when all processes have called.
 
     Raises:
-        ValueError: see `meet`.
+        ValueError: see `connect_processes`.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + MEETING_SECONDS
@@ -169,13 +169,13 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
 
 
 @contextlib.contextmanager
-def together(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
+def connected(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
     """A context for the processes of a command: they connect first, and a process that loses another one ends at once.
 
     Args:
-        (all): see `meet`.
+        (all): see `connect_processes`.
     """
-    meet(coordinator, processes, process_id)
+    connect_processes(coordinator, processes, process_id)
     if not jax.distributed.is_initialized():
         yield
         return
@@ -249,7 +249,7 @@ class LateAnswers:
 _greatest = jax.jit(jnp.max, out_shardings=PartitionSpec())
 
 
-def least(number: int) -> int:
+def smallest_of_all(number: int) -> int:
     """The smallest of all processes' numbers, to about seven digits; every process must call it."""
     return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.float32(number)).min())
 
@@ -267,23 +267,23 @@ def gathered(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
 
 
-def union(names: Iterable[str]) -> list[str]:
+def all_names(names: Iterable[str]) -> list[str]:
     """The names of all processes, sorted; of a single process, in their order. Every process must call it."""
     if jax.process_count() == 1:
         return list(names)
-    return sorted({name for own in all_of(pickle.dumps(list(names))) for name in pickle.loads(own)})
+    return sorted({name for pickled in bytes_of_all(pickle.dumps(list(names))) for name in pickle.loads(pickled)})
 
 
-def all_of(own: bytes) -> list[bytes]:
+def bytes_of_all(value: bytes) -> list[bytes]:
     """The values of all processes, in the processes' order; every process must call it."""
-    lengths = multihost_utils.process_allgather(np.int32(len(own)))
+    lengths = multihost_utils.process_allgather(np.int32(len(value)))
     padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    padded[: len(value)] = np.frombuffer(value, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def agree(what: str, own: Mapping[str, Any]) -> None:
+def agree(what: str, values: Mapping[str, Any]) -> None:
     """Compares named values over all processes; every process must call it.
 
     Raises:
@@ -291,7 +291,7 @@ def agree(what: str, own: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    first, *others = map(pickle.loads, all_of(pickle.dumps(dict(own))))
+    first, *others = map(pickle.loads, bytes_of_all(pickle.dumps(dict(values))))
     different = [
         f"{name}: {theirs.get(name)!r} in process {number}, {first.get(name)!r} in process 0"
         for number, theirs in enumerate(others, 1)
@@ -335,13 +335,13 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
         return compute(things, 0)
     size = -(-len(things) // jax.process_count())
     first = jax.process_index() * size
-    found = []
+    results = []
     refused = None
     try:
-        found = compute(things[first : first + size], first)
+        results = compute(things[first : first + size], first)
     except ValueError as error:
         refused = error
-    shares = [pickle.loads(share) for share in all_of(pickle.dumps((found, refused and str(refused))))]
+    shares = [pickle.loads(share) for share in bytes_of_all(pickle.dumps((results, refused and str(refused))))]
     if messages := [message for _, message in shares if message]:
         raise ValueError(messages[0]) from refused
     return [result for results, _ in shares for result in results]
@@ -361,28 +361,29 @@ def from_first(act: Callable[[], T]) -> T:
         return act()
     # Orbax has the client that JAX hides.
     client = multihost.get_jax_distributed_client()
-    place = f"recjax/from_first/{next(_told)}"
+    folder = f"recjax/from_first/{next(_calls)}"
     if is_first():
         try:
-            found = act()
+            result = act()
         except Exception as error:
-            client.key_value_set_bytes(f"{place}/said", pickle.dumps((None, isinstance(error, ValueError), str(error))))
+            message = pickle.dumps((None, isinstance(error, ValueError), str(error)))
+            client.key_value_set_bytes(f"{folder}/result", message)
             raise
-        client.key_value_set_bytes(f"{place}/said", pickle.dumps((found, None, None)))
-        return found
+        client.key_value_set_bytes(f"{folder}/result", pickle.dumps((result, None, None)))
+        return result
     content = None
     while content is None:
         try:
-            content = client.blocking_key_value_get_bytes(f"{place}/said", SIGNAL_SECONDS * 1000)
+            content = client.blocking_key_value_get_bytes(f"{folder}/result", SIGNAL_SECONDS * 1000)
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise
-    found, is_user_error, message = pickle.loads(content)
-    if client.key_value_increment(f"{place}/read", 1) == jax.process_count() - 1:
-        client.key_value_delete(place)
+    result, is_user_error, message = pickle.loads(content)
+    if client.key_value_increment(f"{folder}/read", 1) == jax.process_count() - 1:
+        client.key_value_delete(folder)
     if message is not None:
         raise (ValueError if is_user_error else RuntimeError)(message)
-    return found
+    return result
 
 
-_told = itertools.count()
+_calls = itertools.count()

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
         keep_compiled_programs()
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
     try:
-        with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
+        with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
             check_processes(config)
             check_run_folder(config, FLAGS.overwrite)  # `run` accepts a finished run
             result = run(config, overwrite=FLAGS.overwrite)

@@ -1,5 +1,6 @@
 """Commands set glibc's allocator before other libraries start threads."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -125,3 +126,19 @@ def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
     for event, seconds in [("backend_compile", 0.7), ("backend_compile", 0.3), ("jaxpr_trace", 0.7)]:
         jax.monitoring.record_event_duration_secs(f"/jax/core/compile/{event}_duration", seconds)
     assert closed == [1]
+
+
+@pytest.mark.parametrize("closed", [0, 1])  # in a library, and in a command
+def test_the_first_steps_freeze_objects_until_the_context_ends(monkeypatch, closed):
+    gc.unfreeze()
+    monkeypatch.setattr(host_memory, "close_gaps", lambda: closed)
+    with host_memory.settling_memory() as settle:
+        for step in range(3):
+            settle(step)
+            assert (gc.get_freeze_count() > 0) == bool(closed)
+        gc.unfreeze()
+        settle(host_memory.SETTLING_STEPS)  # a later step, which changes nothing
+        assert gc.get_freeze_count() == 0
+        settle(0)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # what the tests import

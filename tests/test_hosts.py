@@ -67,7 +67,7 @@ def last_line(tmp_path, number):
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "10.0.0.1:port"])
 def test_a_coordinator_without_a_port_is_refused(coordinator):
     with pytest.raises(ValueError, match=f"--coordinator {coordinator}: has no port; give HOST:PORT"):
-        hosts.meet(coordinator, 2, 0)
+        hosts.connect_processes(coordinator, 2, 0)
 
 
 def errors_of(port, *calls):
@@ -75,7 +75,7 @@ def errors_of(port, *calls):
 
     def error_of(call):
         try:
-            return hosts.meet(f"127.0.0.1:{port}", *call)
+            return hosts.connect_processes(f"127.0.0.1:{port}", *call)
         except ValueError as error:
             return str(error)
 
@@ -132,7 +132,7 @@ def test_processes_that_jax_finds_and_that_do_not_come_end_with_a_line(monkeypat
     monkeypatch.setattr(hosts, "MEETING_SECONDS", 0.1)
     monkeypatch.setattr(hosts, "_end", lambda message: (messages.append(message), ended.set()))
     messages = []
-    hosts.meet(None, None, None)
+    hosts.connect_processes(None, None, None)
     assert len(messages) == 1 and messages[0].startswith("error: not all processes came within 0.1 s; check")
 
 
@@ -208,7 +208,7 @@ from recjax.config import MeshConfig
 from recjax.training.mesh import make_mesh
 
 what, coordinator, _, number = sys.argv[1:]
-with hosts.together(coordinator, 2, int(number)):
+with hosts.connected(coordinator, 2, int(number)):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2))
     if what != "unconnected":
         hosts.connect_devices(mesh)
@@ -322,7 +322,7 @@ import sys, time
 from recjax import hosts
 
 coordinator, _, number = sys.argv[1:]
-hosts.meet(coordinator, 2, int(number))
+hosts.connect_processes(coordinator, 2, int(number))
 hosts.SIGNAL_SECONDS = 1
 
 def slowly():
@@ -339,7 +339,7 @@ def fails(error):
 
 late = hosts.LateAnswers()
 found = [
-    hosts.all_of(b"ab" * 3 ** int(number)),
+    hosts.bytes_of_all(b"ab" * 3 ** int(number)),
     [late.any_says(yes) for yes in (False, number == "1", False, False)],
     hosts.from_first(slowly),
     len(hosts.from_first(lambda: bytes(20_000_000))),
@@ -366,7 +366,7 @@ from recjax.tasks import prompts
 from recjax.tasks.problems import Problem
 
 output, fault, coordinator, _, number = sys.argv[1:]
-hosts.meet(coordinator, 2, int(number))
+hosts.connect_processes(coordinator, 2, int(number))
 hosts.WORTH_SHARING = 7
 tokenizer = character_tokenizer("0123456789+=")
 tokenizer.chat_template = "{{ messages[0].content }}="
@@ -419,7 +419,7 @@ def in_each_of_two(monkeypatch, compute):
         raise InterruptedError
 
     for exchange in (gives, lambda own: given):
-        monkeypatch.setattr(hosts, "all_of", exchange)
+        monkeypatch.setattr(hosts, "bytes_of_all", exchange)
         for number in range(2):
             monkeypatch.setattr(jax, "process_index", lambda number=number: number)
             try:
@@ -501,7 +501,7 @@ def test_late_answers_are_read_a_call_after_they_were_asked_for(monkeypatch):
 
 
 def test_one_process_shares_with_nobody():
-    hosts.meet(None, 1, None)
+    hosts.connect_processes(None, 1, None)
     assert hosts.is_first() and hosts.any_says(True) and not hosts.any_says(False)
     np.testing.assert_array_equal(hosts.share(3), [0, 1, 2])
 
@@ -511,6 +511,6 @@ def test_half_of_the_flags_is_refused(monkeypatch):
         raise ValueError("The process id of the current process must be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    hosts.meet(None, None, None)
+    hosts.connect_processes(None, None, None)
     with pytest.raises(ValueError, match="--processes 2 --process_id None: .* Give all three"):
-        hosts.meet("127.0.0.1:1", 2, None)
+        hosts.connect_processes("127.0.0.1:1", 2, None)

@@ -14,6 +14,7 @@ import yaml
 from absl import app, flags
 from matplotlib.figure import Figure
 
+from experiments.objectives.coefficients import draw_coefficients
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
 from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
@@ -21,7 +22,6 @@ from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, WHOLE_BATCH
 from recjax.analysis.collect import read_runs, without_other_metrics
 from recjax.analysis.compare import estimate, final
-from recjax.plots.objectives import draw_coefficients
 from recjax.plots.style import COLORS, GREY, add_legend, new_figure, save_figure
 
 FLAGS = flags.FLAGS

@@ -146,6 +146,7 @@ def _rendered(
         def now(cls, tz: Any = None) -> datetime:
             return datetime.fromisoformat(date)
 
+    # transformers reads the clock itself; the replacement exists only in this worker process.
     chat_template_utils.datetime = datetime if date is None else Stopped
     tokenizer = PreTrainedTokenizerBase(chat_template=template)
     texts = []

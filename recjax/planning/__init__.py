@@ -1,1 +1,1 @@
-"""Answers to "does it fit?" before training: memory, programs and their costs, topologies."""
+"""Answers to "does it fit?" before training: memory, programs, topologies."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
+from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
@@ -150,15 +151,20 @@ def memory_items(
         usable: bytes of each device, which limit the number of slots; None: every completion has a slot.
         platform: JAX's name of the devices' platform; None: that of this machine's devices.
     """
-    arrays = resident_arrays(config, model).items()
-    sizes = {name: bytes_on_device(laid_out_by_rules(mesh, part.tree)) for name, part in arrays}
-    items = [Item("always", name, part.formula, sizes[name]) for name, part in arrays if sizes[name]]
+    items = resident_items(config, model, mesh)
     if not prompt_tokens:
         return items, {}
     free = None if usable is None else int(usable) - sum(item.bytes for item in items)
     update, activations = update_items(config, model, prompt_tokens, mesh, remats)
     platform = platform or jax.default_backend()
     return items + sampling_items(config, model, prompt_tokens, mesh, free, platform) + update, activations
+
+
+def resident_items(config: Config, model: Model, mesh: AnyMesh) -> list[Item]:
+    """Memory of the arrays that each device always holds."""
+    arrays = resident_arrays(config, model)
+    sizes = {name: bytes_on_device(laid_out_by_rules(mesh, held.tree)) for name, held in arrays.items()}
+    return [Item("always", name, held.formula, sizes[name]) for name, held in arrays.items() if sizes[name]]
 
 
 def sampling_items(
@@ -228,14 +234,15 @@ def update_items(
     chunk = min(config.model.logprob_chunk, tokens)
     vocabulary = model.decoder.config.vocab_size
     tensor = mesh.shape["tensor"]
-    part = model
+    on_device = model
     whole = model.decoder.config
     split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
     if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
         names = ("num_heads", "num_kv_heads", "intermediate_size")
         shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
-        part = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
-    activations = {remat: _activations(config, part, inputs, remat) for remat in {config.model.remat, "none", *remats}}
+        on_device = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
+    chosen = {config.model.remat, "none", *remats}
+    activations = {remat: _activations(config, on_device, inputs, remat) for remat in chosen}
     layer = activations["none"] // model.decoder.config.num_layers
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
@@ -324,7 +331,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         result = dry_run(config, devices)
         show_dry_run(config, result)
-        fits = _show_devices(config, result, devices) if _in_phases(result.memory) else True
+        fits = _show_devices(config, result, devices) if phase_bytes(result.memory) else True
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -348,7 +355,7 @@ def warn_of_memory(setup: Setup) -> None:
     except Exception:  # an accelerator's kernel may refuse to be traced alone, and an estimate must not stop a run
         logger.debug("no estimate of the run's memory", exc_info=True)
         return
-    phases = _in_phases(items)
+    phases = phase_bytes(items)
     phase = max(phases, key=phases.get)
     if phases[phase] > available and hosts.is_first():
         logger.warning(
@@ -363,14 +370,14 @@ def warn_of_memory(setup: Setup) -> None:
 
 def memory_savings(memory: Sequence[Item]) -> list[str]:
     """Changes with which the largest phase needs less memory, the one for the largest part first."""
-    phases = _in_phases(memory)
+    phases = phase_bytes(memory)
     largest = max(phases, key=phases.get)
-    parts = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
-    return list(dict.fromkeys(_SAVINGS[part.name] for part in parts if part.name in _SAVINGS))
+    items = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
+    return list(dict.fromkeys(_SAVINGS[item.name] for item in items if item.name in _SAVINGS))
 
 
-def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
-    """Total bytes, by phase."""
+def phase_bytes(memory: Sequence[Item]) -> dict[str, int]:
+    """Bytes of each phase, with the arrays that are always held."""
     totals = Counter()
     for item in memory:
         totals[item.phase] += item.bytes
@@ -378,74 +385,26 @@ def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
     return {phase: always + size for phase, size in totals.items()}
 
 
-def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str, float]:
-    """Lower bounds of the seconds of a batch's sampling and of one update: least work over peak speed.
-
-    The work is that of matmuls, with all completions at their limit: 2 FLOPs a weight and token forwards, twice that
-    backwards (once for frozen weights), and 4 FLOPs a layer, head unit and pair of tokens in attention. For each token
-    of the longest completion, sampling also reads all weights, and the keys and values of half the completions. The
-    bounds ignore recomputation, padding, traffic and scoring passes.
-    """
-    rollout = config.rollout
-    decoder = result.model.decoder
-    prompt = result.prompt_tokens
-    shape = decoder.config
-    longest = rollout.max_completion_tokens
-    group = rollout.group_size
-    size = decoder.dtype.itemsize
-    layers = shape.num_layers * shape.active_layer_weights
-    head = shape.vocab_size * shape.hidden_size
-    trained = min(count(result.model.trained) / (layers + shape.idle_weights + head), 1.0)
-    backward = 2 * trained if config.model.freeze else 1 + trained
-    # One prompt with its group.
-    pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
-    forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
-    forward += 4 * shape.attention_layers * shape.num_heads * shape.head_dim * pairs
-    flops = devices.count * devices.kind.teraflops * 1e12
-    bandwidth = devices.kind.bandwidth * 1e9
-    seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
-    sampled = 0 if config.follows else config.own_counts[0]
-    if sampled:
-        free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
-        plan = sampling_of(config, decoder, result.mesh, prompt, free, devices.platform)
-        # A step reads the experts that any of its tokens needs: in expectation, with equal loads.
-        share = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
-        # With s the share of active experts and n tokens, 1 - (1 - s)ⁿ of the experts run; s are in `layers`.
-        more = 0 if share == 1.0 else (1 - (1 - share) ** plan.slots - share) / (1 - share)
-        weights = layers + more * shape.idle_weights + head
-        read = -(-sampled * group // plan.slots) * longest * weights * size / plan.mesh.shape["tensor"]
-        cache = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
-        cache += 2 * state_bytes(decoder, group)  # each token reads and writes them
-        read += longest * sampled * cache / devices.count
-        seconds = {"sampling a batch": max(sampled * forward / flops, read / bandwidth)} | seconds
-    return seconds
-
-
 def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bool:
-    """Prints whether the devices have enough memory, and a lower bound of a step's seconds; or devices that have it.
+    """Prints whether the devices have enough memory; without devices, the accelerators that have it.
 
     Returns:
         False if the given devices are too small.
     """
-    needed = max(_in_phases(result.memory).values())
+    needed = max(phase_bytes(result.memory).values())
     can_run = True
     if devices:
         kind = devices.kind
         usable = devices.usable / GIB
         can_run = needed <= devices.usable
         fits = "fits" if can_run else "does not fit"
-        place = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
+        each = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
         has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
-        speed = f"; {kind.bandwidth:g} GB/s, {kind.teraflops:g} TFLOP/s" if kind else ""
-        print(f"it {fits} {place}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}{speed}")
+        print(f"it {fits} {each}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}")
         for change in [] if can_run else memory_savings(result.memory):
             print(f"needs less memory: {change}")
         if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
             print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")
-        if kind and result.prompt_tokens:
-            seconds = least_seconds(config, result, devices)
-            shown = ", ".join(f"{name} {number:.2g} s" for name, number in seconds.items())
-            print(f"lower bound of a step's time, least work over peak speed: {shown}; real steps take longer")
     else:
         fits = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
         smaller = ", ".join(name for name in ACCELERATORS if name not in fits)
@@ -454,6 +413,24 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
             print("planned in float32, the default on this CPU; --device NAME plans for another device")
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
     return can_run
+
+
+def show_memory(console: Console, memory: Sequence[Item], mesh: AnyMesh) -> None:
+    """Prints the memory of each device by phase and array, and the sum of each phase."""
+    title = "memory, of all devices together"
+    if mesh.size > 1:
+        title = f"memory of each of {mesh.size} devices: {axes(mesh)}"
+    table = Table("when", "what", "GiB", "formula", title=title)
+    for item in memory:
+        table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
+    console.print(table)
+    for phase, size in phase_bytes(memory).items():
+        console.print(f"in all, {phase}: {size / GIB:.2f} GiB")
+
+
+def axes(mesh: AnyMesh) -> str:
+    """The axes of a mesh with their sizes, in words."""
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
 def show_dry_run(config: Config, result: DryRun) -> None:
@@ -476,17 +453,7 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:
-        sizes = " × ".join(f"{axis} {size}" for axis, size in result.mesh.shape.items())
-        is_split = result.mesh.size > 1
-        title = (
-            f"memory of each of {result.mesh.size} devices: {sizes}" if is_split else "memory, of all devices together"
-        )
-        table = Table("when", "what", "GiB", "formula", title=title)
-        for item in result.memory:
-            table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
-        print_line(table)
-        for phase, size in _in_phases(result.memory).items():
-            print_line(f"in all, {phase}: {size / GIB:.2f} GiB")
+        show_memory(console, result.memory, result.mesh)
         for remat, size in result.activations.items():
             if remat != config.model.remat:
                 print_line(f"activations with model.remat={remat}: {size / GIB:.3f} GiB")

@@ -27,8 +27,7 @@ from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import kept_shapes
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, row_shards
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
-from recjax.planning.program_costs import Traffic, collectives, matmul_flops
-from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
+from recjax.planning.sampling import Executable, SamplingPlan, sampling_executables, sampling_of
 from recjax.planning.targets import Target
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
@@ -82,20 +81,16 @@ class Plan(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled program on one device; sizes in bytes.
+    """A compiled program on one device.
 
     Attributes:
-        needed: total memory with arguments; for a program that does not fit, the size in the compiler's error.
-        temporaries: the part of `needed` that is neither argument nor result.
-        flops: floating-point operations of the matmuls.
-        refusal: the compiler's error if the program itself is too large for the device. Temporaries and collectives are
-            then unknown.
+        temporaries: bytes besides the program's arguments; from the error's size for a program that the compiler
+            refuses; None if the backend does not state them.
+        seconds: time of tracing and compiling.
+        refusal: the compiler's error if the program itself is too large for the device.
     """
 
-    needed: int
-    temporaries: int
-    flops: int
-    collectives: dict[str, Traffic]
+    temporaries: int | None
     seconds: float
     refusal: str | None = None
 
@@ -215,7 +210,7 @@ def batch_arrays(shape: Shape, turns: int | None = None, recorded: Mapping[str, 
     """
     batch = pad([], shape)
     size = batch.completions.shape
-    batch.recorded.update({name: np.zeros((*size, *one.shape[1:]), one.dtype) for name, one in recorded.items()})
+    batch.recorded.update({name: np.zeros((*size, *array.shape[1:]), array.dtype) for name, array in recorded.items()})
     if turns is not None:
         rewards = np.zeros((len(batch.rewards), turns), np.float32)
         batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
@@ -242,13 +237,13 @@ def plan(config: Config, target: Target) -> Plan:
     model = model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in resident_arrays(config, model).items()}
+    on_mesh = {name: laid_out_by_rules(mesh, held.tree) for name, held in resident_arrays(config, model).items()}
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)
     sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free, target.devices[0].platform)
     planned = Plan(config, target, mesh, model, prompt_tokens, on_mesh, sampler, sampling_plan)
-    _turns(planned)  # raises an error if the token budget is too small
+    most_iterations(planned)  # raises an error if the token budget is too small
     return planned
 
 
@@ -261,7 +256,7 @@ def programs_of(config: Config) -> tuple[str, ...]:
     return ("sample", "score", "update") if scores else ("sample", "update")
 
 
-def given(plan: Plan, program: str) -> dict[str, Any]:
+def arguments_of(plan: Plan, program: str) -> dict[str, Any]:
     """The arguments of a program from `plan.held`; for sampling, also the weights of `plan.sampler`."""
     if program == "sample":
         return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
@@ -274,61 +269,57 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
     return {name: plan.held[name] for name in names}
 
 
-def beside(plan: Plan, program: str) -> int:
-    """Bytes that a device holds while a program runs, in addition to the program's arguments."""
-    passed = given(plan, program)
-    return bytes_on_device({name: tree for name, tree in plan.held.items() if name not in passed})
+def executables_of(plan: Plan, program: str) -> list[Executable]:
+    """The executables of one of `programs_of`, traced for the plan's devices."""
+    if program == "sample":
+        weights = arguments_of(plan, program).values()
+        return sampling_executables(plan.config, plan.model.decoder, plan.sampling_plan, *weights)
+    with jax.set_mesh(plan.mesh):
+        traced = traced_score(plan) if program == "score" else traced_update(plan)
+    return [Executable(traced, plan.mesh, 0)]
+
+
+def compile_executable(plan: Plan, executable: Executable) -> jax.stages.Compiled:
+    """Compiles an executable for the plan's devices, without running it."""
+    with jax.set_mesh(executable.mesh):
+        return executable.traced.lower().compile(compiler_options=dict(plan.target.options))
 
 
 def compiled(plan: Plan, program: str) -> Program:
-    """Traces, compiles and measures one of `programs_of`, without running it."""
+    """Traces, compiles and measures one of `programs_of`."""
     started = time.perf_counter()
-    taken = bytes_on_device(given(plan, program))
-    if program == "sample":
-        parts = executables(plan.config, plan.model.decoder, plan.sampling_plan, *given(plan, "sample").values())
-    else:
-        scores = program == "score"  # once for each minibatch
-        with jax.set_mesh(plan.mesh):
-            traced = traced_score(plan) if scores else traced_update(plan)
-        times = plan.config.training.minibatches if scores else 1
-        parts = [Executable(traced, plan.mesh, times, _turns(plan), 0)]
+    arguments = bytes_on_device(arguments_of(plan, program))
     peaks = []
-    flops = 0
-    traffic = {}
-    for part in parts:
-        flops += part.times * matmul_flops(part.traced.jaxpr, unknown_trips=part.turns) // len(plan.target.devices)
+    for executable in executables_of(plan, program):
         try:
-            with jax.set_mesh(part.mesh):
-                executable = part.traced.lower().compile(compiler_options=dict(plan.target.options))
+            memory = compile_executable(plan, executable).memory_analysis()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            needed = max(needed_by(str(error)) + part.beside, taken)
-            return Program(needed, 0, flops, {}, time.perf_counter() - started, str(error).splitlines()[0])
-        memory = executable.memory_analysis()
+            temporaries = max(needed_by(str(error)) + executable.also_held - arguments, 0)
+            return Program(temporaries, time.perf_counter() - started, str(error).splitlines()[0])
+        if memory is None:
+            return Program(None, time.perf_counter() - started)
         peak = memory.peak_memory_in_bytes
         if plan.target.devices[0].platform != "tpu":
             # On a TPU, the sum of temporaries exceeds the largest part that exists at the same time.
             lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             peak = max(peak, lasting + memory.temp_size_in_bytes)
-        peaks.append(part.beside + peak)
-        for kind, sent in collectives(executable.as_text(), unknown_trips=part.turns).items():
-            counted = traffic.get(kind, Traffic(0, 0))
-            traffic[kind] = Traffic(*(a + part.times * b for a, b in zip(counted, sent, strict=True)))
-    return Program(max(peaks), max(peaks) - taken, flops, traffic, time.perf_counter() - started)
+        peaks.append(executable.also_held + peak)
+    return Program(max(peaks) - arguments, time.perf_counter() - started)
 
 
 def needed_by(refusal: str) -> int:
     """The number of bytes in the compiler's error about a program that is too large."""
-    found = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
-    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
+    size = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
+    return int(float(size[1]) * 1024 ** ("KMGT".index(size[2]) + 1)) if size else 0
 
 
 def traced_score(plan: Plan) -> jax.stages.Traced:
     """The scoring of a minibatch under the proximal policy, traced for the plan's devices."""
     config = plan.config
     batch, layout = batch_and_layout(plan)
-    options = plan.model.decoder, combine(*given(plan, "score").values()), batch, config.rollout.sampling()
+    options = plan.model.decoder, combine(*arguments_of(plan, "score").values()), batch, config.rollout.sampling()
     return score_batch.trace(layout, *options, config.model.logprob_chunk)
 
 
@@ -347,8 +338,7 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)
     if is_packed(config):
-        most = _turns(plan)
-        shapes = [(most, *_packed_shape(plan))] * 4 + [(shape.rows, shape.time), ()]
+        shapes = [(most_iterations(plan), *_packed_shape(plan))] * 4 + [(shape.rows, shape.time), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
         layout = Layout(1, packed, rows, minibatches)
     return batch, layout
@@ -358,7 +348,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     """The update, traced for the plan's devices."""
     config = plan.config
     decoder = plan.model.decoder
-    arguments = given(plan, "update")
+    arguments = arguments_of(plan, "update")
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
@@ -407,7 +397,7 @@ def _packed_shape(plan: Plan) -> RowShape:
     return shape_for(plan.config, shape, row_shards(plan.mesh))
 
 
-def _turns(plan: Plan) -> int:
+def most_iterations(plan: Plan) -> int:
     """Largest number of iterations of the update's loop over packed rows."""
     shape = minibatch_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
     if not is_packed(plan.config):

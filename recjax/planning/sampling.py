@@ -15,24 +15,20 @@ from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, la
 from recjax.models.trainable import combine
 from recjax.models.unrolling import copies_layers
 from recjax.rollout import decoding, keys_values
-from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for, state_bytes
+from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, plan_for
 
 
 class Executable(NamedTuple):
     """A traced program.
 
     Attributes:
-        traced: the program, traced for the devices of the sampling mesh.
-        times: number of runs in a step.
-        turns: largest number of iterations of its loops whose end depends on the data.
-        beside: bytes on each device that are neither arguments nor results nor arrays that the run always holds.
+        traced: the program, traced for the devices of its mesh.
+        also_held: bytes on each device that are neither arguments nor results nor arrays that the run always holds.
     """
 
     traced: jax.stages.Traced
     mesh: Mesh
-    times: int
-    turns: int
-    beside: int
+    also_held: int
 
 
 class SamplingPlan(NamedTuple):
@@ -94,23 +90,16 @@ def sampling_of(
         return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved, copied)
 
 
-def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
-    """Bytes of keys, values and states on one device, for completions of the largest length."""
-    copies = plan.prompts + (0 if plan.shares_prompts else plan.slots)
-    sizes = {"prompts": copies, "prompt_tokens": plan.engine.prefix_time, "rows": plan.slots}
-    with jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh):
-        tokens = key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
-        return tokens + state_bytes(decoder, plan.prompts + plan.slots)
-
-
-def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
-    """The programs of a batch, starting with the transfer of the weights.
+def sampling_executables(
+    config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict
+) -> list[Executable]:
+    """The programs that sample a batch, starting with the transfer of the weights.
 
     Args:
         trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
     """
     weights = combine(trained, frozen)
-    found = []
+    transfers = []
     home = 0
     if plan.moved:
         # The weights move one array after another, from the mesh of the run to the sampling mesh.
@@ -120,12 +109,13 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
         for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
             if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
                 sent = mover(wanted.sharding).trace(leaf)
-                found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
+                transfers.append(Executable(sent, leaf.sharding.mesh, there - bytes_on_device(leaf)))
                 there += bytes_on_device(wanted)
         weights = placed
     with jax.set_mesh(plan.mesh):
         sampled = _sampling_programs(config, decoder, plan, weights)
-    return [*found, *(part._replace(beside=part.beside + home + plan.copied) for part in sampled)]
+    also_held = home + plan.copied
+    return [*transfers, *(program._replace(also_held=program.also_held + also_held) for program in sampled)]
 
 
 def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
@@ -138,10 +128,8 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         shape = *x.shape[:-4], rows, x.shape[-3], time, x.shape[-1]
         return laid_out(plan.mesh, shape, x.dtype, None, ROWS, "tensor")
 
-    longest = config.rollout.max_completion_tokens
     shares = plan.shares_prompts
     prompt_time = plan.engine.prefix_time
-    time = plan.engine.round_time
     lengths = plan.engine.lengths
     of = np.arange(plan.slots) // most_completions(config)
     sampling = config.rollout.sampling()
@@ -154,20 +142,20 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
     tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
     cached, _ = jax.eval_shape(functools.partial(decoding.prefill, decoder=decoder), weights, tokens, mask)
     states = jax.tree.map(lambda x: like(x, plan.slots, x.shape[-2]), cached[2:])
-    prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
+    prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 0)
 
     prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
     waiting = 0 if shares else bytes_on_device(cache(plan.prompts, prompt_time))
     later = [cache(plan.slots, length) for length in lengths]
-    found = [prefilled]
+    programs = [prefilled]
     if len(lengths) > 1:
         grown = keys_values.resized.trace(later[-2], time=lengths[-1])
-        found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))
+        programs.append(Executable(grown, plan.mesh, bytes_on_device((prompts, weights)) + waiting))
     if len(plan.engine.slots) > 1:
         kept = jax.ShapeDtypeStruct((plan.engine.slots[-2],), jnp.int32)
         memory = keys_values.Memory(prompts, later[-1], *states)
         fewer = keys_values.gather_slots.trace(memory, kept, time=lengths[-1])
-        found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
+        programs.append(Executable(fewer, plan.mesh, bytes_on_device(weights) + waiting))
     counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
     rows = decoding.SlotState(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
     decoded = decoding.decode.trace(
@@ -176,10 +164,9 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,
-        options=decoding.RoundOptions(sampling, (0,), time, kept_ids),
+        options=decoding.RoundOptions(sampling, (0,), plan.engine.round_time, kept_ids),
     )
-    rounds = -(-(longest - 1) // time) * -(-plan.engine.requests // plan.slots)
-    return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]
+    return [*programs, Executable(decoded, plan.mesh, waiting)]
 
 
 def _keys(rows: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Accelerators and topologies by name: memory and speed, and devices to compile for, which may be absent."""
+"""Accelerators and topologies by name: their memory, and devices to compile for, which may be absent."""
 
 import importlib.util
 import math
@@ -29,6 +29,7 @@ class Gpu(NamedTuple):
         shared: bytes of shared memory of a multiprocessor; a block may use 1,024 bytes fewer.
         cache: MiB of the level-2 cache.
         clock: in GHz.
+        bandwidth: memory bandwidth, in 10^9 bytes a second.
     """
 
     capability: tuple[int, int]
@@ -38,6 +39,7 @@ class Gpu(NamedTuple):
     shared: int
     cache: int
     clock: float
+    bandwidth: int
 
 
 class Accelerator(NamedTuple):
@@ -45,14 +47,10 @@ class Accelerator(NamedTuple):
 
     Attributes:
         gigabytes: memory, in 10^9 bytes.
-        bandwidth: memory bandwidth, in 10^9 bytes a second.
-        teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
         usable: GiB of a TPU that its compiler lets a program use.
     """
 
     gigabytes: float
-    bandwidth: float
-    teraflops: float
     gpu: Gpu | None = None
     usable: float | None = None
 
@@ -71,19 +69,19 @@ class Accelerator(NamedTuple):
 # From the smallest to the largest. libtpu 0.0.42 states the usable memory of a TPU when a program is too large; the
 # system keeps some of the chips' memory.
 ACCELERATORS = {
-    "t4-16": Accelerator(16, 320, 65, Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59)),
-    "v5e-16": Accelerator(16, 819, 197, usable=15.75),
-    "l4-24": Accelerator(24, 300, 121, Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04)),
-    "rtx4090-24": Accelerator(24, 1008, 165, Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52)),
-    "v4-32": Accelerator(32, 1200, 275, usable=30.75),
-    "v6e-32": Accelerator(32, 1640, 918, usable=31.25),
-    "a100-40": Accelerator(40, 1555, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
-    "l40s-48": Accelerator(48, 864, 362, Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52)),
-    "a100-80": Accelerator(80, 2039, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
-    "h100-80": Accelerator(80, 3350, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
-    "v5p-95": Accelerator(95, 2765, 459, usable=95.74),
-    "h200-141": Accelerator(141, 4800, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
-    "b200-180": Accelerator(180, 8000, 2250, Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97)),
+    "t4-16": Accelerator(16, Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59, 320)),
+    "v5e-16": Accelerator(16, usable=15.75),
+    "l4-24": Accelerator(24, Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04, 300)),
+    "rtx4090-24": Accelerator(24, Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52, 1008)),
+    "v4-32": Accelerator(32, usable=30.75),
+    "v6e-32": Accelerator(32, usable=31.25),
+    "a100-40": Accelerator(40, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41, 1555)),
+    "l40s-48": Accelerator(48, Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52, 864)),
+    "a100-80": Accelerator(80, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41, 2039)),
+    "h100-80": Accelerator(80, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98, 3350)),
+    "v5p-95": Accelerator(95, usable=95.74),
+    "h200-141": Accelerator(141, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98, 4800)),
+    "b200-180": Accelerator(180, Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97, 8000)),
 }
 GPUS = tuple(name for name, device in ACCELERATORS.items() if device.gpu)
 
@@ -118,7 +116,7 @@ class Target(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None if their speed is not known."""
+    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None for this machine's devices."""
 
     name: str
     count: int
@@ -127,7 +125,7 @@ class Devices(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """JAX's name of the platform; devices of an unknown kind are this machine's."""
+        """JAX's name of the platform."""
         return ("gpu" if self.kind.gpu else "tpu") if self.kind else jax.default_backend()
 
 
@@ -140,10 +138,8 @@ def named_slice(name: str) -> str:
     if name in ACCELERATORS or generation not in CHIPS or not number.isdecimal():
         return name
     chips = int(number) / (2 if CHIPS[generation].slices is CUBIC else 1)
-    return next(
-        (f"{generation}:{one}" for one in CHIPS[generation].slices if math.prod(map(int, one.split("x"))) == chips),
-        name,
-    )
+    sizes = {math.prod(map(int, shape.split("x"))): shape for shape in CHIPS[generation].slices}
+    return f"{generation}:{sizes[chips]}" if chips in sizes else name
 
 
 def named_devices(name: str) -> Devices:
@@ -230,7 +226,7 @@ def _gpu_kind(name: str) -> str | None:
 
 def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
-    memory = ACCELERATORS[kind]
+    gigabytes = ACCELERATORS[kind].gigabytes
     gpu = ACCELERATORS[kind].gpu
     major, minor = gpu.capability
     message = f"""
@@ -246,8 +242,8 @@ def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
             shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared - 1024}
             shared_memory_per_core: {gpu.shared}
             core_count: {gpu.multiprocessors} fpus_per_core: {gpu.lanes} clock_rate_ghz: {gpu.clock}
-            l2_cache_size: {gpu.cache * 2**20} memory_bandwidth: {int(memory.bandwidth * 1e9)}
-            device_memory_size: {int(memory.gigabytes * 1e9)}
+            l2_cache_size: {gpu.cache * 2**20} memory_bandwidth: {gpu.bandwidth * 10**9}
+            device_memory_size: {int(gigabytes * 1e9)}
         }}
     """
     remedy = 'JAX\'s CUDA plugin, which compiles for GPUs, is not installed; it needs no GPU: pip install -e ".[cuda]"'

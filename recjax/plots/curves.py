@@ -49,9 +49,9 @@ def draw_curves(
         axes.set_axis_off()
     for row, metric in enumerate(metrics):
         of_metric = panels.flat[row : row + 1] if single else panels[row]
-        for place, axes in zip(across, of_metric, strict=True):
+        for column, axes in zip(across, of_metric, strict=True):
             for index, line in enumerate(compared):
-                chosen = table[(table[lines] == line) & (table[columns] == place)].dropna(subset=[metric])
+                chosen = table[(table[lines] == line) & (table[columns] == column)].dropna(subset=[metric])
                 if chosen.empty:
                     continue
                 values = chosen.pivot_table(metric, [*chosen.select_dtypes(exclude="number")], "step")  # a row a run
@@ -72,8 +72,8 @@ def draw_curves(
         of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {names.get(against, against)}" if against else ""))
     for axes in panels.flat[: len(metrics)] if single else panels[-1]:
         axes.set_xlabel("optimizer step")
-    for place, axes in () if single else zip(across, panels[0], strict=True):
-        axes.set_title(textwrap.fill(names.get(place, place), 32), fontsize="medium", parse_math=False)
+    for column, axes in () if single else zip(across, panels[0], strict=True):
+        axes.set_title(textwrap.fill(names.get(column, column), 32), fontsize="medium", parse_math=False)
     for axes, draw in zip(panels.flat[len(metrics) * len(across) :], more, strict=False):
         draw(axes)
     curves = [line for axes in panels.flat for line in axes.get_lines() if line.get_label()[0] != "_"]

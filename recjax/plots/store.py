@@ -32,26 +32,27 @@ def draw_store(records: Sequence[Record], title: str, path: Path) -> None:
     """Writes a PNG with bars stacked by source; bars about groups are not split."""
     sources = by_source(records)
     groups = groups_of(records)
-    colors = [COLORS[place % len(COLORS)] for place in range(len(sources))]
+    colors = [COLORS[index % len(COLORS)] for index in range(len(sources))]
     figure = new_figure(13, 6.5, title)
     (rewards, signal, sizes), (versions, lengths, known) = figure.subplots(2, 3)
 
     def per_source(value: Callable[[Completion], Any]) -> list[list]:
         return [[value(record.completion) for record in members] for members in sources.values()]
 
-    def what_is_known(one: Completion) -> int:
-        """A place on the last panel's axis."""
-        return 0 if one.grade is None else 2 if has_logprobs(one) else 1
+    def knowledge(completion: Completion) -> int:
+        """A position on the last panel's axis."""
+        return 0 if completion.grade is None else 2 if has_logprobs(completion) else 1
+
+    def reward_of(completion: Completion) -> float | None:
+        return completion.grade and completion.grade.reward
 
     spreads = [reward_spread(group) for group in groups if is_whole(group)]
-    _histogram(rewards, "reward", per_source(lambda one: one.grade and one.grade.reward), colors, whole=False)
+    _histogram(rewards, "reward", per_source(reward_of), colors, whole=False)
     _histogram(signal, "highest − lowest reward of whole groups", [spreads], [GREY], whole=False)
     _histogram(sizes, "rows in a group", [[len(group.completions) for group in groups]], [GREY])
-    _histogram(versions, "policy version (updates)", per_source(lambda one: one.policy_version), colors)
+    _histogram(versions, "policy version (updates)", per_source(lambda completion: completion.policy_version), colors)
     _histogram(lengths, "completion tokens", per_source(length), colors)
-    known.hist(
-        per_source(what_is_known), np.arange(4) - 0.5, stacked=True, color=colors, label=list(sources), rwidth=0.9
-    )
+    known.hist(per_source(knowledge), np.arange(4) - 0.5, stacked=True, color=colors, label=list(sources), rwidth=0.9)
     known.set_xticks([0, 1, 2], ["reward pending", "no behavior\nlog-probs", "log-probs\nand reward"])
     for axes in figure.axes:
         axes.set_ylabel("groups" if axes in (signal, sizes) else "rows")

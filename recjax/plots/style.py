@@ -36,10 +36,10 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def add_legend(owner: Axes | Figure, *entries: list, **place) -> Legend:
+def add_legend(owner: Axes | Figure, *entries: list, **options) -> Legend:
     """A legend of a panel or a figure, readable on top of curves; arguments are those of matplotlib."""
     size = "small" if isinstance(owner, Axes) else "medium"
-    legend = owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **place)
+    legend = owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **options)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return legend

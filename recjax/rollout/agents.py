@@ -342,7 +342,8 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
     finally:
         seats.end()
         running.cancel()
-        running._log_destroy_pending = False  # some agents do not end when canceled
+        # Some agents do not end when canceled; asyncio itself also silences its message about them in this way.
+        running._log_destroy_pending = False
     if failure is None and not any(seats.players[name].trajectory.turns for name in trained):
         failure = "silent"
         words = "it returned without a call of the policy"

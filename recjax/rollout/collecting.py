@@ -143,7 +143,8 @@ class Grades:
         scores = self._scores.result()
         missing = np.full(len(scores.rewards), np.nan, np.float32)
         # The shares of the processes may have different tasks of a mixture, whose rewards have different parts.
-        scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in hosts.union(scores.parts)})
+        names = hosts.all_names(scores.parts)
+        scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in names})
         rewards, parts, accurate, failures = hosts.gathered(scores, self._count)
         columns = [values.tolist() for values in (rewards, accurate, failures, *parts.values())]
         grades = [

@@ -215,7 +215,7 @@ def free_bytes() -> int:
         except (OSError, StopIteration):
             on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         free.append(on_host // jax.local_device_count())
-    return hosts.least(min(free))
+    return hosts.smallest_of_all(min(free))
 
 
 # --- Devices. Decoding reads every weight for every token. Weights split over many devices, as for training, would have

@@ -4,10 +4,8 @@ Each checkpoint has a manifest, which is written last. A checkpoint without a ma
 it, is not whole; the run then resumes from the checkpoint before.
 """
 
-import glob
 import json
 import logging
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +15,6 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
@@ -26,29 +23,23 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
+from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics
 from recjax.training.run import State
 from recjax.training.run_lock import RunLock
 from recjax.training.update import TrainState
 
-LAYOUT = 7  # format version
+CHECKPOINT_FORMAT = 1  # version of the checkpoint format
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 BATCH = "batch"  # checkpoint item with the batch that further updates train on
 
 logger = logging.getLogger(__name__)
 
 
-# Orbax finds the arrays of each process with a glob pattern that contains the run folder. Brackets or stars in the
-# folder's name would hide the arrays, and Orbax would write the checkpoint without them.
-type(epath.backend.os_backend).glob = lambda _, pattern: glob.glob(
-    os.path.join(glob.escape(os.path.dirname(pattern)), os.path.basename(pattern))
-)
-
-
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
     """A manager of the checkpoints in `folder`."""
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+    return ocp.CheckpointManager(LiteralPath(folder.absolute()), options=options)
 
 
 def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig, older: Collection[int] = ()) -> None:
@@ -63,7 +54,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
     """
     waiting, queue = to_plain(state.queue)
     groups = groups_to_bytes(waiting)
-    plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
+    plain = {"format": CHECKPOINT_FORMAT, "version": state.version, "source": state.source, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
@@ -161,17 +152,17 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has another layout or cannot be read.
+        ValueError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
-    place = f"{manager.directory}: the checkpoint of step {step}"
+    name = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
-    if plain.get("layout") != LAYOUT:
+    if plain.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(
-            f"{place} has the layout of another version of recjax; resume the run with the recjax that wrote it, or"
+            f"{name} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
             " give another output=…"
         )
-    copied, in_batch = ((Path(manager.directory) / str(step) / name).exists() for name in (COPY, BATCH))
+    copied, in_batch = ((Path(manager.directory) / str(step) / item).exists() for item in (COPY, BATCH))
     items = {
         "state": ocp.args.StandardRestore(trained),
         **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
@@ -183,7 +174,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     except Exception as error:
         # The manifest was checked, so the cause is the model or the code.
         raise ValueError(
-            f"{place} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
+            f"{name} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     batch = restored[BATCH] if in_batch else {}
@@ -236,19 +227,19 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def progress(folder: Path, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint: layout, version, the queue's numbers, totals.
+    """The JSON part of a checkpoint: format, version, the queue's numbers, totals.
 
     Raises:
         ValueError: the file cannot be read.
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
-    return found
+    return content
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:

@@ -96,7 +96,7 @@ def train_steps(run: Run, state: State) -> State:
                 run.log.settle()
             if saves:
                 state = saved(run, state)
-            run.after_step(step - first + 1)
+            run.after_step(step - first)
             if stop_requests.any_says(bool(run.stopping)):  # with several processes: asked in the previous step
                 break
     if state.step < last:

@@ -178,7 +178,7 @@ class Run(NamedTuple):
     log: metrics, saved completions and samples.
     saver: the lock and the checkpoints of the run folder.
     phase: context manager that adds the seconds of a `with` block to a phase's name.
-    after_step: called with the number of steps made in this process, when a step has ended.
+    after_step: called when a step has ended, with its number in this process, from 0.
     stopping: numbers of the received signals that stop the run.
     """
 

@@ -1,7 +1,6 @@
 """Opens a run before its first step, or at its newest checkpoint, and trains."""
 
 import contextlib
-import gc
 import json
 import logging
 import signal
@@ -18,7 +17,7 @@ from recjax import hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
-from recjax.host_memory import settle_memory
+from recjax.host_memory import settling_memory
 from recjax.training import checkpoint, loop, run_lock
 from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
@@ -78,7 +77,6 @@ def train(
         begun, state = begin(config, overwrite, reward, sources, learner or Learner())
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
-        stack.callback(gc.unfreeze)  # of what `settle_memory` froze
         check(begun.setup)
         first = [state]
         del state  # another reference would keep its weights in memory during the loop
@@ -150,7 +148,7 @@ def opened_run(
             RunLog(setup, source, metrics, trackers),
             Saver(config, manager, lock, metrics, setup.phases),
             setup.phases.phase,
-            settle_memory,
+            stack.enter_context(settling_memory()),
             stopping,
         )
 

@@ -33,6 +33,7 @@ from recjax.rollout.trajectory import Trajectory
 from recjax.tasks.problems import checked_messages, messages_in
 from recjax.tasks.prompts import Prompts
 from recjax.tasks.reading import FileRow, read_file, template_of
+from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import step_bar
 from recjax.training.update import first_state, make_optimizer
 
@@ -94,7 +95,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
             if leftover.is_dir():  # damaged, or left by a killed process
                 shutil.rmtree(leftover)
         try:
-            checkpointer.save(folder, params)
+            checkpointer.save(LiteralPath(folder), params)
             checkpointer.wait_until_finished()
             write_manifest(folder)
         except Exception as error:

@@ -50,7 +50,7 @@ def test_the_exit_status_is_that_of_the_gates(file, tmp_path, monkeypatch, capsy
     options = {"config": str(file), "engine_only": False} | dict.fromkeys(("coordinator", "processes", "process_id"))
     monkeypatch.setattr(numerics, "FLAGS", SimpleNamespace(**options))
     monkeypatch.setattr(numerics, "keep_compiled_programs", lambda: None)
-    monkeypatch.setattr(numerics.hosts, "together", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(numerics.hosts, "connected", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(numerics, "measure", lambda config, engine_only: report_of(CASE | {"passes": passes}))
     with contextlib.nullcontext() if passes else pytest.raises(SystemExit, match="1"):
         numerics.main(["numerics"])

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import yaml
 
+from experiments.objectives.coefficients import RATIOS, coefficients
 from experiments.objectives.page import as_sentence, collected, config_of, notes, page, papers_page
 from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.config import load_config
-from recjax.plots.objectives import RATIOS, coefficients
 from tests.algorithms.test_published import forms_of
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,6 @@ from recjax.planning.dry_run import (
     count,
     dry_run,
     first_steps,
-    least_seconds,
     memory_savings,
     print_dry_run,
     show_dry_run,
@@ -420,29 +419,6 @@ def test_a_mesh_splits_the_memory(tiny, capsys):
 def untraced(monkeypatch):
     """Activations take no time to find: a thousand bytes."""
     monkeypatch.setattr(planning, "_activations", lambda *arguments: 1000)
-
-
-def test_the_least_time_of_a_step_is_work_over_peak_speed(tiny, untraced):
-    config = tiny("model.dtype=float32")
-    result, layer = (
-        dry_run(config, named_devices("v5e-16")),
-        16 * (2 * (2 + 1) * 8 + 3 * 32),
-    )  # weights of the only layer
-    vocabulary, prompt = result.model.decoder.config.vocab_size, result.prompt_tokens
-    head, tokens, pairs = 16 * vocabulary, prompt + 4 * 3, prompt**2 / 2 + 4 * 3 * (prompt + 1.5)
-    forward = 2 * (layer * tokens + head * 4 * 3) + 4 * 2 * 8 * pairs  # one prompt, four completions of three tokens
-    seconds = least_seconds(config, result, named_devices("v5e-16"))
-    np.testing.assert_allclose(seconds["an update"], 3 * 4 * forward / 197e12, rtol=1e-6)
-    read = 3 * (4 * (layer + head) + 4 * 2 * 1 * 8 * 4 * (prompt + 4 * 1.5))  # for each token, weights and four caches
-    np.testing.assert_allclose(seconds["sampling a batch"], read / 819e9, rtol=1e-6)
-    eight = dry_run(tiny("model.dtype=float32", "rollout.prompts_per_step=8"), named_devices("v5e:2x4"))
-    assert least_seconds(config, eight, named_devices("v5e:2x4"))["an update"] == pytest.approx(
-        seconds["an update"] / 8
-    )
-    assert (
-        least_seconds(tiny("training.minibatches=2"), result, named_devices("v5e-16"))["an update"]
-        < seconds["an update"]
-    )
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, package_logger, untraced, monkeypatch):

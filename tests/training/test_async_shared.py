@@ -93,7 +93,7 @@ def saved(manager, state, *options):
     np.savez(f"{folder}/weights{number}.npz", *own)
 
 loop.next_groups, checkpoint.save = watched, saved
-with hosts.together(coordinator, 2, int(number)):
+with hosts.connected(coordinator, 2, int(number)):
     config = load_config(f"{folder}/tiny.yaml", options)
     require_ray(config)
     start.train(config)

@@ -5,8 +5,11 @@ import logging
 import shutil
 from pathlib import Path
 
+import chex
 import jax
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import recjax
 from recjax import files
@@ -14,7 +17,7 @@ from recjax.api import open_run
 from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
-from recjax.training import run_folder, start
+from recjax.training import checkpoint, run_folder, start
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import open_checkpoint, run_config
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
@@ -307,3 +310,13 @@ def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkey
         with pytest.raises(ValueError, match="checkpoints: the checkpoint of step 6 cannot be written .*No space left"):
             count(config)
     assert without_times(count(config)) == without_times(made[1])
+
+
+def test_a_folders_name_is_no_pattern_for_orbax_and_its_patterns_elsewhere_stay(tmp_path):
+    folder = tmp_path / "run [ab] *?" / "checkpoints"
+    arrays = {"weights": jax.numpy.arange(5.0)}
+    with checkpoint.open_checkpoints(folder) as manager:
+        manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays)))
+        restored = manager.restore(3, args=ocp.args.Composite(state=ocp.args.StandardRestore(arrays)))
+    chex.assert_trees_all_equal(restored["state"], arrays)
+    assert list(epath.Path(tmp_path).glob("ru[n]*/checkp*")) == [folder]

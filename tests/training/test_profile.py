@@ -22,7 +22,7 @@ import jax
 from recjax import hosts
 from recjax.training.profile import profiled_steps
 folder, coordinator, processes, number = sys.argv[1:]
-with hosts.together(coordinator, int(processes), int(number)):
+with hosts.connected(coordinator, int(processes), int(number)):
     for step in profiled_steps(1, 3, [2, 2], Path(folder), lambda: None):
         with jax.profiler.TraceAnnotation(f"mark of process {number}"):
             hosts.wait_for_all(f"step {step}")

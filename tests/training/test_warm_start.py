@@ -67,7 +67,7 @@ def test_stop_tokens_without_an_embedding_are_named(tmp_path, monkeypatch, caplo
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache [ab]"))
     (tmp_path / "tiny.yaml").write_text(TINY)
     start = "warm_start={steps: 150, batch_size: 32, learning_rate: 1e-2, wrong_fraction: 0.0}"
     return load_config(tmp_path / "tiny.yaml", [start, "task.reward=recjax.tasks.rewards:number_match"])
@@ -89,7 +89,7 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
 def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
     short = config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 2})})
     params, warned = prepare.prepare(short)[1], []
-    (folder,) = (path for path in (tmp_path / "cache" / "warm_start").iterdir() if path.is_dir())
+    (folder,) = (path for path in (tmp_path / "cache [ab]" / "warm_start").iterdir() if path.is_dir())
     monkeypatch.setattr(warm_start.logger, "warning", lambda *words: warned.append(words[0] % words[1:]))
     largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

@@ -56,7 +56,8 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
-                task._log_destroy_pending = False  # some tasks do not end when canceled
+                # Some tasks do not end when canceled; asyncio itself also silences its message about them in this way.
+                task._log_destroy_pending = False
                 task.cancel()
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 

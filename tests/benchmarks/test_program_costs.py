@@ -1,11 +1,19 @@
-"""Collectives and matrix products of programs, against what their shapes say."""
+"""Costs of programs: matmuls, collectives and least times, compared with their shapes."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from recjax.planning.program_costs import Traffic, collectives, matmul_flops
+from benchmarks.costs import SPEEDS
+from benchmarks.program_costs import Traffic, collectives, costs_of, least_seconds, matmul_flops
+from recjax.config import load_config
+from recjax.planning import dry_run as planning
+from recjax.planning.dry_run import dry_run
+from recjax.planning.programs import plan
+from recjax.planning.targets import ACCELERATORS, load_target, named_devices
+from tests.training.tiny_run import TINY
 
 LAYERS, WIDTH, ROWS = 6, 32, 16
 
@@ -131,3 +139,53 @@ def test_parts_of_one_collective_count_once_and_a_tpus_sum_and_slice_is_a_reduce
     body = "  %r = f32[8] all-reduce(%x), replica_groups={{0,1}}"
     text = f"%all-reduce-scatter.1 (x: f32[8]) -> f32[4] {{\n{body}\n}}\n{text}"
     assert collectives(text) == {"reduce-scatter": Traffic(1, 16)}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from overrides to a config of the tiny run."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return lambda *overrides: load_config(tmp_path / "tiny.yaml", [f"output={tmp_path / 'run'}", *overrides])
+
+
+def test_the_least_time_of_a_step_is_work_over_peak_speed(tiny, monkeypatch):
+    monkeypatch.setattr(planning, "_activations", lambda *_: 1000)
+    config = tiny("model.dtype=float32")
+    result, layer = (
+        dry_run(config, named_devices("v5e-16")),
+        16 * (2 * (2 + 1) * 8 + 3 * 32),
+    )  # weights of the only layer
+    vocabulary, prompt = result.model.decoder.config.vocab_size, result.prompt_tokens
+    head, tokens, pairs = 16 * vocabulary, prompt + 4 * 3, prompt**2 / 2 + 4 * 3 * (prompt + 1.5)
+    forward = 2 * (layer * tokens + head * 4 * 3) + 4 * 2 * 8 * pairs  # one prompt, four completions of three tokens
+    seconds = least_seconds(config, result, named_devices("v5e-16"))
+    np.testing.assert_allclose(seconds["an update"], 3 * 4 * forward / 197e12, rtol=1e-6)
+    read = 3 * (4 * (layer + head) + 4 * 2 * 1 * 8 * 4 * (prompt + 4 * 1.5))  # for each token, weights and four caches
+    np.testing.assert_allclose(seconds["sampling a batch"], read / 819e9, rtol=1e-6)
+    eight = dry_run(tiny("model.dtype=float32", "rollout.prompts_per_step=8"), named_devices("v5e:2x4"))
+    assert least_seconds(config, eight, named_devices("v5e:2x4"))["an update"] == pytest.approx(
+        seconds["an update"] / 8
+    )
+    assert (
+        least_seconds(tiny("training.minibatches=2"), result, named_devices("v5e-16"))["an update"]
+        < seconds["an update"]
+    )
+
+
+def test_every_accelerator_has_its_speed():
+    assert SPEEDS.keys() == ACCELERATORS.keys()
+    for name, kind in ACCELERATORS.items():
+        assert kind.gpu is None or SPEEDS[name]["bytes"] == pytest.approx(1e9 * kind.gpu.bandwidth)
+
+
+@pytest.mark.campaign
+def test_a_batch_moves_the_weights_to_the_sampling_mesh_and_an_update_gathers_them(tiny):
+    options = ["mesh.data=1", "mesh.fsdp=4", "rollout.max_completion_tokens=32", "rollout.prompts_per_step=8"]
+    planned = plan(tiny(*options), load_target("host"))
+    sample, update = (costs_of(planned, program) for program in ("sample", "update"))
+    assert {"all-gather", "all-reduce"} <= update.collectives.keys() and update.flops > 0
+    # Sampling sends the weights once, and next to nothing for its tokens.
+    moved = planned.sampling_plan.moved
+    assert 0.75 * moved <= sum(traffic.bytes for traffic in sample.collectives.values()) < 1.2 * moved
+    longer = plan(tiny(*options, "rollout.max_completion_tokens=64"), load_target("host"))
+    assert 1.5 * sample.flops < costs_of(longer, "sample").flops < 3 * sample.flops

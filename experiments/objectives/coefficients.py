@@ -1,4 +1,4 @@
-"""The coefficient on ∇log π of every preset over the ratio: where an objective pushes, and where it stops."""
+"""Draws the coefficient on ∇log π of every preset over the ratio, for docs/objectives.md."""
 
 import textwrap
 
