@@ -21,7 +21,6 @@ from rich.table import Table
 from benchmarks.costs import SPEEDS
 from recjax.config import Config, load_config
 from recjax.console import command, plain_console, start
-from recjax.experience.stored import stored_per_batch
 from recjax.planning.dry_run import DryRun, count, dry_run
 from recjax.planning.programs import Plan, compile_executable, executables_of, most_iterations, plan, programs_of
 from recjax.planning.sampling import Executable, sampling_of
@@ -227,7 +226,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     speed = SPEEDS[next(name for name, kind in ACCELERATORS.items() if kind is devices.kind)]
     flops = devices.count * speed["flops"]
     seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
-    sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
+    sampled = 0 if config.follows else config.own_counts[0]
     if sampled:
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
         plan = sampling_of(config, decoder, result.mesh, prompt, free, devices.platform)
