@@ -32,7 +32,7 @@ def forked(*arguments, **options):
 @pytest.mark.parametrize(
     ("start", "arguments", "drawn"),
     [
-        (command, ["-m", "recjax.objectives"], []),
+        pytest.param(command, ["-m", "recjax.objectives"], [], marks=pytest.mark.slow),
         pytest.param(
             forked, ["-m", "recjax.objectives", "--figure"], ["figures/objectives.png"], marks=pytest.mark.slow
         ),

@@ -5,6 +5,7 @@ A learner that computes nothing goes through most rows; the real one, with its w
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -98,32 +99,36 @@ REAL = {
     ),
 }
 
-QUICK = ("on policy", "interval", "late, replay, mix, record, interval", "updates, late, replay, mix")
-QUICK += (
-    "agents, late, replay, record",
-    "real weights, interval and offset",
-)
+QUICK = ("on policy", "interval", "updates, late, replay, mix", "agents, late, replay, record")
+QUICK += ("real weights, interval and offset",)
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """The stores that runs of seven steps record, of single turns, of trajectories, and of turns without log-probs."""
+    """Name → path of a store that a run of seven steps records, which is made when it is first asked for.
+
+    `store` has single turns, `agents` trajectories, and `texts` the turns of `store` without log-probs.
+    """
     from recjax.config import load_config
     from tests.training.tiny_run import TINY
 
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "tiny.yaml").write_text(TINY)
-    for name, options in (("store", []), ("agents", AGENT)):
-        output = [f"output={folder / name}", "experience.record=true"]
-        count(
-            load_config(folder / "tiny.yaml", [*output, *options]),
-            sample=functools.partial(prepared_batch, prefix="recorded-"),
-        )
-    paths = {name: f"{folder / name}/experience.db" for name in ("store", "agents")}
-    none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
-    rows = [row._replace(source="expert", **none) for row in read_columns(paths["store"])]
-    append_columns(folder / "texts.db", rows)
-    return {**paths, "texts": str(folder / "texts.db")}
+
+    @functools.cache
+    def path(name):
+        if name == "texts":
+            none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+            rows = [row._replace(source="expert", **none) for row in read_columns(path("store"))]
+            append_columns(folder / "texts.db", rows)
+            return f"{folder}/texts.db"
+        options = [f"output={folder / name}", "experience.record=true", "evaluation.every=0"]
+        options += AGENT if name == "agents" else []
+        sample = functools.partial(prepared_batch, prefix="recorded-")
+        count(load_config(folder / "tiny.yaml", options), sample=sample)
+        return f"{folder / name}/experience.db"
+
+    return path
 
 
 def killed_in_batch(at: int):
@@ -159,8 +164,7 @@ def resumes_with_real_weights(tiny, options, kills):
 @pytest.mark.parametrize("feed", slow_except({**FEEDS, **REAL}, *QUICK))
 def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch):
     options, kills = REAL.get(feed) or (FEEDS[feed], [])
-    for name, path in stores.items():
-        options = [option.replace(f"{{{name}}}", path) for option in options]
+    options = [re.sub(r"\{(store|agents|texts)\}", lambda name: stores(name[1]), option) for option in options]
     if kills:
         resumes_with_real_weights(tiny, options, kills)
         return

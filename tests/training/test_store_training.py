@@ -289,6 +289,7 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
         np.testing.assert_allclose(rows[1][name], offline[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_texts_train_what_reads_no_log_probs(tiny, texts):
     options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
     config = tiny("run", *options, "training.steps=3", "evaluation.every=0")
