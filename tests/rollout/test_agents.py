@@ -304,6 +304,7 @@ DOES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_failing_agents_cost_themselves_alone(made, caplog):
     parts = made("by_column", "task.agent_seconds=0.3", "task.agent_turns=5")
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]

@@ -20,10 +20,18 @@ ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
 @pytest.mark.parametrize(
     ("options", "order"),
     [
-        (ALONE, "ES U UR UR UR UR UR UR R ES"),
+        pytest.param(ALONE, "ES U UR UR UR UR UR UR R ES", marks=pytest.mark.slow),
         ([], "ES U UR UR RES U UR UR RES U RES"),  # both every three steps
-        (["training.checkpoint_every=1", "evaluation.every=0"], "ES URS URS URS URS URS URS U RES"),
-        (["training.checkpoint_every=100", "evaluation.every=2"], "ES U UR RE U UR RE U UR RE U RES"),
+        pytest.param(
+            ["training.checkpoint_every=1", "evaluation.every=0"],
+            "ES URS URS URS URS URS URS U RES",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["training.checkpoint_every=100", "evaluation.every=2"],
+            "ES U UR RE U UR RE U UR RE U RES",
+            marks=pytest.mark.slow,
+        ),
         ([*ALONE, "experience={record: true}"], "ES UR UR UR UR UR UR U RES"),
     ],
     ids=["alone", "both", "checkpoints", "evaluations", "record"],

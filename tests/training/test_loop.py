@@ -90,7 +90,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [*slow(1), 2])
 def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
     options = [f"training.updates_per_batch={updates}", "training.steps=13", *WITHOUT_PAUSES]
     config = tiny("run", *REGIMES[regime], *options)
@@ -125,7 +125,7 @@ def at_a_terminal():
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
-@pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
+@pytest.mark.parametrize("updates", [*slow(1), 3])  # of three updates, the fifth step is in the middle of a batch
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
     options += WITHOUT_PAUSES
