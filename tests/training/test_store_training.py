@@ -365,7 +365,8 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
 
 
-def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path):
+def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("recjax.experience.sources._presets_without", lambda: ["red_weight"])  # it builds all presets
     rows = read_columns(drawn)
 
     def refused(message, *options, of=None):
