@@ -80,12 +80,13 @@ def of_all_presets(in_parts):
     return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
 
 
-@pytest.fixture(scope="module")
+# Kept for as long as the process: a worker that comes back to this file does not compile again.
+@functools.cache
 def gradients():
     return of_all_presets(IN_PARTS)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def other_gradients():
     """The whole where `gradients` are in parts, and the other way round."""
     return of_all_presets([name for name in FIELD if name not in IN_PARTS])
@@ -107,19 +108,19 @@ def assert_gradients_are_by_hand(found, name, example):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("name", FIELD)
-def test_gradient_from_the_formula(gradients, name, example):
-    assert_gradients_are_by_hand(gradients, name, example)
+def test_gradient_from_the_formula(name, example):
+    assert_gradients_are_by_hand(gradients(), name, example)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELD)
-def test_gradients_of_the_whole_and_of_micro_batches_are_both_the_formulas(other_gradients, name):
+def test_gradients_of_the_whole_and_of_micro_batches_are_both_the_formulas(name):
     for example in EXAMPLES:
-        assert_gradients_are_by_hand(other_gradients, name, example)
+        assert_gradients_are_by_hand(other_gradients(), name, example)
 
 
 @pytest.mark.slow
-def test_devices_add_up(gradients):
+def test_devices_add_up():
     assert jax.local_device_count() >= PARTS
     rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in algorithms().items()}
 
@@ -129,6 +130,6 @@ def test_devices_add_up(gradients):
 
     found = jax.pmap(on_device, axis_name="devices")(*cut((EXAMPLE, rows)))
     for name, (count, gradient) in found.items():
-        whole, expected_count = gradients["uneven groups"][name]
+        whole, expected_count = gradients()["uneven groups"][name]
         np.testing.assert_allclose(np.asarray(gradient).reshape(whole.shape), whole, rtol=1e-4, atol=1e-6)
         assert (count == expected_count).all()
