@@ -267,7 +267,7 @@ FAULTS = {
         "a resumed run adds its adapters to other base weights than those that it began with",
         "recjax/hub/policy.py",
         "jax.random.fold_in(jax.random.key(config.seed_of_base), 0)",
-        "jax.random.fold_in(jax.random.key(config.seed_of_base), __import__('os').path.exists(config.output))",
+        "jax.random.fold_in(jax.random.key(config.seed_of_base), __import__('os').path.exists(f'{config.output}/checkpoints'))",
         (f"{_RESUME}[real weights, adapters]",),
         "slow",
     ),

@@ -361,7 +361,9 @@ def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
 
 @pytest.mark.parametrize("more", campaign_except([1, 13], 1), ids=["in the same cache", "in a longer cache"])
 @pytest.mark.parametrize(
-    "batch", campaign_except([False, True], False, slow=[True]), ids=["single requests", "a batch that shares its prompts"]
+    "batch",
+    campaign_except([False, True], False, slow=[True]),
+    ids=["single requests", "a batch that shares its prompts"],
 )
 def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
     decoder, params, *_ = problem(PLAIN)
