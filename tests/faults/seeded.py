@@ -280,11 +280,12 @@ FAULTS = {
         (f"{_RESUME}[real weights, a run that continues another]",),
         "slow",
     ),
-    "resume-fills-in-log-probs-of-then": Fault(
-        "log-probs that a store lacks are those of the policy that drew ahead, which a resumed run does not",
-        "recjax/training/sources.py",
-        "(not of_now and schedule.samples_ahead(",
-        "(schedule.samples_ahead(",
+    "resume-fills-in-log-probs-again": Fault(
+        "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
+        "recjax/experience/store.py",
+        "completions=(*group.completions, record.completion))",
+        "completions=(*group.completions, record.completion._replace(rows=tuple(row._replace(behavior_logprobs="
+        'None if record.completion.source == "expert" else row.behavior_logprobs) for row in record.completion.rows))))',
         (f"{_RESUME}[real weights, late, replay, mix of texts, interval]",),
         "slow",
     ),
