@@ -283,9 +283,9 @@ FAULTS = {
     "resume-fills-in-log-probs-again": Fault(
         "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
         "recjax/experience/store.py",
-        "completions=(*group.completions, record.completion))",
-        "completions=(*group.completions, record.completion._replace(rows=tuple(row._replace(behavior_logprobs="
-        'None if record.completion.source == "expert" else row.behavior_logprobs) for row in record.completion.rows))))',
+        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        '        row["behavior_logprobs"] = None if row["source"] == "expert" else row["behavior_logprobs"]\n'
+        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
         (f"{_RESUME}[real weights, late, replay, mix of texts, interval]",),
         "slow",
     ),
