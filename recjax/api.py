@@ -43,12 +43,12 @@ from recjax.tasks.loading import load_rewards, load_task
 from recjax.tasks.problems import Problem, Task, checked_messages
 from recjax.tasks.prompts import encode_problems
 from recjax.training.checkpoint import steps_of
-from recjax.training.loop import Preempted, train
+from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
-from recjax.training.run import prompts_of
+from recjax.training.prepare import prompts_of
 from recjax.training.run_folder import is_finished
-from recjax.training.start import STOPPED
+from recjax.training.start import STOPPED, train
 from recjax.training.trained import export_checkpoint, open_policy, run_config, sampled_rows
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
@@ -104,7 +104,7 @@ def run(
         ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or problems
             or a reward with another digest than those of the run in `output`.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
-        (others): see `recjax.training.loop.train`.
+        (others): see `recjax.training.start.train`.
     """
     require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
     keep_compiled_programs()

@@ -33,7 +33,7 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
-from recjax.training.run import check_problems, without_long_prompts
+from recjax.training.prepare import check_problems, without_long_prompts
 from recjax.training.run_folder import check_processes, differences
 from recjax.training.trained import OpenedPolicy, open_policy, sampled_rows
 

@@ -45,9 +45,9 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
-from recjax.training.run import Run, characters, check_problems, prepare, untrained, without_long_prompts
+from recjax.training.prepare import characters, check_problems, prepare, untrained, without_long_prompts
 from recjax.training.run_folder import check_processes
-from recjax.training.sources import kept_records, sample_batch
+from recjax.training.sampling import BatchSampler
 from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 
 FLAGS = flags.FLAGS
@@ -87,7 +87,7 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             before = None  # the grading of a batch overlaps with the sampling of the next
             for number in numbers:
-                sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
+                sampled = sampler.sample(params, version, number, f"{name}/", source)
                 if before:
                     yield records(*before)
                 before = sampled
@@ -95,7 +95,7 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
                 yield records(*before)
 
         def records(groups: list[Group], grades: Grades) -> list[Record]:
-            return kept_records(sampler, with_grades(groups, grades.result()))
+            return sampler.records(with_grades(groups, grades.result()))
 
         return _fill(place, known, name, steps, batches)
 
@@ -188,12 +188,13 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
-def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
+def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSampler, dict, int]:
     """The sampler, its parameters in compute dtype, and the number of optimizer updates behind them."""
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
-        sampler, params = prepare(config, starting_policy)
+        setup, params = prepare(config, starting_policy)
+        sampler = setup.sampler
         version = 0
     else:
         require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
@@ -207,8 +208,8 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         check_problems(config, task)
         task = without_long_prompts(task, policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-        sampler = Run(config, policy, train, train, Grading(config, task.reward), PhaseSeconds())
-        sampler = sampler._replace(agents=Agents(config, policy, opened.older_params) if config.task.agent else None)
+        agents = Agents(config, policy, opened.older_params) if config.task.agent else None
+        sampler = BatchSampler(config, policy, train, Grading(config, task.reward), PhaseSeconds(), agents)
         params = put_params(params)
     return sampler, for_sampling(sampler.policy, params), version
 

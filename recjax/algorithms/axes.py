@@ -15,7 +15,7 @@ from recjax.algorithms import (
     weighting,
 )
 from recjax.algorithms.options import did_you_mean, require, user_function
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, RESCORED, WHOLE_BATCH, check_names
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, RESCORED, WHOLE_BATCH, check_names
 
 _TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
@@ -104,6 +104,9 @@ AXES = {
         "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
         "effective_size_kl": regularizers.effective_size_kl_penalty,
     },
+    "term": {
+        "none": None,
+    },
     "reduction": {
         "token_mean": reduce.token_mean,
         "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
@@ -133,6 +136,7 @@ READABLE = {
     "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "correction": [*EVERYWHERE, *MICRO_BATCH],
     "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behavior_logprobs"],
+    "term": [*EVERYWHERE, "logprobs", "behavior_logprobs", "ratio", *OF_TERMS],
     "reduction": ["per_token", "completion_mask", "trajectories"],
 }
 

@@ -433,7 +433,7 @@ def token_loss(
 ) -> Float[Array, "batch time"]:
     """The loss of each token, before any reduction.
 
-    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t
+    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + term_t + c_KL · KL_t + c_D · D_t − c_H · H_t
 
     Args:
         logprobs: log π, differentiated; ignored where masked.
@@ -461,10 +461,11 @@ def token_loss(
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
+    gradient_terms = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     added = reference_logprobs, entropy, divergence
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, *added)
-    per_token = -coefficients * tokens.logprobs
+    tokens = tokens._replace(advantages=gradient_terms.advantages, ratio=gradient_terms.ratio)
+    per_token = -gradient_terms.coefficients * tokens.logprobs
     for term in terms_of(algorithm):
         if term.per_token is not None:
             values = call(term.per_token, tokens)

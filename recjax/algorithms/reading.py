@@ -29,6 +29,12 @@ MICRO_BATCH = {
     "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]; log μ by default",
     "proximal_logprobs": "log π of each token before the batch's first update, [batch, time]; needs the scoring pass",
 }
+# Available on each micro-batch, to the axis `term` alone.
+OF_TERMS = {
+    "entropy": "entropy of π at each token, in nats, [batch, time]; a gradient flows through it",
+    "reference_logprobs": "log-probs under the initial policy or `model.reference`, [batch, time]",
+    "teacher_logprobs": "log-probs under `model.teacher`, [batch, time]",
+}
 WHOLE_BATCH = {
     "rewards": "[batch], ignored where not kept",
     "group_ids": "[batch], equal for completions of one prompt",

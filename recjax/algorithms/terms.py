@@ -45,7 +45,7 @@ def terms_of(algorithm: Algorithm) -> tuple[Term, ...]:
     """
     terms = [
         Term(name, per_token=getattr(algorithm, name))
-        for name in ("regularizer", "reference_kl", "unbiased_reference_kl")
+        for name in ("regularizer", "term", "reference_kl", "unbiased_reference_kl")
         if getattr(algorithm, name) is not None
     ]
     if algorithm.entropy is not None:

@@ -134,6 +134,9 @@ class ConfigBlock(pydantic.BaseModel):
         return ()
 
 
+RULES = ("needs", "excludes", "required", "must")  # relations of a key to other keys
+
+
 def key(default: Any, description: str = "", **rules: Any) -> Any:
     """A key of a block.
 
@@ -145,10 +148,13 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
             excludes: conditions of which none may hold then.
             required: conditions with which the key must be set.
             must: relation to another key's value, if both are set, such as `be at most KEY`; see `_RELATIONS`.
+            may_change: True if a run may resume with another value, because the key, or any key of its block, does not
+                change a training step's numbers, except for the rounding of sums in another order.
     """
     default = {"default_factory": default} if callable(default) else {"default": default}
-    relations = {name: rules.pop(name, "") for name in ("needs", "excludes", "required", "must")}
-    return pydantic.Field(**default, description=description, json_schema_extra=relations, **rules)
+    extra = {name: rules.pop(name, "") for name in RULES}
+    extra["may_change"] = rules.pop("may_change", False)
+    return pydantic.Field(**default, description=description, json_schema_extra=extra, **rules)
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
@@ -175,7 +181,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         block, _, _ = name.rpartition(".")
         if block and value_of(config, block) is None:
             continue
-        needs, excludes, required, must = field.json_schema_extra.values()
+        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
         value = value_of(config, name)
         for condition in held(required):
             yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"

@@ -131,9 +131,12 @@ class ModelConfig(_Described):
     remat: Remat = key(
         "none",
         "Activations that the backward pass recomputes to save memory: none, all but projections, or full layers",
+        may_change=True,
     )
     attention: Attention = key(
-        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits"
+        "auto",
+        "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits",
+        may_change=True,
     )
     lora: LoraConfig | None = key(None)
     adapter: str | None = key(
@@ -147,7 +150,9 @@ class ModelConfig(_Described):
     freeze: list[str] = key(
         list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
     )
-    logprob_chunk: Int = key(1024, "Token positions whose vocabulary logits a device holds together", ge=1)
+    logprob_chunk: Int = key(
+        1024, "Token positions whose vocabulary logits a device holds together", ge=1, may_change=True
+    )
 
     @pydantic.field_validator("chat_date")
     @classmethod

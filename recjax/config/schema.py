@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -51,6 +52,7 @@ class AlgorithmConfig(ConfigBlock):
     weight: dict[str, Any] = key(dict, "Weight of each token's gradient")
     correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behavior policy")
     regularizer: dict[str, Any] = key(dict, "Term added to the loss")
+    term: dict[str, Any] = key(dict, "Your own term, added to the loss as well")
     reduction: dict[str, Any] = key(dict, "Reduction of token losses to one loss")
     reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, or to model.reference")
     unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")
@@ -220,7 +222,7 @@ class OptimizerConfig(ConfigBlock):
 class TrainingConfig(ConfigBlock):
     """Length of the run, micro-batches and checkpoints."""
 
-    steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0)
+    steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0, may_change=True)
     updates_per_batch: Int = key(
         1,
         "Passes over each batch, with one optimizer step on each minibatch; the proximal policy is the policy before"
@@ -236,33 +238,40 @@ class TrainingConfig(ConfigBlock):
         excludes="training.tokens_per_micro_batch",
         must="divide rollout.prompts_per_step",
         ge=1,
+        may_change=True,
     )
     tokens_per_micro_batch: Int | None = key(
         None,
         "Tokens of a micro-batch that recjax packs completions into; null: recjax packs completions if that saves much"
         " work",
         ge=1,
+        may_change=True,
     )
     expert_balance: Float = key(0.0, "Weight of the loss that balances the loads of experts; 0: none", ge=0)
-    checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
+    checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1, may_change=True)
     resume_with: list[str] = key(
         list,
         "Keys of optimizer and algorithm, such as optimizer.learning_rate, whose values may differ from the stored run"
         " when it resumes; environment.json records each change",
+        may_change=True,
     )
     impossible_tokens: Literal["error", "drop"] = key(
         "error",
         "Treatment of tokens with probability 0, log-prob −inf, under a policy. error: end the run; drop: exclude them"
         " from the loss and count them",
+        may_change=True,
     )
-    keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
+    keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1, may_change=True)
     keep_best: str | None = key(
         None,
         "Metric, such as evaluation/accuracy, by which recjax also keeps the best checkpoint, and saves at every"
         " evaluation; with - in front, lower is better",
+        may_change=True,
     )
     profile_steps: list[Int] | None = key(
-        None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
+        None,
+        "[first, last] step of a profiler trace in the run's folder; null: no trace",
+        may_change=True,
     )
 
     @property
@@ -370,7 +379,7 @@ class Config(ConfigBlock):
         ge=0,
         le=2**32 - 1,
     )
-    output: str = key(..., "Folder of the run; a stopped run resumes from it")
+    output: str = key(..., "Folder of the run; a stopped run resumes from it", may_change=True)
     model: ModelConfig = key(ModelConfig)
     task: Annotated[TaskConfig, pydantic.BeforeValidator(named_task)] = key(TaskConfig)
     grading: GradingConfig = key(GradingConfig)
@@ -381,10 +390,10 @@ class Config(ConfigBlock):
     algorithm: AlgorithmConfig = key(AlgorithmConfig)
     optimizer: OptimizerConfig = key(OptimizerConfig)
     training: TrainingConfig = key(TrainingConfig)
-    evaluation: EvaluationConfig = key(EvaluationConfig)
-    samples: SamplesConfig = key(SamplesConfig)
-    tracking: TrackingConfig = key(TrackingConfig)
-    mesh: MeshConfig = key(MeshConfig)
+    evaluation: EvaluationConfig = key(EvaluationConfig, may_change=True)
+    samples: SamplesConfig = key(SamplesConfig, may_change=True)
+    tracking: TrackingConfig = key(TrackingConfig, may_change=True)
+    mesh: MeshConfig = key(MeshConfig, may_change=True)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
@@ -430,6 +439,32 @@ class Config(ConfigBlock):
         mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
 
+    @property
+    def stored_groups(self) -> int:
+        """Number of groups in a batch that come whole from a store at rest."""
+        count = self.rollout.prompts_per_step
+        if self.experience and self.experience.store and not self.follows:
+            return count
+        mix = self.experience and self.experience.mix
+        return round(mix.share * count) if mix and mix.of == "batch" else 0
+
+    @property
+    def own_counts(self) -> tuple[int, int]:
+        """Number of groups in a batch, and of completions in each of them, that come from no store at rest."""
+        mix = self.experience and self.experience.mix
+        in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
+        return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group
+
+    @property
+    def samples_training_data(self) -> bool:
+        """True if the policy samples any of the data that it trains on."""
+        return self.own_counts[0] > 0 and not self.follows
+
+    @property
+    def record_file(self) -> Path | None:
+        """The store in which the run records the completions that the policy samples; None if it records none."""
+        return Path(self.output) / "experience.db" if self.experience and self.experience.record else None
+
     def micro_batches(self, positions: int, shards: int = 1) -> int:
         """Number of micro-batches of a step whose completions are not packed.
 
@@ -455,6 +490,13 @@ def resumable_keys(config: Config) -> list[str]:
 
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
+# The keys with which a run may resume although they differ, by themselves or as keys of such a block; see `key`.
+MAY_CHANGE = frozenset(
+    name
+    for name in KEYS
+    for block in itertools.accumulate(name.split("."), "{}.{}".format)
+    if KEYS[block].json_schema_extra["may_change"]
+)
 # Blocks that a text stands for, and the function from the text to the block's keys.
 SHORT_FORMS = {
     "task": named_task,

@@ -123,10 +123,18 @@ class OneTask(ConfigBlock):
         dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
     )
     reward_seconds: Float | None = key(
-        None, "Time limit of an async reward for one batch; null: no limit", excludes=_MIXTURE, gt=0
+        None,
+        "Time limit of an async reward for one batch; null: no limit",
+        excludes=_MIXTURE,
+        gt=0,
+        may_change=True,
     )
     reward_retries: Int = key(
-        0, "Number of times recjax calls an async reward again after it fails on a batch", excludes=_MIXTURE, ge=0
+        0,
+        "Number of times recjax calls an async reward again after it fails on a batch",
+        excludes=_MIXTURE,
+        ge=0,
+        may_change=True,
     )
     success: Float = key(
         1.0, "Lowest unweighted score of an accurate completion; ignored with a part `accuracy`", excludes=_MIXTURE
@@ -393,6 +401,6 @@ TASKS = tuple(name for name, field in OneTask.model_fields.items() if block_of(f
 class GradingConfig(ConfigBlock):
     """Worker processes for built-in rewards and functions that a program passes; past a limit, reward 0, counted."""
 
-    workers: Int = key(2, "Worker processes", ge=1)
+    workers: Int = key(2, "Worker processes", ge=1, may_change=True)
     seconds: Float = key(5.0, "Time limit for one completion", ge=0.1)
     max_characters: Int = key(50_000, "Limit of a completion's characters; a longer one gets reward 0", ge=1)

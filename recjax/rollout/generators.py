@@ -30,7 +30,8 @@ _PLACED_SECONDS = 3  # within which Ray finds room for a generator if there is a
 
 # Opens a context that yields a function from (number, version, weights, newest) to a batch; newest() returns the latest
 # version and weights that have arrived, or None.
-Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict, Callable[[], tuple[int, dict] | None]], Any]]]
+Sample = Callable[[int, int, dict, Callable[[], tuple[int, dict] | None]], Any]
+OpenGenerator = Callable[..., AbstractContextManager[Sample]]
 
 
 class Assignment(NamedTuple):
@@ -44,10 +45,10 @@ class Assignment(NamedTuple):
 class Generator:
     """The actor in a generator's process: it creates the sampling function once and calls it from two threads."""
 
-    def __init__(self, sampler: Sampler, arguments: tuple):
-        """Enters the context `sampler(*arguments)`, which lasts as long as the process."""
+    def __init__(self, open_generator: OpenGenerator, arguments: tuple):
+        """Enters the context `open_generator(*arguments)`, which lasts as long as the process."""
         self._context = contextlib.ExitStack()
-        self._sample = self._context.enter_context(sampler(*arguments))
+        self._sample = self._context.enter_context(open_generator(*arguments))
         self._newest: tuple[int, dict] | None = None
 
     def sample(self, number: int, version: int, weights: dict) -> Any:
@@ -149,11 +150,11 @@ class Generators:
             for place in self._places:
                 self._ray.util.remove_placement_group(place)
 
-    def start(self, sampler: Sampler, *arguments: Any) -> None:
-        """Starts the processes; in each, `sampler(*arguments)` of the first process opens the function that samples."""
-        hosts.from_first(lambda: self._start_actors(sampler, arguments))
+    def start(self, open_generator: OpenGenerator, *arguments: Any) -> None:
+        """Starts the processes; each samples with the function that the first process's `open_generator` gives it."""
+        hosts.from_first(lambda: self._start_actors(open_generator, arguments))
 
-    def _start_actors(self, sampler: Sampler, arguments: tuple) -> None:
+    def _start_actors(self, open_generator: OpenGenerator, arguments: tuple) -> None:
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus > 0 else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
         if self._regime.address is None:
@@ -169,7 +170,7 @@ class Generators:
             "max_concurrency": AT_A_TIME + self._regime.swap_within,  # new weights arrive while batches are sampled
             "runtime_env": {"env_vars": variables},
         }
-        self._arguments = sampler, self._ray.put(arguments)
+        self._arguments = open_generator, self._ray.put(arguments)
         self._places = [self._ray.util.placement_group([needs]) for _ in range(self._regime.generators)]
         self._actors = [self._new_actor(place) for place in self._places]
         if not all(place.wait(_PLACED_SECONDS) for place in self._places):

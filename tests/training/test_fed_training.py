@@ -12,7 +12,7 @@ from recjax.experience import queue
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
 from tests.training.counting import Grades, count, prepared_batch

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from recjax.config import MeshConfig
-from recjax.training import learner, loop
+from recjax.training import learner, log, start
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 
@@ -44,8 +44,8 @@ def without_figures():
         path.write_text("a figure")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "draw_training", draw)
-        patched.setattr(loop, "draw_experience", draw)
+        patched.setattr(log, "draw_training", draw)
+        patched.setattr(log, "draw_experience", draw)
         yield
 
 
@@ -53,10 +53,10 @@ def train(config, **replaced) -> list[dict]:
     """The rows of metrics.jsonl after the whole run, on one device, without figures.
 
     Args:
-        replaced: `sources` and `learner` of `loop.train`.
+        replaced: `sources` and `learner` of `start.train`.
     """
     with one_device(), without_figures():
-        loop.train(config, **replaced)
+        start.train(config, **replaced)
     return read_metrics(Path(config.output) / "metrics.jsonl")
 
 

@@ -61,6 +61,13 @@ class Grading:
         self._workers: Workers | None = None
         self._names: dict[str, list[str]] = {}  # names of the parts in the first result of a user's function, by reward
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The FAILURES that completions of this reward can have."""
+        in_workers = self.reward.per_row or self.reward.remote
+        may_refuse = isinstance(self.reward, MixedReward) or not self.reward.per_row  # a function of the user
+        return (FAILURES[1:NO_REWARD] if in_workers else ()) + (FAILURES[NO_REWARD:] if may_refuse else ())
+
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         limits = self._config.grading
