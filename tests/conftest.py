@@ -69,8 +69,8 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config, items):
-    """Losses and advantages, except one loss: on a named device slow, under `jax.pmap` in the campaign."""
-    elsewhere = {"__with_device": "slow", "__with_pmap": "campaign"}
+    """Losses and advantages, except one loss: without jit or on a named device slow, under pmap in the campaign."""
+    elsewhere = {"__without_jit": "slow", "__with_device": "slow", "__with_pmap": "campaign"}
     for item in items:
         if "rec_one_side_nois" not in item.name:
             for variant in filter(item.name.endswith, elsewhere):

@@ -16,6 +16,7 @@ from recjax.export import export
 from recjax.tasks.loading import load_task
 from recjax.training import trained
 from tests import commands
+from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "evaluation.samples=4"]
@@ -23,14 +24,14 @@ SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps and a function from (overrides) to its config."""
+    """A run of two steps, whose updates move all weights alike, and a function from (overrides) to its config."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.yaml").write_text(TINY)
 
     def config(*overrides):
         return load_config(folder / "tiny.yaml", [*SHORT, f"output={folder / 'run'}", *overrides])
 
-    train(config())
+    train(config(), learner=MovingLearner(), sources=sampled_by(prepared_batch))
     return folder, config
 
 
@@ -79,7 +80,9 @@ def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp
 
 @pytest.mark.slow
 def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_path):
-    folder, config = finished
+    _, config = finished
+    folder = tmp_path / "trained"
+    train(config(f"output={folder / 'run'}"))
     _, numbers = evaluate(config(), None, str(tmp_path / "out"))
     before = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     np.testing.assert_allclose(numbers["metrics"]["accuracy"]["value"], before["evaluation/accuracy"])
@@ -89,6 +92,7 @@ def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_pa
     assert rows["completion"].tolist() == [row["completion"] for row in said]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_others(finished, tmp_path):
     folder, config = finished
     export(str(folder / "run"), None, str(tmp_path / "exported"), None, "float32")

@@ -178,6 +178,7 @@ def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
         assert not row.completion_mask.all() and row.completion_mask[row.turns[0].end - 1]
 
 
+@pytest.mark.slow
 def test_agents_that_failed_without_a_reward_are_not_kept(tiny, tmp_path):
     """Training drops them too; as pending completions they would hold up their groups."""
     agent = ["task.agent=tests.rollout.some_agents:fails_at_even_answers", "rollout.max_context_tokens=32"]

@@ -1,10 +1,13 @@
 """What the inspection says is what is there."""
 
+import pytest
+
 from recjax.console import plain_console
 from recjax.experience.store import groups_of
 from recjax.inspect_experience import chosen_records, print_summary, summary
 from recjax.plots.store import by_source, draw_store
 from tests.experience.rows import append, make_row, read, text_row
+from tests.marks import slow
 
 # Group 0: whole, with signal, of two sources; 1: whole, no signal; 2: a row is pending, and the others differ.
 ROWS = [
@@ -53,9 +56,12 @@ def test_samples_follow_from_the_seed():
     assert len({*chosen(4, 0)}) == 4
 
 
-def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
-    chat = text_row(9, prompt=None, messages=[{"role": "user", "content": "[bold]2+2?"}], reward=None)
-    for number, rows in enumerate((ROWS, [chat], ROWS[3:4])):
+CHAT = text_row(9, prompt=None, messages=[{"role": "user", "content": "[bold]2+2?"}], reward=None)
+STORES = [ROWS, [CHAT], ROWS[3:4]]
+
+
+def test_it_is_shown_whatever_is_missing(tmp_path):
+    for number, rows in enumerate(STORES):
         append(tmp_path / str(number), rows)
         rows = read(tmp_path / str(number))
         console = plain_console(record=True, width=200)
@@ -65,5 +71,10 @@ def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
             asked, one = row.group.prompt, row.completion
             asked = asked if isinstance(asked, str) else asked[0]["content"]
             assert all(said in text for said in (one.id, repr(one.text), asked))
-        draw_store(rows, "a store", tmp_path / "figures" / f"{number}.png")
-        assert (tmp_path / "figures" / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("rows", STORES[:1] + slow(*STORES[1:]), ids=["rows", "a chat", "one row"])
+def test_it_is_drawn_whatever_is_missing(tmp_path, rows):
+    append(tmp_path / "store", rows)
+    draw_store(read(tmp_path / "store"), "a store", tmp_path / "figures" / "store.png")
+    assert (tmp_path / "figures" / "store.png").read_bytes()[:4] == b"\x89PNG"

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_table_has_every_preset_and_leaves_no_file(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [sys.executable, "-m", "recjax.objectives"]

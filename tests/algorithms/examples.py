@@ -13,6 +13,8 @@ from recjax.algorithms.presets import PRESETS
 GROUP_IDS = np.array([7, -3, 7, 2, -3, 7, -3, 40, -3, 2, 11, 5, 2, 11, 7, 5], np.int32)
 REWARDS = np.array([0, 1, 1, 0.5, 0, 0.25, 0, 1, 0.1, 0.75, 0, 0, 0.25, 0.6, 0.25, 0.2], np.float32)
 ROWS = len(REWARDS)
+# XLA's options for programs that are compiled once and run seldom.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Four parts of four rows that hold whole groups: −3; 7; 2 and 40; 5 and 11.
 WHOLE_GROUPS = np.array([1, 4, 6, 8, 0, 2, 5, 14, 3, 9, 12, 7, 11, 15, 10, 13])
 

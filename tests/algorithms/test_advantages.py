@@ -135,6 +135,7 @@ def test_equal_rewards_have_no_advantage_at_all(reward, groups, seed):
         assert (np.asarray(got) == 0).all(), (name, np.abs(got).max())
 
 
+@pytest.mark.slow
 def test_equal_rewards_have_no_advantage_without_a_compiler():
     arguments = jnp.zeros(MANY, int), jnp.ones(MANY, bool), jnp.arange(MANY) % TIME + 1, jnp.arange(MANY) < 5
     names = frozenset({"group_normalized", "batch_mean", "batch_whitened", "part_normalized"})

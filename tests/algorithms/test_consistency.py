@@ -8,6 +8,7 @@ import pytest
 
 from recjax.algorithms.reduce import pairwise_consistency_loss
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, WHOLE_GROUPS
+from tests.marks import slow
 
 KEPT = np.arange(ROWS) % 5 != 4
 generator = np.random.default_rng(0)
@@ -57,7 +58,7 @@ def test_rows_not_kept_are_not_read():
     chex.assert_trees_all_equal(function(*inputs()), function(*inputs(np.inf)))
 
 
-@pytest.mark.parametrize("size", [7, 33])
+@pytest.mark.parametrize("size", [33, *slow(7)])
 @pytest.mark.parametrize("reward", [0.1, -0.9, 100.1])
 def test_equal_rewards_have_no_gradient_at_the_anchor(size, reward):
     policy = jnp.linspace(-30, -1, size)

@@ -8,7 +8,8 @@ import pytest
 from recjax.algorithms import diagnostics
 from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.presets import build_algorithm
-from tests.algorithms.examples import make_example, rows_of
+from tests.algorithms.examples import first_of_each_set_of_axes, make_example, rows_of
+from tests.marks import slow_except
 
 MASK = jnp.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
 LOG_RATIO = jnp.log(jnp.array([[1.0, 2.0, 0.5], [4.0, jnp.nan, jnp.nan], [jnp.nan] * 3]))
@@ -76,7 +77,7 @@ def test_token_average():
     assert diagnostics.token_average(jnp.ones((1, 2)), jnp.zeros((1, 2), bool)) == 0
 
 
-@pytest.mark.parametrize("preset", PAPER)
+@pytest.mark.parametrize("preset", slow_except(PAPER, *first_of_each_set_of_axes(tuple(PAPER))))
 def test_diagnosis_on_policy(preset):
     got = diagnosis(EXAMPLE._replace(logprobs=EXAMPLE.behavior_logprobs), preset)
     assert all(value.shape == () and np.isfinite(value) for value in got.values())

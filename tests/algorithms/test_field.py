@@ -11,6 +11,7 @@ from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
 from tests.algorithms.examples import (
+    QUICK,
     ROWS,
     Example,
     first_of_each_set_of_axes,
@@ -50,7 +51,7 @@ def algorithms():
     return {name: build_algorithm(name, {}) for name in FIELD}
 
 
-# Presets whose micro-batches the quick set computes, too: the first of each set of axes.
+# The quick set computes each preset once: the first of each set of axes in micro-batches, the others whole.
 IN_PARTS = first_of_each_set_of_axes(tuple(FIELD))
 
 
@@ -69,26 +70,26 @@ def gradient_in_parts(name, example):
     return gradients.reshape(example.logprobs.shape), counts.sum()
 
 
-@pytest.fixture(scope="module")
+def of_all_presets(in_parts):
+    """example → preset → gradient and count, of the presets `in_parts` in parts; one program for all."""
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def program(example):
+        return {name: (gradient_in_parts if name in in_parts else whole_gradient)(name, example) for name in FIELD}
+
+    return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
+
+
+# Kept for as long as the process: a worker that comes back to this file does not compile again.
+@functools.cache
 def gradients():
-    """example → preset → gradient and count of the whole, and for IN_PARTS those in parts; one program for all."""
-
-    def of_all_presets(example):
-        found = {name: [whole_gradient(name, example)] for name in FIELD}
-        for name in IN_PARTS:
-            found[name].append(gradient_in_parts(name, example))
-        return found
-
-    program = jax.jit(of_all_presets)
-    return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
+    return of_all_presets(IN_PARTS)
 
 
-@pytest.fixture(scope="module")
-def other_gradients_in_parts():
-    """example → preset → gradient and count in parts, for all presets that are not in IN_PARTS."""
-    others = [name for name in FIELD if name not in IN_PARTS]
-    program = jax.jit(lambda example: {name: [gradient_in_parts(name, example)] for name in others})
-    return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
+@functools.cache
+def other_gradients():
+    """The whole where `gradients` are in parts, and the other way round."""
+    return of_all_presets([name for name in FIELD if name not in IN_PARTS])
 
 
 def test_every_preset_has_a_formula_here():
@@ -100,27 +101,26 @@ def assert_gradients_are_by_hand(found, name, example):
     observations = np.asarray(observed(EXAMPLES[example]))
     assert observations.any() == (example != "junk in padding")
     expected, expected_count = gradient_by_hand(name, clean, observations)
-    for gradient, count in found[example][name]:
-        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-5)
-        assert count == expected_count
+    gradient, count = found[example][name]
+    np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-5)
+    assert count == expected_count
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("name", FIELD)
-def test_gradient_from_the_formula(gradients, name, example):
-    assert len(gradients[example][name]) == 1 + (name in IN_PARTS)
-    assert_gradients_are_by_hand(gradients, name, example)
+def test_gradient_from_the_formula(name, example):
+    assert_gradients_are_by_hand(gradients(), name, example)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FIELD if name not in IN_PARTS])
-def test_micro_batches_of_the_other_presets_add_up(other_gradients_in_parts, name):
+@pytest.mark.parametrize("name", FIELD)
+def test_gradients_of_the_whole_and_of_micro_batches_are_both_the_formulas(name):
     for example in EXAMPLES:
-        assert_gradients_are_by_hand(other_gradients_in_parts, name, example)
+        assert_gradients_are_by_hand(other_gradients(), name, example)
 
 
 @pytest.mark.slow
-def test_devices_add_up(gradients):
+def test_devices_add_up():
     assert jax.local_device_count() >= PARTS
     rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in algorithms().items()}
 
@@ -130,6 +130,6 @@ def test_devices_add_up(gradients):
 
     found = jax.pmap(on_device, axis_name="devices")(*cut((EXAMPLE, rows)))
     for name, (count, gradient) in found.items():
-        whole, expected_count = gradients["uneven groups"][name][0]
+        whole, expected_count = gradients()["uneven groups"][name]
         np.testing.assert_allclose(np.asarray(gradient).reshape(whole.shape), whole, rtol=1e-4, atol=1e-6)
         assert (count == expected_count).all()

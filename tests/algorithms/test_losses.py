@@ -15,21 +15,24 @@ from recjax.algorithms import losses
 from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import (
+    QUICK,
     ROWS,
     WHOLE_GROUPS,
     Example,
+    first_of_each_set_of_axes,
     group_mean_loop,
     loss_and_gradient,
     make_example,
     members,
     rows_of,
 )
+from tests.marks import slow_except
 
 EXAMPLE = make_example()
 EXTRAS = {"reference_kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.05}}
 CLOSE = dict(rtol=2e-4, atol=2e-5)
-# Compiled many times and run seldom.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The first preset of each set of axes, and those that the slow set tests, too.
+SOME = slow_except(PAPER, *first_of_each_set_of_axes(tuple(PAPER)))
 jitted = jax.jit(loss_and_gradient, static_argnums=0, compiler_options=QUICK)
 
 
@@ -114,7 +117,7 @@ class LossVariants(chex.TestCase):
         assert count == 6
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", SOME)
 @settings(max_examples=8, deadline=None)
 @given(junk=st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38]), min_size=5, max_size=5))
 def test_padding_junk_changes_nothing(name, junk):
@@ -148,7 +151,7 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming)
     chex.assert_trees_all_close(moved_gradient, jax.tree.map(lambda x: x[order], gradient), **CLOSE)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", SOME)
 def test_micro_batches_and_devices_add_exactly(name):
     assert jax.local_device_count() >= 4
     example = Example(*(array[WHOLE_GROUPS] for array in EXAMPLE))
@@ -213,7 +216,7 @@ def test_one_side_with_importance_weights_is_ppo_clipping():
     assert 0 < (np.asarray(gradient) == 0)[mask].sum() < mask.sum()
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", SOME)
 def test_only_the_policy_and_its_entropy_are_differentiated(name):
     x, rows = jax.tree.map(jnp.asarray, EXAMPLE), rows_of(full(name), EXAMPLE)
 

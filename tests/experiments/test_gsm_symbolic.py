@@ -9,10 +9,9 @@ from recjax.config import load_config
 from recjax.tasks.loading import load_task
 from recjax.workers import Workers
 
-pytest.importorskip("reasoning_gym")
-
 
 def test_the_folder_is_read_as_gsm8k_is(tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")  # here, as every worker imports this file
     # The generator runs here, which saves the start of a process.
     monkeypatch.setattr(Workers, "call", lambda self, function, *args: SimpleNamespace(result=lambda: function(*args)))
     write_splits(tmp_path, train=12, test=8)

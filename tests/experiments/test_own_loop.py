@@ -52,9 +52,18 @@ def test_answers_end_and_slips_change_one_digit():
 
 
 @pytest.mark.slow
-def test_ten_steps_train(capsys):
+def test_ten_steps_train(capsys, monkeypatch):
+    """The sampler has new weights after five steps; evaluations, the first and last to sample, have the newest."""
+    seen, sample = [], own_loop.sample
+
+    def watched(params, *arguments):
+        seen.append(float(sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(params))))
+        return sample(params, *arguments)
+
+    monkeypatch.setattr(own_loop, "sample", watched)
     accuracies = own_loop.run(Settings(supervised_steps=40, prompts=4, group_size=4, sync_interval=5, steps=10))
     assert len(accuracies) == 2 and "step 10: loss" in capsys.readouterr().out
+    assert len(seen) == 12 and len({*seen[:6]}) == len({*seen[6:11]}) == 1 and len({*seen}) == 3
 
 
 def test_it_is_short_enough_to_read():

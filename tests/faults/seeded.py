@@ -53,9 +53,77 @@ _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_repla
 _LOOP, _FED = "tests/training/test_loop.py", "tests/training/test_fed_training.py"
 _RESUME = "tests/training/test_resume.py::test_kill_and_resume_equals_straight_through"
 _KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
+_ON_POLICY = f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one"
 _ENGINE, _SAMPLER = "tests/rollout/test_engine.py", "tests/rollout/test_sampler.py"
 
+_OWN_LOOP = "tests/experiments/test_own_loop.py::test_ten_steps_train"
+
 FAULTS = {
+    # --- Equations.
+    "loss-adds-the-entropy-bonus": Fault(
+        "the entropy bonus is added to the loss, so that training makes the policy more certain",
+        "recjax/algorithms/losses.py",
+        "per_token + values if term.sign > 0 else per_token - values",
+        "per_token + values",
+        ("tests/algorithms/test_losses.py::test_reference_kl_is_added_and_entropy_taken_off",),
+    ),
+    "loss-mask-replaces-clip": Fault(
+        "where an algorithm has a mask beside its clip, the clip has no effect",
+        "recjax/algorithms/losses.py",
+        "clip = clip & call(function, read)",
+        "clip = call(function, read)",
+        ("tests/algorithms/test_field.py",),
+    ),
+    "advantage-deviation-of-raw-rewards": Fault(
+        "a group's standard deviation is that around 0, not around the group's mean",
+        "recjax/algorithms/advantages.py",
+        "group_sums(jnp.square(centered), index) / degrees",
+        "group_sums(jnp.square(rewards), index) / degrees",
+        ("tests/algorithms/test_advantages.py",),
+    ),
+    "advantage-mean-of-dropped-rows": Fault(
+        "completions that are left out of training still count in their group's mean",
+        "recjax/algorithms/advantages.py",
+        "    above = jnp.where(kept, above, 0.0)\n    weights = kept.astype(above.dtype) if weights is None",
+        "    weights = jnp.ones_like(above) if weights is None",
+        ("tests/algorithms/test_advantages.py",),
+    ),
+    "clip-one-range-for-both-sides": Fault(
+        "ratios are clipped below 1 by the distance that is meant for ratios above 1",
+        "recjax/algorithms/clipping.py",
+        "return (up & (ratio <= 1 + epsilon_high)) | (down & (ratio >= 1 - epsilon_low))",
+        "return (up & (ratio <= 1 + epsilon_high)) | (down & (ratio >= 1 - epsilon_high))",
+        ("tests/algorithms/test_clipping.py",),
+    ),
+    "regularizer-not-spread": Fault(
+        "each token of a completion gets the completion's whole pull to the behavior policy, not its share",
+        "recjax/algorithms/regularizers.py",
+        "tau / 2 * jnp.square(completion_log_ratio) / jnp.maximum(lengths, 1.0)",
+        "tau / 2 * jnp.square(completion_log_ratio)",
+        ("tests/algorithms/test_regularizers.py",),
+    ),
+    # --- Schema.
+    "config-override-empties-its-block": Fault(
+        "an override of one key of a block resets the block's other keys to their defaults",
+        "recjax/config/load.py",
+        "merged[key] = old if isinstance(old, dict) else {}",
+        "merged[key] = {}",
+        ("tests/test_config.py",),
+    ),
+    "config-no-task-is-no-error": Fault(
+        "a config without a task, or without a model, is accepted",
+        "recjax/config/schema.py",
+        "if len(chosen) != 1 and (chosen",
+        "if len(chosen) > 1 and (chosen",
+        ("tests/test_refusals.py",),
+    ),
+    "config-padding-is-lost": Fault(
+        "a text of digits with zeros in front, such as 010, is read as a number without them",
+        "recjax/config/yaml_values.py",
+        '_WHOLE = r"(?:0|[1-9][0-9]*)"',
+        '_WHOLE = r"(?:[0-9]+)"',
+        ("tests/test_yaml_values.py",),
+    ),
     # --- Loop.
     "loop-stop-without-checkpoint": Fault(
         "a stop request ends the run without a checkpoint of its step",
@@ -84,7 +152,7 @@ FAULTS = {
         "recjax/training/loop.py",
         "_replace(behavior_params=None, version=step - 1)",
         "_replace(behavior_params=None, version=step)",
-        (f"{_LOOP}::test_at_staleness_zero_the_ratio_is_one",),
+        (_ON_POLICY,),
     ),
     "rounds-sampler-not-frozen": Fault(
         "between two syncs the sampler uses the trained weights instead of its copy",
@@ -187,6 +255,40 @@ FAULTS = {
         "sorted(manager.all_steps())[training.keep_checkpoints :]",
         ("tests/training/test_resume.py::test_the_newest_checkpoints_are_kept",),
     ),
+    "checkpoint-drops-moments": Fault(
+        "a resumed run's optimizer begins with moments of zero",
+        "recjax/training/checkpoint.py",
+        'trained=restored["state"],',
+        'trained=trained._replace(params=restored["state"].params, optimizer_state=jax.tree.map('
+        'lambda x: x * 0 if x.ndim else x, restored["state"].optimizer_state)),',
+        (f"{_RESUME}[real weights, interval and offset]",),
+    ),
+    "checkpoint-of-adapters-on-another-base": Fault(
+        "a resumed run adds its adapters to other base weights than those that it began with",
+        "recjax/hub/policy.py",
+        "config.seed_of_base), 0)",
+        "config.seed_of_base), __import__('os').path.exists(f'{config.output}/checkpoints'))",
+        (f"{_RESUME}[real weights, adapters]",),
+        "slow",
+    ),
+    "resume-forgets-the-run-it-continues": Fault(
+        "a run that continues another one takes a fresh policy as its reference once it was stopped",
+        "recjax/training/trained.py",
+        "    if config.model.run is None:\n        return initial_policy(config, policy, train)",
+        '    if config.model.run is None or (Path(config.output) / "checkpoints").is_dir():\n'
+        "        return initial_policy(config, policy, train)",
+        (f"{_RESUME}[real weights, a run that continues another]",),
+        "slow",
+    ),
+    "resume-fills-in-log-probs-again": Fault(
+        "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
+        "recjax/experience/store.py",
+        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        '        row["behavior_logprobs"] = None if row["source"] == "expert" else row["behavior_logprobs"]\n'
+        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        (f"{_RESUME}[real weights, late, replay, mix of texts, interval]",),
+        "slow",
+    ),
     # --- Store.
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
@@ -253,7 +355,7 @@ FAULTS = {
         "recjax/training/update.py",
         "scored_by(context.reference_params).logprobs",
         "scored_by(params).logprobs",
-        (f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later",),
+        (_ON_POLICY,),
     ),
     # --- Rollout.
     "rollout-tool-text-is-trained-on": Fault(
@@ -393,6 +495,23 @@ FAULTS = {
         "return (ways - math.comb(samples - accurate, k)) / ways",
         "return 1 - (1 - accurate / samples) ** k",
         ("tests/analysis/test_samples.py::test_pass_at_k_is_the_share_of_subsets_with_an_accurate_sample",),
+    ),
+    # --- Experiments.
+    "own-loop-sampler-always-fresh": Fault(
+        "in the loop to read, the sampler gets new weights in every step",
+        "experiments/own_loop.py",
+        "if (number - 1) % settings.sync_interval == 0:",
+        "if True:",
+        (_OWN_LOOP,),
+        "slow",
+    ),
+    "own-loop-trains-nothing": Fault(
+        "in the loop to read, the weights stay as they were",
+        "experiments/own_loop.py",
+        "updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)",
+        "updates, optimizer_state = optimizer.update(jax.tree.map(jnp.zeros_like, gradient), optimizer_state, params)",
+        (_OWN_LOOP,),
+        "slow",
     ),
     "analysis-final-is-first": Fault(
         "the final accuracy of a run is that of its first evaluations",

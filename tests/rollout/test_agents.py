@@ -274,6 +274,10 @@ def test_turns_join_into_rows_as_they_should(made):
         assert len(beside.tokens) <= 2 and beside.mask.all()
         assert grade.reward_parts["turns"] == 4 and grade.reward_parts["rows"] == 2
         assert first.mask[0] and first.mask[-1] and (~first.mask).sum() == 2 + len(beside.tokens)
+
+
+@pytest.mark.slow
+def test_a_chat_whose_prompts_go_on_has_one_row(made):
     talks, _ = sampled(*made("talks"))
     assert all(len(one.rows) == 1 for one in completions_of(talks))
 
@@ -304,6 +308,7 @@ DOES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_failing_agents_cost_themselves_alone(made, caplog):
     parts = made("by_column", "task.agent_seconds=0.3", "task.agent_turns=5")
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]

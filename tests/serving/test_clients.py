@@ -18,6 +18,7 @@ from recjax.serving.guards import Guard, Guarded
 from recjax.serving.running import answering_not_ready
 from recjax.serving.sampler import Sampler
 from tests.experience.rows import read_columns
+from tests.marks import slow
 from tests.serving.some_server import LIMITS, POLICY, listening, post, serve
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -245,7 +246,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("drips", [False, True])
+@pytest.mark.parametrize("drips", [*slow(False), True])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_connection_without_a_request_is_closed(head, drips):
     with listening(None, guarded=Guarded(client_seconds=0.5)) as (port, _):

@@ -15,7 +15,7 @@ from recjax.tasks.grading.reward import Reward, passed_name
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.workers import Workers
-from tests.marks import campaign_except
+from tests.marks import campaign_except, slow
 
 CHAT = [{"role": "user", "content": "second"}]
 ROWS = [{"prompt": "first", "level": 2}, {"prompt": CHAT, "level": 3, "hint": "h"}]
@@ -100,7 +100,7 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("gold", ["answer", "solution"])
+@pytest.mark.parametrize("gold", [*slow("answer"), "solution"])
 @pytest.mark.parametrize("signature", campaign_except(SIGNATURES, *[*SIGNATURES][::4], *[*SIGNATURES][-1:]))
 def test_a_function_gets_the_lists_that_its_signature_asks_for(tmp_path, monkeypatch, signature, gold):
     rows = [row | {gold: answer} for row, answer in zip(ROWS, ("ABC", "X"), strict=True)]

@@ -3,7 +3,6 @@
 import pytest
 
 from recjax.config import load_config
-from recjax.training import log
 from tests import commands
 from tests.training.tiny_run import TINY
 
@@ -26,21 +25,3 @@ def prompt_generators():
         patched.setenv("RAY_worker_niceness", "0")
         patched.setenv("PYTHONPATH", str(commands.ROOT))  # generators of a cluster import the tests' functions
         yield
-
-
-@pytest.fixture
-def figures():
-    """Asks for a run's real figures."""
-
-
-@pytest.fixture(autouse=True)
-def quick_figures(request, monkeypatch):
-    """Empty files in place of a run's figures, which take most of a tiny run's time."""
-
-    def draw(rows, title, path):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"")
-
-    if "figures" not in request.fixturenames:
-        monkeypatch.setattr(log, "draw_training", draw)
-        monkeypatch.setattr(log, "draw_experience", draw)

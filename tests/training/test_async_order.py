@@ -158,7 +158,10 @@ class InOrder(InAnyOrder):
         return [(number, (groups, grades.result()))]
 
 
-@pytest.mark.parametrize(("bound", "task"), [(3, []), (11, []), (3, MIXTURE)], ids=["3", "11", "mixture"])
+BOUNDS = [*(pytest.param(bound, [], marks=pytest.mark.slow) for bound in (3, 11)), (3, MIXTURE)]
+
+
+@pytest.mark.parametrize(("bound", "task"), BOUNDS, ids=["3", "11", "mixture"])
 def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound, task):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12", *task]
     options += ["regime.mode=async", f"regime.max_staleness={bound}"]

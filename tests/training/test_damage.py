@@ -20,8 +20,9 @@ from recjax.train import show_result
 from recjax.training import checkpoint, run_folder, start
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import open_checkpoint, run_config
+from tests.marks import slow
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
-from tests.training.tiny_run import TINY, one_device, train, without_times
+from tests.training.tiny_run import TINY, one_device, train, without_figures, without_times
 
 OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
 
@@ -175,6 +176,7 @@ def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damag
     assert not (folder / "damaged").exists()  # a reader moves nothing
 
 
+@pytest.mark.slow
 def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     export(str(folder), None, str(tmp_path / "out"), None, "float32")
@@ -183,6 +185,7 @@ def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
         export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_config_file_that_was_changed_is_not_exported(with_weights, tmp_path):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     text = (folder / "config.yaml").read_text()
@@ -248,7 +251,7 @@ def test_metrics_that_changed_since_the_checkpoint_are_noticed(run, said):
         assert any("differ from the rows that the run wrote" in line for line in said) == warns
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": null}', "{}"])
+@pytest.mark.parametrize("content", ["", "{", *slow("[]", '{"steps": null}', "{}")])
 def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, tmp_path, capsys, content):
     folder, straight = made
     shutil.copytree(folder / "straight", tmp_path / "run")
@@ -260,7 +263,7 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
     if content == "{":
         (tmp_path / "run" / "samples" / "after.jsonl").write_text("{")
     assert not run_folder.is_finished(config)
-    with one_device():
+    with one_device(), without_figures():
         summary = start.train(config, learner=CountingLearner(), sources=sampled_by(prepared_batch))
     assert summary["steps"] == 6
     assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])

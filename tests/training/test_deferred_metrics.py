@@ -9,6 +9,7 @@ import pytest
 from recjax.training import checkpoint, learner, loop
 from recjax.training.metrics import MetricsWriter, read_metrics
 from tests.experience.rows import read_columns
+from tests.marks import slow
 from tests.training.counting import Altered, CountingLearner, count
 from tests.training.tiny_run import train, without_times
 
@@ -19,10 +20,18 @@ ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
 @pytest.mark.parametrize(
     ("options", "order"),
     [
-        (ALONE, "ES U UR UR UR UR UR UR R ES"),
+        pytest.param(ALONE, "ES U UR UR UR UR UR UR R ES", marks=pytest.mark.slow),
         ([], "ES U UR UR RES U UR UR RES U RES"),  # both every three steps
-        (["training.checkpoint_every=1", "evaluation.every=0"], "ES URS URS URS URS URS URS U RES"),
-        (["training.checkpoint_every=100", "evaluation.every=2"], "ES U UR RE U UR RE U UR RE U RES"),
+        pytest.param(
+            ["training.checkpoint_every=1", "evaluation.every=0"],
+            "ES URS URS URS URS URS URS U RES",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["training.checkpoint_every=100", "evaluation.every=2"],
+            "ES U UR RE U UR RE U UR RE U RES",
+            marks=pytest.mark.slow,
+        ),
         ([*ALONE, "experience={record: true}"], "ES UR UR UR UR UR UR U RES"),
     ],
     ids=["alone", "both", "checkpoints", "evaluations", "record"],
@@ -90,7 +99,7 @@ def test_a_step_that_is_not_finite_is_named_though_the_next_one_fails(tiny, monk
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 3
 
 
-@pytest.mark.parametrize("at", [4, 5, 6, 7])
+@pytest.mark.parametrize("at", [6, *slow(4, 5, 7)])
 def test_nothing_of_a_step_that_is_not_finite_is_kept(tiny, at):
     """Of steps 3 and 6 there are checkpoints, of 5 and 7 evaluations, and of 4 neither."""
     config = tiny("run", "evaluation.every=5")

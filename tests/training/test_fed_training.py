@@ -10,7 +10,6 @@ import pytest
 from recjax.config import load_config
 from recjax.experience import queue
 from recjax.experience.group import Grade
-from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop
 from recjax.training.prepare import prepare
@@ -28,9 +27,11 @@ def expert(tmp_path_factory):
     """A store of three answers to most one-digit sums, all of them right."""
     folder = tmp_path_factory.mktemp("expert")
     (folder / "tiny.yaml").write_text(TINY)
-    config = load_config(folder / "tiny.yaml", [f"output={folder}"])
-    generate(config, folder / "drawn", 16, None, None, "initial")
-    kept = [row for place, row in enumerate(read_columns(folder / "drawn")) if place % 4 < 3]  # of each group of four
+    options = [f"output={folder / 'run'}", TRIVIAL, "training.steps=16", "evaluation.every=0"]
+    config = load_config(folder / "tiny.yaml", [*options, "training.checkpoint_every=16"])
+    count(config, sample=functools.partial(prepared_batch, prefix="recorded-"))
+    drawn = read_columns(folder / "run" / "experience.db")
+    kept = [row for place, row in enumerate(drawn) if place % 4 < 3]  # of each group of four
     none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     append_columns(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
     return folder / "store"

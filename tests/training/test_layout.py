@@ -10,6 +10,7 @@ from recjax.experience.layout import Layout, choose_layout, padding_waste
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, DeltaNet
 from recjax.training.update import recipe_of
+from tests.marks import slow
 from tests.training.test_packing import gsm8k_like, shares_tokens
 from tests.training.test_update import make_batch
 from tests.training.tiny_run import TINY
@@ -62,7 +63,7 @@ def test_an_empty_batch_has_no_packed_micro_batch(config):
     assert packed(config(), with_lengths([0] * 64)).count == 0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 8, 24, 96])
+@pytest.mark.parametrize("micro_batches", [8, *slow(1, 24, 96)])
 def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batches):
     batch = gsm8k_like(np.random.default_rng(1))
     parts = f"training.micro_batch_prompts={96 // micro_batches}"

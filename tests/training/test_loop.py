@@ -23,7 +23,7 @@ from recjax.training.schedule import expected_staleness
 from tests.commands import Command
 from tests.marks import slow
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
-from tests.training.tiny_run import one_device, train, train_until_killed, without_times
+from tests.training.tiny_run import one_device, train, train_until_killed, without_figures, without_times
 
 REGIMES = {
     "on_policy": [],
@@ -35,17 +35,21 @@ REGIMES = {
 WITHOUT_PAUSES = ["training.checkpoint_every=400", "evaluation.every=0"]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], *slow(["rollout.min_p=0.1"], [])],
-)
+CUT = ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [["rollout.min_p=0.1"], []])
 def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
-    rows = train(tiny("run", "training.steps=3", "evaluation.every=0", *sampling))[1:]
-    for row in rows:
+    assert_ratios_are_one(train(tiny("run", "training.steps=3", "evaluation.every=0", *sampling)), sampling)
+
+
+def assert_ratios_are_one(rows, sampling):
+    for row in rows[1:]:
         assert row["staleness"] == 0 and row.get("tokens_without_set") == (0 if sampling else None)
         for quantile in ("ratio/q01", "ratio/q50", "ratio/q99", "ratio/max"):
             np.testing.assert_allclose(row[quantile], 1.0, atol=1e-5)
-    assert any(row["gradient_norm"] > 0 for row in rows)
+    assert any(row["gradient_norm"] > 0 for row in rows[1:])
 
 
 @pytest.mark.slow
@@ -86,7 +90,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [*slow(1), 2])
 def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
     options = [f"training.updates_per_batch={updates}", "training.steps=13", *WITHOUT_PAUSES]
     config = tiny("run", *REGIMES[regime], *options)
@@ -121,7 +125,7 @@ def at_a_terminal():
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
-@pytest.mark.parametrize("updates", [1, 3])  # of three updates, the fifth step is in the middle of a batch
+@pytest.mark.parametrize("updates", [*slow(1), 3])  # of three updates, the fifth step is in the middle of a batch
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
     options += WITHOUT_PAUSES
@@ -213,9 +217,10 @@ def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
 
     meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
     options = {"learner": Watching(), "sources": sampled_by(prepared_batch)}
-    start.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
+    with without_figures():
+        start.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert jax.sharding.get_mesh().empty
-    with one_device():
+    with one_device(), without_figures():
         start.train(tiny("given", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert meshes == [sizes, {"data": 1, "fsdp": 1, "tensor": 1}]
 
@@ -270,7 +275,7 @@ def test_an_update_that_overflows_stops_the_run(tiny):
         train(config)
 
 
-def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
+def test_the_run_folder_holds_what_the_readme_says(tiny):
     config = tiny("run")
     with one_device():
         summary = start.train(config)
@@ -339,11 +344,14 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
 
 
 @pytest.mark.parametrize("name", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))])
-def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
-    options = [f"algorithm.reference_kl={{coefficient: 0.5, estimator: {name}}}", "training.steps=3"]
-    with_kl, without = train(tiny("kl", *options)), train(tiny("plain", "training.steps=3"))
+def test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one(tiny, name):
+    options = [f"algorithm.reference_kl.estimator={name}", "training.steps=3", "evaluation.every=0", *CUT]
+    # The coefficient is an argument of the program, so that both runs share one.
+    kl, none = "algorithm.reference_kl.coefficient=0.5", "algorithm.reference_kl.coefficient=1e-12"
+    with_kl, without = train(tiny("kl", *options, kl)), train(tiny("plain", *options, none))
     np.testing.assert_allclose(with_kl[1]["loss"], without[1]["loss"], atol=1e-5)
     assert abs(with_kl[3]["loss"] - without[3]["loss"]) > 1e-6
+    assert_ratios_are_one(with_kl, CUT)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.training.tiny_run import train
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,7 @@ def test_the_page_has_every_metric_of_the_code():
     assert not [name for name in code - whole if not any(is_among({name}, known) for known in page)]
 
 
+@pytest.mark.slow
 def test_the_page_has_every_metric_of_a_run_and_no_other(tiny):
     options = [
         "experience={replay: {}}",

@@ -137,6 +137,7 @@ def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
 # --- Relations.
 
 
+@pytest.mark.slow
 def test_the_first_of_several_passes_is_the_only_update_of_one():
     batch = off_policy_batch()
     layout = layout_of(batch, 0)  # whose program the double loop has compiled

@@ -152,6 +152,7 @@ def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
     assert len(rows) == 8 and days(rows, policy_alone(config, "").tokenizer) == {FIRST}
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(model)

@@ -10,7 +10,7 @@ import pytest
 from recjax.config import load_config
 from recjax.models.trainable import flatten, is_adapter
 from recjax.training.prepare import prepare
-from tests.training.counting import count
+from tests.training.counting import MovingLearner, count, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
 
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
@@ -53,7 +53,7 @@ def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_al
 def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
     config = tiny("freeze", "model.freeze=[embedding, norm]", "training.steps=2")
     start = flatten(prepare(config)[1])
-    train(config)
+    train(config, learner=MovingLearner(), sources=sampled_by(prepared_batch))
     leaves = saved(config)
     assert not any("embedding" in path or "norm" in path for path in leaves)
     moved = {path.removeprefix("params/"): leaf for path, leaf in leaves.items() if path.startswith("params/")}

@@ -5,6 +5,7 @@ A learner that computes nothing goes through most rows; the real one, with its w
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from recjax.training.run_folder import starts
 from recjax.training.start import check_data
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow_except
-from tests.training.counting import CountingLearner, Grades, count, killed, prepared_batch
+from tests.training.counting import CountingLearner, Grades, count, graded_batch, killed, prepared_batch
 from tests.training.tiny_run import train, train_until_killed, without_times
 
 LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
@@ -34,6 +35,7 @@ TASKS = {"sums": f"{SUMS}, weight: 3", "more": SUMS.replace("1..9", "2..8"), "wa
 MIXTURE = [f"task.mixture.{name}={{{task}}}" for name, task in TASKS.items()]
 MIXTURE += ["task.arithmetic=null", "task.reward=null"]
 CURRICULUM = "task.curriculum={}"
+GRADED = "rewards from worker processes, interval"
 FEEDS = {
     "on policy": [],
     "interval": ["regime.sync_interval=6"],  # after the checkpoint of step 3 the sampler still needs its copy
@@ -66,6 +68,7 @@ FEEDS = {
     "mixture, agents, curriculum": [*MIXTURE, *AGENT, TURNS, CURRICULUM],
     "curriculum, replay": [CURRICULUM, REPLAY],
     "curriculum, refill, interval": [CURRICULUM, "experience.refill={}", "regime.sync_interval=3"],
+    GRADED: ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4"],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
 
@@ -98,45 +101,49 @@ REAL = {
     ),
 }
 
-QUICK = ("on policy", "interval", "late, replay, mix, record, interval", "updates, late, replay, mix")
-QUICK += (
-    "agents, late, replay, record",
-    "real weights, interval and offset",
-)
+QUICK = ("on policy", "interval", "updates, late, replay, mix", "agents, late, replay, record")
+QUICK += ("real weights, interval and offset",)
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """The stores that runs of seven steps record, of single turns, of trajectories, and of turns without log-probs."""
+    """Name → path of a store that a run of seven steps records, which is made when it is first asked for.
+
+    `store` has single turns, `agents` trajectories, and `texts` the turns of `store` without log-probs.
+    """
     from recjax.config import load_config
     from tests.training.tiny_run import TINY
 
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "tiny.yaml").write_text(TINY)
-    for name, options in (("store", []), ("agents", AGENT)):
-        output = [f"output={folder / name}", "experience.record=true"]
-        count(
-            load_config(folder / "tiny.yaml", [*output, *options]),
-            sample=functools.partial(prepared_batch, prefix="recorded-"),
-        )
-    paths = {name: f"{folder / name}/experience.db" for name in ("store", "agents")}
-    none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
-    rows = [row._replace(source="expert", **none) for row in read_columns(paths["store"])]
-    append_columns(folder / "texts.db", rows)
-    return {**paths, "texts": str(folder / "texts.db")}
+
+    @functools.cache
+    def path(name):
+        if name == "texts":
+            none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+            rows = [row._replace(source="expert", **none) for row in read_columns(path("store"))]
+            append_columns(folder / "texts.db", rows)
+            return f"{folder}/texts.db"
+        options = [f"output={folder / name}", "experience.record=true", "evaluation.every=0"]
+        options += AGENT if name == "agents" else []
+        sample = functools.partial(prepared_batch, prefix="recorded-")
+        count(load_config(folder / "tiny.yaml", options), sample=sample)
+        return f"{folder / name}/experience.db"
+
+    return path
 
 
-def killed_in_batch(at: int):
-    """A source that raises KeyboardInterrupt in place of its batch number `at`."""
+def killed_in_batch(sample, at: int):
+    """A source that raises KeyboardInterrupt in place of its batch number `at`, and else is `sample`."""
     calls = []
 
-    def sample(*arguments, **named):
+    def killed_sample(*arguments, **named):
         calls.append(1)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return prepared_batch(*arguments, **named)
+        return sample(*arguments, **named)
 
-    return sample
+    return killed_sample
 
 
 def resumes_with_real_weights(tiny, options, kills):
@@ -159,22 +166,22 @@ def resumes_with_real_weights(tiny, options, kills):
 @pytest.mark.parametrize("feed", slow_except({**FEEDS, **REAL}, *QUICK))
 def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch):
     options, kills = REAL.get(feed) or (FEEDS[feed], [])
-    for name, path in stores.items():
-        options = [option.replace(f"{{{name}}}", path) for option in options]
+    options = [re.sub(r"\{(store|agents|texts)\}", lambda name: stores(name[1]), option) for option in options]
     if kills:
         resumes_with_real_weights(tiny, options, kills)
         return
-    straight = count(tiny("straight", *options))
+    sample = graded_batch if feed == GRADED else prepared_batch
+    straight = count(tiny("straight", *options), sample=sample)
     assert [row["step"] for row in straight] == list(range(8))
     assert len({row["loss"] for row in straight[1:]}) == 7
 
     config, save = tiny("stopped", *options), checkpoint.save
     with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
-        count(config, killed(at=2))
+        count(config, killed(at=2), sample)
     # With updates, the second batch comes after that checkpoint.
     if "updates" not in feed and not any(option.startswith("experience.store") for option in options):
         with pytest.raises(KeyboardInterrupt):
-            count(config, sample=killed_in_batch(at=2))
+            count(config, sample=killed_in_batch(sample, at=2))
 
     def killed_at(step, is_saved):
         def kills(manager, state, *options):
@@ -188,11 +195,11 @@ def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch
     for step, is_saved in ((3, False), (3, True), (6, True)):
         monkeypatch.setattr(checkpoint, "save", killed_at(step, is_saved))
         with pytest.raises(KeyboardInterrupt):
-            count(config)
+            count(config, sample=sample)
     monkeypatch.setattr(checkpoint, "save", save)
     with pytest.raises(KeyboardInterrupt):  # after the checkpoint of step 6
-        count(config, killed(at=1))
-    assert without_times(count(config)) == without_times(straight)
+        count(config, killed(at=1), sample)
+    assert without_times(count(config, sample=sample)) == without_times(straight)
     summaries = [(Path(tiny(name, *options).output) / "summary.json").is_file() for name in ("straight", "stopped")]
     assert summaries == [True, True]
 

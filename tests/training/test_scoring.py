@@ -9,7 +9,7 @@ import pytest
 from recjax.config import TaskConfig
 from recjax.experience.batch import to_learn_from
 from recjax.training import schedule
-from tests.training.counting import count, graded_batch, killed, prepared_batch
+from tests.training.counting import count, graded_batch, prepared_batch
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import train, without_times
 
@@ -60,18 +60,13 @@ def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, reg
     assert without_times(overlapped) == without_times(in_turn)
 
 
-def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny):
-    options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4"]
-    straight = count(tiny("straight", *options), sample=graded_batch)
-    for row in straight[1:]:
+def test_a_built_in_reward_reaches_the_metrics_in_its_parts(tiny):
+    options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4", "training.steps=3"]
+    for row in count(tiny("run", *options), sample=graded_batch)[1:]:
         assert row["reward/accuracy"] == 0 and row["reward/format"] == -1
         np.testing.assert_allclose(row["reward"], row["reward/length"] - 0.1, rtol=1e-5)
         np.testing.assert_allclose(row["reward/length"], row["completion_length"] / 3, rtol=1e-5)
         assert {row[f"grading/{reason}"] for reason in ("timeout", "crash", "too_long", "error")} == {0}
-    config = tiny("stopped", *options)
-    with pytest.raises(KeyboardInterrupt):
-        count(config, killed(at=5), graded_batch)
-    assert without_times(count(config, sample=graded_batch)) == without_times(straight)
 
 
 def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):

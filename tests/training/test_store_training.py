@@ -291,6 +291,7 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
         np.testing.assert_allclose(rows[1][name], offline[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_texts_train_what_reads_no_log_probs(tiny, texts):
     options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
     config = tiny("run", *options, "training.steps=3", "evaluation.every=0")
@@ -366,7 +367,8 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
 
 
-def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path):
+def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("recjax.experience.sources._presets_without", lambda: ["red_weight"])  # it builds all presets
     rows = read_columns(drawn)
 
     def refused(message, *options, of=None):

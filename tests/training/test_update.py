@@ -88,24 +88,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("preset", campaign_except(CASES, "grpo", slow=["pairwise_consistency", "mis"]))
-def test_micro_batches_change_nothing(preset):
-    batch = make_batch()
-    one, four = step(batch, preset, 1, CASES[preset]), step(batch, preset, 4, CASES[preset])
-    chex.assert_trees_all_close(one, four, rtol=2e-4, atol=2e-5)
-
-
-def test_padding_changes_nothing():
-    batch = make_batch()
+def padded(batch):
+    """The batch with more columns of prompts and completions, which hold junk."""
     junk = dict(constant_values=7)
-    padded = batch._replace(
+    return batch._replace(
         prompts=np.pad(batch.prompts, ((0, 0), (0, 2)), **junk),
         prompt_mask=np.pad(batch.prompt_mask, ((0, 0), (0, 2))),
         completions=np.pad(batch.completions, ((0, 0), (0, 3)), **junk),
         completion_mask=np.pad(batch.completion_mask, ((0, 0), (0, 3))),
         behavior_logprobs=np.pad(batch.behavior_logprobs, ((0, 0), (0, 3)), constant_values=np.inf),
     )
-    chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("preset", campaign_except(CASES, "grpo", slow=["pairwise_consistency", "mis"]))
+def test_micro_batches_and_padding_change_nothing(preset):
+    batch = make_batch()
+    one, four = step(batch, preset, 1, CASES[preset]), step(padded(batch), preset, 4, CASES[preset])
+    chex.assert_trees_all_close(one, four, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -120,9 +119,11 @@ def test_order_of_groups_changes_nothing():
     order = np.array([2, 0, 3, 1])
     rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
     moved = jax.tree.map(lambda x: x[order] if len(x) == 4 else x[rows], batch)
-    chex.assert_trees_all_close(step(batch), step(moved), rtol=2e-4, atol=2e-5)
+    one, other = (step(each, overrides=CASES["grpo"]) for each in (batch, moved))  # a program that others compile
+    chex.assert_trees_all_close(one, other, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_equal_rewards_move_nothing():
     batch = make_batch()
     params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)))

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from recjax.config import MeshConfig
-from recjax.training import learner, start
+from recjax.training import learner, log, start
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 
@@ -35,13 +35,27 @@ def one_device():
     return jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])) if alone else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def without_figures():
+    """Text in place of a run's figures, which take most of a tiny run's time; also while fixtures are made."""
+
+    def draw(rows, title, path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a figure")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(log, "draw_training", draw)
+        patched.setattr(log, "draw_experience", draw)
+        yield
+
+
 def train(config, **replaced) -> list[dict]:
-    """The rows of metrics.jsonl after the whole run, on one device.
+    """The rows of metrics.jsonl after the whole run, on one device, without figures.
 
     Args:
         replaced: `sources` and `learner` of `start.train`.
     """
-    with one_device():
+    with one_device(), without_figures():
         start.train(config, **replaced)
     return read_metrics(Path(config.output) / "metrics.jsonl")
 
