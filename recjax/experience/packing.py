@@ -16,7 +16,7 @@ TILE = 128  # accelerators compute attention in tiles of this many tokens
 LEAST_TOKENS = 2048
 MOST_MICRO_BATCHES = 32
 WINDOW = 32  # tokens that are compared at once
-MOST_CLUSTERED = 64  # sequences of a cluster, of which all pairs are compared
+MOST_CLUSTERED = 256  # sequences of a cluster, of which all pairs are compared
 
 
 class RowShape(NamedTuple):
@@ -53,20 +53,21 @@ class _Sequences(NamedTuple):
     """The sequence of each completion in a batch.
 
     tokens: whole sequences, end to end in the order of the batch.
-    starts, sizes: start and number of each sequence's tokens, [batch].
+    starts: start of each sequence in `tokens`, [batch].
     lengths: tokens to run: all but the last, which is only a target; 0 for completions without tokens; [batch].
     ranks: rank of each sequence in the order of their tokens, in which sequences that begin alike are neighbors;
         [batch].
     shared: by rank, the number of tokens that a sequence shares with its predecessor. The last common token is not
         shared, because different tokens may follow it.
+    bounds: see `_cluster_bounds`.
     """
 
     tokens: Int[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " batch"]
-    sizes: Int[np.ndarray, " batch"]
     lengths: Int[np.ndarray, " batch"]
     ranks: Int[np.ndarray, " batch"]
     shared: Int[np.ndarray, " batch"]
+    bounds: list[int]
 
 
 def row_shape(
@@ -210,7 +211,9 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
         shared[1:] = np.maximum(common - 1, 0)
     ranks = np.empty(count, int)
     ranks[order] = np.arange(count)
-    return _Sequences(tokens, starts, sizes, sequence_lengths(batch), ranks, shared)
+    # Mostly, a cluster is a group, whose sequences have a prompt of their own in common.
+    bounds = _cluster_bounds(shared, min(int(np.bincount(batch.group_ids).max()), MOST_CLUSTERED))
+    return _Sequences(tokens, starts, sequence_lengths(batch), ranks, shared, bounds)
 
 
 def _common(tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Int[np.ndarray, " pairs"]:
@@ -261,19 +264,21 @@ class _Rows:
         self._ranks = sequences.ranks.tolist()
         self._shared = sequences.shared
         self._tokens = shape.tokens
-        self._free = np.full(most * shape.rows, shape.tokens)
+        self._bounds = sequences.bounds
         self._row_at = np.full(len(self._ranks), -1)  # by rank
         self.used = 0  # number of rows up to the last one with a sequence
         # All sequences share this number of tokens; only neighbors between two such places share more.
         self._common = int(self._shared[1:].min(initial=shape.tokens))
         self._cuts = [*np.flatnonzero(self._shared <= self._common).tolist(), len(self._ranks)]
-        self._bounds = _cluster_bounds(self._shared)
-        # Of the current cluster: tokens shared with each row, the longest sequence that each row has room for, the
-        # cluster's ranks, tokens that two of its sequences share, and its sequences in rows.
-        self._shares = np.zeros(len(self._free), int)
+        # Free tokens of each row, also as a list, from which Python reads single numbers sooner.
+        self._free = np.full(most * shape.rows, shape.tokens, np.int32)
+        self._free_list = self._free.tolist()
+        # Of the current cluster: tokens shared with each row, through sequences outside it; the longest sequence that
+        # each row has room for, if so much is shared; and the row of each member in a row.
+        self._shares = np.zeros_like(self._free)
         self._room = self._free.copy()
         self._cluster = range(0)
-        self._pairs = np.zeros((0, 0), int)
+        self._pairs: list[list[int]] = []
         self._members: dict[int, int] = {}
 
     @property
@@ -283,25 +288,41 @@ class _Rows:
 
     def needed(self, index: int, rows: slice) -> Int[np.ndarray, " rows"]:
         """Tokens that a sequence takes in each row; more than a row has if it has no room."""
-        self._look_at(index)
-        length = self._lengths[index]
-        return np.where(self._room[rows] >= length, length - self._shares[rows], self._tokens + 1)
+        pairs = self._look_at(index)
+        shares = self._shares[rows].copy()
+        for member, row in self._members.items():
+            if rows.start <= row < rows.stop:
+                shares[row - rows.start] = max(shares[row - rows.start], pairs[member])
+        tokens = self._lengths[index] - shares
+        return np.where(tokens <= self._free[rows], tokens, self._tokens + 1)
 
     def place(self, index: int, rows: slice) -> bool:
         """Places a sequence in the first row where it takes the fewest tokens; False if no row has room."""
-        self._look_at(index)
+        pairs = self._look_at(index)
         length = self._lengths[index]
-        enough = np.flatnonzero(self._room[rows] >= length)
-        if not len(enough):
-            return False
-        row = rows.start + int(enough[self._shares[rows][enough].argmax()])
-        tokens = length - self._shares[row]
-        self._free[row] -= tokens
-        self._room[row] -= tokens
+        free = self._free_list
+        most = -1
+        best = -1
+        for member, row in self._members.items():
+            share = pairs[member]
+            if length <= free[row] + share and rows.start <= row < rows.stop:
+                if share > most or (share == most and row < best):
+                    most = share
+                    best = row
+        # With its own members, a cluster shares more than with any other sequence.
+        if best < 0:
+            enough = np.flatnonzero(self._room[rows] >= length)
+            if not len(enough):
+                return False
+            best = rows.start + int(enough[self._shares[rows][enough].argmax()])
+            most = int(self._shares[best])
+        free[best] -= length - most
+        self._free[best] = free[best]
+        self._room[best] = free[best] + self._shares[best]
         rank = self._ranks[index]
-        self._row_at[rank] = row
-        self._members[rank - self._cluster.start] = row
-        self.used = max(self.used, row + 1)
+        self._row_at[rank] = best
+        self._members[rank - self._cluster.start] = best
+        self.used = max(self.used, best + 1)
         return True
 
     def place_all(self, indices: list[int], rows: slice) -> bool:
@@ -312,6 +333,7 @@ class _Rows:
             if not self.place(index, rows):
                 self._row_at[[self._ranks[placed] for placed in indices[:count]]] = -1
                 self._free[rows] = before
+                self._free_list[rows] = before.tolist()
                 self._shares[rows] = 0
                 self._room[rows] = before
                 self.used = used
@@ -319,55 +341,49 @@ class _Rows:
                 return False
         return True
 
-    def _look_at(self, index: int) -> None:
-        """Computes the tokens that a sequence shares with each row."""
+    def _look_at(self, index: int) -> list[int]:
+        """Makes the cluster of a sequence the current one; returns the tokens shared with each of its members."""
         rank = self._ranks[index]
         if rank not in self._cluster:
-            self._enter(rank)
-        if self._members:
-            # Here members share more with the sequence than all others do.
-            rows = np.fromiter(self._members.values(), int)
-            self._shares[rows] = 0
-            np.maximum.at(self._shares, rows, self._pairs[rank - self._cluster.start, [*self._members]])
-            self._room[rows] = self._free[rows] + self._shares[rows]
+            number = bisect.bisect_right(self._bounds, rank)
+            self._cluster = range(self._bounds[number - 1], self._bounds[number])
+            self._enter(self._cluster.start, self._cluster.stop)
+        return self._pairs[rank - self._cluster.start]
 
-    def _enter(self, rank: int) -> None:
-        """Makes the cluster of a rank the current one."""
-        number = bisect.bisect_right(self._bounds, rank)
-        self._cluster = range(self._bounds[number - 1], self._bounds[number])
-        first = self._cluster.start
-        end = self._cluster.stop
-        number = bisect.bisect_right(self._cuts, first)
+    def _enter(self, first: int, end: int) -> None:
+        """Computes the tokens that a cluster shares with each row, and those that its members share."""
         rows = slice(0, self.used + 1)
         self._shares[rows] = np.where(self._free[rows] < self._tokens, self._common, 0)
-        before = self._shared[first : self._cuts[number - 1] : -1]
-        after = self._shared[end : self._cuts[number]]
+        number = bisect.bisect_right(self._cuts, first)
         for shared, row_at in (
-            (before, self._row_at[self._cuts[number - 1] : first][::-1]),
-            (after, self._row_at[end : self._cuts[number]]),
+            (self._shared[first : self._cuts[number - 1] : -1], self._row_at[self._cuts[number - 1] : first][::-1]),
+            (self._shared[end : self._cuts[number]], self._row_at[end : self._cuts[number]]),
         ):
             is_placed = row_at >= 0
-            np.maximum.at(self._shares, row_at[is_placed], np.minimum.accumulate(shared)[is_placed])
+            if is_placed.any():
+                np.maximum.at(self._shares, row_at[is_placed], np.minimum.accumulate(shared)[is_placed])
         self._room[rows] = self._free[rows] + self._shares[rows]
-        row_at = self._row_at[first:end]
-        self._members = {member: int(row_at[member]) for member in np.flatnonzero(row_at >= 0).tolist()}
-        size = end - first
-        after_each = np.arange(size) > np.arange(size)[:, None]
-        pairs = np.minimum.accumulate(np.where(after_each, self._shared[first:end], self._tokens), axis=1)
-        self._pairs = np.where(after_each, pairs, pairs.T)
+        self._members = {}
+        self._pairs = [[0]]
+        if end - first > 1:
+            row_at = self._row_at[first:end].tolist()
+            self._members = {member: row for member, row in enumerate(row_at) if row >= 0}
+            is_later = np.arange(end - first) > np.arange(end - first)[:, None]
+            pairs = np.minimum.accumulate(np.where(is_later, self._shared[first:end], self._tokens), axis=1)
+            self._pairs = np.where(is_later, pairs, pairs.T).tolist()
 
 
-def _cluster_bounds(shared: Int[np.ndarray, " batch"]) -> list[int]:
+def _cluster_bounds(shared: Int[np.ndarray, " batch"], most: int) -> list[int]:
     """The first ranks of clusters and the number of ranks.
 
-    A cluster has at most MOST_CLUSTERED sequences, which share more with each other than with any other sequence, or a
-    single sequence.
+    A cluster has at most `most` sequences, which share more with each other than with any other sequence, or a single
+    sequence.
     """
     clusters = []
     waiting = [(0, len(shared))]
     while waiting:
         first, end = waiting.pop()
-        if end - first <= MOST_CLUSTERED:
+        if end - first <= most:
             clusters.append(first)
             continue
         inner = shared[first + 1 : end]
