@@ -12,6 +12,7 @@ by least squares, with its range over steps.
 
 import contextlib
 import functools
+import gc
 import tempfile
 import time
 from collections import defaultdict
@@ -92,6 +93,7 @@ class Clock:
     def __init__(self):
         """Starts the first step."""
         self.steps: list[dict[str, np.ndarray]] = []
+        gc.unfreeze()
         self._totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         self._parts = ["other"]
         self._since = self._now()
@@ -218,6 +220,9 @@ class Idle(learner.Learner):
     def update(self, run: Run, trained: TrainState, batch: Any, layout: Layout, step: int, *_: Any) -> tuple:
         """The same state, and numbers."""
         self._clock.end_step()
+        if len(self._clock.steps) == WARM_UPS:  # as commands do after their first steps
+            gc.collect()
+            gc.freeze()
         numbers = dict.fromkeys(("loss", "gradient_norm", "update_norm", "learning_rate"), 1.0)
         zeros = np.zeros(batch.completions.shape, np.float32)
         return trained, numbers, Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))

@@ -246,7 +246,7 @@ def _end_at_other_records(common: np.ndarray, batch: Batch, order: np.ndarray) -
 
     # Prompts have no records, so pairs that differ in their prompts need no look.
     for pair in np.flatnonzero(common > np.minimum(prompts[order[1:]], prompts[order[:-1]])):
-        differs = np.not_equal(*(records(row)[: common[pair]] for row in order[pair : pair + 2])).any(-1)
+        differs = np.not_equal(*(records(row)[: common[pair]] for row in order[pair : pair + 2].tolist())).any(-1)
         if differs.any():
             common[pair] = differs.argmax()
 

@@ -339,7 +339,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
-    ids = [int(token) for token in tokens]
+    ids = np.asarray(tokens, int).tolist()
     backend = _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)
