@@ -163,7 +163,7 @@ class Slots:
         columns.jobs[places] = np.fromiter(jobs, object, len(jobs))
         columns.last[places] = [job.rounds[0][0][0] for job in jobs]
         columns.limits[places] = [job.request.limit for job in jobs]
-        columns.keys[places] = np.array([job.request.key for job in jobs]).reshape(len(jobs), -1)
+        columns.keys[places] = np.array([job.request.key for job in jobs]).reshape(-1, columns.keys.shape[1])
         return len(jobs)
 
     def _provide(self, count: int, cache: tuple, states: tuple, time: int) -> None:
