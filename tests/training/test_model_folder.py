@@ -203,7 +203,7 @@ COMMANDS = {
     "train": "--config {folder}/tiny.yaml output={output}/run training.steps=1",
     "evaluate": "--config {folder}/tiny.yaml --output {output}/evaluation",
     "export": "--model {folder}/model --output {output}/exported",
-    "generate_experience": "--config {folder}/tiny.yaml --steps 0..1 --output {output}/store",
+    "generate_experience": "--config {folder}/tiny.yaml --steps 1 --output {output}/store",
 }
 
 
