@@ -91,12 +91,12 @@ def row_shape(
     if tokens // TILE * TILE >= longest:
         tokens = tokens // TILE * TILE
     if rows * (tokens // longest) < together:
-        least = longest * -(-together // multiple) * multiple
+        enough = longest * -(-together // multiple) * multiple
         room = f"{together} of the longest sequences, {longest} tokens each" if together > 1 else f"{longest} tokens"
         sharing = f" on each of {multiple} devices" if multiple > 1 else ""
         raise ValueError(
             f"training.tokens_per_micro_batch = {budget}: a micro-batch must have room for {room}{sharing}; raise it to"
-            f" {least} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+            f" {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
     return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
 
@@ -408,8 +408,8 @@ def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, m
                 return None
             continue
         started = min(-(-rows.used // shape.rows) + 1, most)
-        least = rows.needed(unit[0], slice(0, started * shape.rows)).reshape(started, -1).min(-1)
-        for micro_batch in np.argsort(least, kind="stable"):
+        fewest = rows.needed(unit[0], slice(0, started * shape.rows)).reshape(started, -1).min(-1)
+        for micro_batch in np.argsort(fewest, kind="stable"):
             if rows.place_all(unit, slice(micro_batch * shape.rows, (micro_batch + 1) * shape.rows)):
                 break
         else:

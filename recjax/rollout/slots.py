@@ -91,11 +91,11 @@ class Slots:
             count: new number, at least `fewest`, so that every live slot stays on its device.
         """
         shards = row_shards()
-        own = self.live.reshape(shards, -1)
+        live = self.live.reshape(shards, -1)
         new = np.arange(count // shards)
-        _, held = own.shape
+        _, held = live.shape
         # With fewer slots, a device's live slots come first; with more slots, the order stays.
-        places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
+        places = np.argsort(~live & (count < self.count), axis=1, kind="stable")
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
         self.columns = SlotColumns(*(column[order] for column in self.columns))

@@ -60,15 +60,17 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
         "coefficient": terms.coefficients,
     }
     places = iter(row_places(groups, run.shape))
-    placed = [(group, [[next(places) for _ in one.rows] for one in group.completions]) for group in groups]
+    placed = [
+        (group, [[next(places) for _ in completion.rows] for completion in group.completions]) for group in groups
+    ]
     if rows is not None:
-        placed = [(group, of_group) for group, of_group in placed if all(rows[place].all() for place in of_group)]
+        placed = [(group, of_group) for group, of_group in placed if all(rows[indices].all() for indices in of_group)]
     for group, of_group in placed[: config.groups]:
         for completion, of_completion in zip(group.completions, of_group, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [(place, len(each.tokens)) for place, each in zip(of_completion, completion.rows, strict=True)]
+            lengths = [(index, len(each.tokens)) for index, each in zip(of_completion, completion.rows, strict=True)]
             for name, values in columns.items():
-                values = _joined(values[place, :length] for place, length in lengths)
+                values = _joined(values[index, :length] for index, length in lengths)
                 row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
             saved.append(row)
     with writing(folder):
@@ -84,7 +86,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
     turns = {
         "turns": [starts[turn.row] + turn.end for turn in completion.turns],
         "turn_rewards": list(grade.turns),
-        "contexts": {starts[place]: tokenizer.decode(rows[place].prompt_tokens) for place in range(1, len(rows))},
+        "contexts": {starts[number]: tokenizer.decode(rows[number].prompt_tokens) for number in range(1, len(rows))},
     }
     return {
         "step": step,

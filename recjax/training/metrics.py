@@ -244,7 +244,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     if batch.trajectories is not None:  # a trajectory counts once, at its first row
         real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
-    found, counts = np.unique(staleness(step, versions), return_counts=True)
+    ages, counts = np.unique(staleness(step, versions), return_counts=True)
     known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
     compared = real & learned.completion_mask.any(-1)
     groups, group_of, sizes = np.unique(learned.group_ids[compared], return_inverse=True, return_counts=True)
@@ -263,7 +263,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
         **({"tokens_without_set": float(1 - known / batch.completion_mask.sum())} if has_cuts else {}),
-        "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
+        "staleness_rows": {str(value): int(count) for value, count in zip(ages, counts, strict=True)},
     }
 
 
@@ -273,11 +273,11 @@ def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | No
     Args:
         rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy; its reward or None.
     """
-    found: dict[str, list] = defaultdict(list)
+    by_name: dict[str, list] = defaultdict(list)
     for names, accurate, reward in rows:
         for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
-            found[name].append((bool(accurate), math.nan if reward is None else reward))
-    columns = {task: np.array(found[task]).T for task in sorted(found)}
+            by_name[name].append((bool(accurate), math.nan if reward is None else reward))
+    columns = {task: np.array(by_name[task]).T for task in sorted(by_name)}
     known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
     return {
         **{f"accuracy/{task}": float(accurate.mean()) for task, (accurate, _) in columns.items()},
