@@ -7,7 +7,8 @@ import os
 import sys
 from typing import Any
 
-if dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax."):
+IS_COMMAND = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax.")
+if IS_COMMAND:
     from recjax.host_memory import prepare_host_memory
 
     prepare_host_memory()  # in commands, before JAX starts threads

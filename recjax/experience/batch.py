@@ -1,6 +1,6 @@
 """The batch that an update trains on: rows of any lengths, padded to arrays of one shape."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -190,20 +190,22 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     ]
     rows = [_PlacedRow(index, *row) for index, row in zip(row_places(groups, shape), numbered, strict=True)]
     if shape.group is None:
-        lengths = [len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows]
-        _check_lengths([row.name for row in rows], lengths, shape.time + 1)
+        lengths = np.array([len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows], int)
+        _check_lengths(lengths, shape.time + 1, lambda number: rows[number].name)
         # Doubled, and not the number that fits: each new shape compiles another update, so there should be few.
         while shape.prompts < len(rows):
             shape = shape._replace(prompts=2 * shape.prompts)
     parts = {name for row in rows for name in row.grade.reward_parts or ()}
     batch = _empty_batch(shape, sorted(parts), logprobs)
     if shape.group is None:
-        names = [row.name for row in rows]
         prompts = [row.row.prompt_tokens for row in rows]
     else:
-        names = [f"prompt of group {group.id!r}" for group in groups]
         prompts = [group.prompt_tokens for group in groups]
-    _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, names)
+
+    def prompt_name(number: int) -> str:
+        return rows[number].name if shape.group is None else f"prompt of group {groups[number].id!r}"
+
+    _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, prompt_name)
     real = _fill_rows(batch, rows)
     if shape.group is None:
         trajectories = np.arange(shape.rows, dtype=np.int32)
@@ -253,15 +255,16 @@ def _fill_rows(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "ba
     """Writes tokens, masks, log-probs, recorded arrays and grades of the rows; returns the mask of real tokens."""
     real = np.zeros(batch.completions.shape, bool)
     indices = np.array([row.index for row in rows], int)
-    _fill(batch.completions, real, indices, [row.row.tokens for row in rows], [row.name for row in rows])
+    _fill(batch.completions, real, indices, [row.row.tokens for row in rows], lambda number: rows[number].name)
     # The mask selects the tokens in the order of the rows, so joined arrays of all rows are written at once.
-    batch.completion_mask[real] = np.concatenate([np.zeros(0, bool), *(row.row.mask for row in rows)])
+    mask = np.concatenate([np.zeros(0, bool), *(row.row.mask for row in rows)])
+    batch.completion_mask[real] = mask
     if batch.behavior_logprobs is not None:
         known = [
-            np.where(row.row.mask, np.nan if row.row.behavior_logprobs is None else row.row.behavior_logprobs, 0.0)
+            np.full(len(row.row.mask), np.nan) if row.row.behavior_logprobs is None else row.row.behavior_logprobs
             for row in rows
         ]
-        batch.behavior_logprobs[real] = np.concatenate([[], *known])
+        batch.behavior_logprobs[real] = np.where(mask, np.concatenate([np.zeros(0, np.float32), *known]), 0.0)
     for name, values in join_recorded((row.row.recorded, len(row.row.tokens)) for row in rows).items():
         recorded = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
         recorded[real] = values
@@ -306,27 +309,40 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
         if len(group.completions) > shape.group:
             size = len(group.completions)
             raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
-        for completion in group.completions:
+    completions = [completion for group in groups for completion in group.completions]
+    masks = [row.mask for completion in completions for row in completion.rows]
+    # One look at all masks; the completion is only sought where there is one to name.
+    if any(len(completion.rows) != 1 for completion in completions) or not np.concatenate([[True], *masks]).all():
+        for completion in completions:
             if len(completion.rows) != 1 or not completion.rows[0].mask.all():
                 raise ValueError(f"row {completion.id!r} is a trajectory, which does not fit a batch of single turns")
 
 
-def _check_lengths(names: Sequence[str], lengths: Iterable[int], room: int) -> None:
-    for name, length in zip(names, lengths, strict=True):
-        if length > room:
-            raise ValueError(f"{name} has {length} tokens; the batch has room for {room}")
+def _check_lengths(lengths: Int[np.ndarray, " sequences"], room: int, name: Callable[[int], str]) -> None:
+    """Refuses the first sequence that is too long.
+
+    Args:
+        name: function from a sequence's number to its name in the message.
+    """
+    for number in np.flatnonzero(lengths > room)[:1]:
+        raise ValueError(f"{name(number)} has {lengths[number]} tokens; the batch has room for {room}")
 
 
 def _fill(
-    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, sequences: Sequence[np.ndarray], names: Sequence[str]
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    rows: np.ndarray,
+    sequences: Sequence[np.ndarray],
+    name: Callable[[int], str],
 ) -> None:
     """Writes token sequences into the given rows, and True into the mask at each token."""
     room = tokens.shape[1]
     lengths = np.array([len(sequence) for sequence in sequences], int)
-    _check_lengths(names, lengths.tolist(), room)
-    mask[rows] = np.arange(room) < lengths[:, None]
-    filled = np.zeros((len(rows), room), tokens.dtype)
-    filled[mask[rows]] = np.concatenate([[], *sequences])
+    _check_lengths(lengths, room, name)
+    is_token = np.arange(room) < lengths[:, None]
+    mask[rows] = is_token
+    filled = np.zeros(is_token.shape, tokens.dtype)
+    filled[is_token] = np.concatenate([np.zeros(0, tokens.dtype), *sequences])
     tokens[rows] = filled
 
 

@@ -106,7 +106,7 @@ class Completion(NamedTuple):
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the policy chose, in all rows."""
-        return int(sum(row.mask.sum() for row in self.rows))
+        return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
 
 
 class Group(NamedTuple):
@@ -192,9 +192,10 @@ def oldest_version(group: Group) -> int | None:
 
 def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]:
     """Converts a policy version per token to the format of `Completion.version_runs`."""
-    runs = tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
     # Most completions have one version, which `Completion.policy_version` says already.
-    return runs if len(runs) > 1 else ()
+    if (versions[1:] == versions[:-1]).all():
+        return ()
+    return tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
 
 
 def token_staleness(groups: Sequence[Group], step: int) -> float | None:

@@ -180,16 +180,16 @@ def over_micro_batches(
 
     def add(index: Int[Array, ""], carry: tuple) -> tuple:
         sums, scores = carry
-        place = index if layout.packed is None else 0
-        part, part_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), parts)
+        number = index if layout.packed is None else 0
+        micro_batch, its_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)
         if layout.packed is not None:
-            part = part._replace(completion_mask=layout.within(part.completion_mask, index))
-        part_sums, part_scores = of_micro_batch(part, part_rows, index)
+            micro_batch = micro_batch._replace(completion_mask=layout.within(micro_batch.completion_mask, index))
+        part_sums, part_scores = of_micro_batch(micro_batch, its_rows, index)
 
         # Added and not only written: each packed micro-batch has scores for some tokens of the same rows.
         def with_part(whole: Array, values: Array) -> Array:
-            before = jax.lax.dynamic_index_in_dim(whole, place, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(whole, before + values, place, 0)
+            before = jax.lax.dynamic_index_in_dim(whole, number, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(whole, before + values, number, 0)
 
         return jax.tree.map(jnp.add, sums, part_sums), jax.tree.map(with_part, scores, part_scores)
 
@@ -278,9 +278,9 @@ def choose_layout(
     in_parts = Layout(parts, None, rows, minibatches)
     compares = algorithm.compares_completions
     optional = budget is None and padded.group is not None
-    least = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
+    fewest = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards
-    if optional and (compares or too_small or not _saves(decoder.config, padded, least, least, least)):
+    if optional and (compares or too_small or not _saves(decoder.config, padded, fewest, fewest, fewest)):
         return in_parts
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
     share = _shares_beginnings(decoder)
@@ -315,9 +315,9 @@ def _saves(config: DecoderConfig, shape: Shape, positions: int, pairs: int, scor
         pairs: attention pairs.
         scores: positions with vocabulary scores.
     """
-    rest = shape.time - 1
+    run = shape.time - 1
     rows = shape.rows
-    pairs_padded = shape.prompts * shape.prompt_time**2 + rows * rest * (shape.prompt_time + rest)
+    pairs_padded = shape.prompts * shape.prompt_time**2 + rows * run * (shape.prompt_time + run)
     padded = _flops(config, shape.positions, pairs_padded, rows * shape.time)
     return padded - _flops(config, positions, pairs, scores) > max(LEAST_SHARE * padded, LEAST_SAVED)
 

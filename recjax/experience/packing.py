@@ -1,5 +1,6 @@
 """Packs the sequences of a batch end to end into rows, to save the update from padding. On the host, in NumPy."""
 
+import bisect
 import itertools
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ TILE = 128  # accelerators compute attention in tiles of this many tokens
 # padded batch over MOST_MICRO_BATCHES if that is more, since mainly the last micro-batch has empty positions.
 LEAST_TOKENS = 2048
 MOST_MICRO_BATCHES = 32
+WINDOW = 32  # tokens that are compared at once
+MOST_CLUSTERED = 256  # sequences of a cluster, of which all pairs are compared
 
 
 class RowShape(NamedTuple):
@@ -49,24 +52,22 @@ class Packed(NamedTuple):
 class _Sequences(NamedTuple):
     """The sequence of each completion in a batch.
 
-    tokens: whole sequences; all other fields are [batch].
-    lengths: tokens to run: all but the last, which is only a target; 0 for completions without tokens.
-    ranks: rank of each sequence in the order of their tokens, in which sequences that begin alike are neighbors.
+    tokens: whole sequences, end to end in the order of the batch.
+    starts: start of each sequence in `tokens`, [batch].
+    lengths: tokens to run: all but the last, which is only a target; 0 for completions without tokens; [batch].
+    ranks: rank of each sequence in the order of their tokens, in which sequences that begin alike are neighbors;
+        [batch].
     shared: by rank, the number of tokens that a sequence shares with its predecessor. The last common token is not
         shared, because different tokens may follow it.
+    bounds: see `_cluster_bounds`.
     """
 
-    tokens: list[np.ndarray]
-    lengths: np.ndarray
-    ranks: np.ndarray
-    shared: np.ndarray
-
-    def shared_with(self, index: int) -> Int[np.ndarray, " batch"]:
-        """The number of tokens that each sequence shares with a given one."""
-        rank = self.ranks[index]
-        before = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
-        after = np.minimum.accumulate(self.shared[rank + 1 :])
-        return np.concatenate([before, self.lengths[[index]], after])[self.ranks]
+    tokens: Int[np.ndarray, " tokens"]
+    starts: Int[np.ndarray, " batch"]
+    lengths: Int[np.ndarray, " batch"]
+    ranks: Int[np.ndarray, " batch"]
+    shared: Int[np.ndarray, " batch"]
+    bounds: list[int]
 
 
 def row_shape(
@@ -90,12 +91,12 @@ def row_shape(
     if tokens // TILE * TILE >= longest:
         tokens = tokens // TILE * TILE
     if rows * (tokens // longest) < together:
-        least = longest * -(-together // multiple) * multiple
+        enough = longest * -(-together // multiple) * multiple
         room = f"{together} of the longest sequences, {longest} tokens each" if together > 1 else f"{longest} tokens"
         sharing = f" on each of {multiple} devices" if multiple > 1 else ""
         raise ValueError(
             f"training.tokens_per_micro_batch = {budget}: a micro-batch must have room for {room}{sharing}; raise it to"
-            f" {least} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+            f" {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
     return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
 
@@ -151,16 +152,13 @@ def pack(
         ValueError: a micro-batch is too small for what goes together.
     """
     sequences = _sequences(batch, share)
-    members = {}
     lengths = sequences.lengths
-    groups = batch.group_ids
-    for row in sorted(np.flatnonzero(lengths).tolist(), key=lambda row: -lengths[row]):
-        members.setdefault(row if together is None else int(together[row]), []).append(row)
-    # The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
-    sizes = np.bincount(groups, lengths)[groups]
-    units = sorted(members.values(), key=lambda unit: (-sizes[unit[0]], groups[unit[0]], -lengths[unit].sum()))
+    units = _units(lengths, batch.group_ids, together)
     for unit in units if together is not None else ():
-        while _first_fit(sequences, [unit], shape, 1) is None:
+        # Each row has room for some of the longest sequences, so most units fit without a look at the others.
+        while shape.rows * (shape.tokens // lengths[unit[0]]) < len(unit):
+            if _first_fit(sequences, [unit], shape, 1) is not None:
+                break
             if not grow:
                 raise ValueError(
                     f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
@@ -175,30 +173,223 @@ def pack(
     return _laid_out(batch, sequences, shape, most, row_of)
 
 
+def _units(lengths: np.ndarray, groups: np.ndarray, together: np.ndarray | None) -> list[list[int]]:
+    """Sequences that go into one micro-batch, longest first, in the order in which they are placed.
+
+    The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
+    """
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    names = np.arange(len(lengths)) if together is None else np.asarray(together)
+    _, firsts, unit_of, counts = np.unique(names[order], return_index=True, return_inverse=True, return_counts=True)
+    groups_of_units = groups[order[firsts]]
+    tokens = np.bincount(unit_of, lengths[order])
+    placed = np.lexsort((firsts, -tokens, groups_of_units, -np.bincount(groups, lengths)[groups_of_units]))
+    by_unit = order[np.argsort(unit_of, kind="stable")].tolist()
+    ends = counts.cumsum()
+    starts = ends - counts
+    return [by_unit[start:end] for start, end in zip(starts[placed].tolist(), ends[placed].tolist(), strict=True)]
+
+
 def _sequences(batch: Batch, share: bool) -> _Sequences:
     """The sequences of a batch; without `share` they share no tokens."""
-    per_prompt = len(batch.completions) // len(batch.prompts)
-    rows = range(len(batch.completions))
-    prompts = [tokens[mask] for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
-    completions = [tokens[mask] for tokens, mask in zip(batch.completions, batch.real_tokens, strict=True)]
-    tokens = [np.concatenate([prompts[row // per_prompt], completions[row]]) for row in rows]
-    order = sorted(rows, key=lambda row: tokens[row].astype(">i4").tobytes())
-    shared = np.zeros(len(rows), int)
+    count = len(batch.completions)
+    per_prompt = count // len(batch.prompts)
+    real = np.concatenate([batch.prompt_mask.repeat(per_prompt, axis=0), batch.real_tokens], axis=1)
+    tokens = np.concatenate([batch.prompts.repeat(per_prompt, axis=0), batch.completions], axis=1)[real]
+    sizes = real.sum(-1)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    # Bytes of big-endian numbers compare like the numbers.
+    ordered = tokens.astype(">i4").tobytes()
+    texts = [ordered[4 * start : 4 * end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    order = np.array(sorted(range(count), key=texts.__getitem__), int)
+    shared = np.zeros(count, int)
+    if share:
+        common = _common(tokens, starts[order], sizes[order])
+        if batch.recorded:
+            _end_at_other_records(common, batch, order)
+        shared[1:] = np.maximum(common - 1, 0)
+    ranks = np.empty(count, int)
+    ranks[order] = np.arange(count)
+    # Mostly, a cluster is a group, whose sequences have a prompt of their own in common.
+    bounds = _cluster_bounds(shared, min(int(np.bincount(batch.group_ids).max()), MOST_CLUSTERED))
+    return _Sequences(tokens, starts, sequence_lengths(batch), ranks, shared, bounds)
+
+
+def _common(tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Int[np.ndarray, " pairs"]:
+    """The number of first tokens that each sequence but the first has in common with the sequence before."""
+    most = np.minimum(sizes[1:], sizes[:-1])
+    common = np.zeros(len(most), int)
+    pairs = np.flatnonzero(most)
+    # Most pairs differ after a few tokens, so few are compared to their ends.
+    while len(pairs):
+        offsets = common[pairs, None] + np.arange(WINDOW)
+        inside = offsets < most[pairs, None]
+        first, second = (tokens[np.where(inside, side[pairs, None] + offsets, 0)] for side in (starts[1:], starts[:-1]))
+        differs = ~inside | (first != second)
+        lengths = np.where(differs.any(-1), differs.argmax(-1), WINDOW)
+        common[pairs] += lengths
+        pairs = pairs[lengths == WINDOW]
+    return common
+
+
+def _end_at_other_records(common: np.ndarray, batch: Batch, order: np.ndarray) -> None:
+    """Reduces common tokens of neighbors in `order` to those whose recorded arrays are equal too."""
+    prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
 
     def records(row: int) -> UInt8[np.ndarray, "tokens bytes"]:
         """The recorded arrays of each token of a sequence as bytes, 0 for tokens that the policy did not sample."""
         arrays = [np.ascontiguousarray(values[row]) for values in batch.recorded.values()]
         columns = np.concatenate([values.view(np.uint8).reshape(len(values), -1) for values in arrays], axis=1)
         columns[~batch.completion_mask[row]] = 0
-        return np.pad(columns[batch.real_tokens[row]], ((len(prompts[row // per_prompt]), 0), (0, 0)))
+        return np.pad(columns[batch.real_tokens[row]], ((prompts[row], 0), (0, 0)))
 
-    for rank, (row, other) in enumerate(itertools.pairwise(order), 1) if share else ():
-        most = min(len(tokens[row]), len(tokens[other]))
-        common = np.equal(*(tokens[each][:most] for each in (row, other)))
-        if batch.recorded:
-            common &= np.equal(*(records(each)[:most] for each in (row, other))).all(-1)
-        shared[rank] = max((len(common) if common.all() else common.argmin()) - 1, 0)
-    return _Sequences(tokens, sequence_lengths(batch), np.argsort(order), shared)
+    # Prompts have no records, so pairs that differ in their prompts need no look.
+    for pair in np.flatnonzero(common > np.minimum(prompts[order[1:]], prompts[order[:-1]])):
+        differs = np.not_equal(*(records(row)[: common[pair]] for row in order[pair : pair + 2].tolist())).any(-1)
+        if differs.any():
+            common[pair] = differs.argmax()
+
+
+class _Rows:
+    """The rows of all micro-batches, end to end, while sequences are placed.
+
+    Sequences of a cluster share equally many tokens with any sequence outside it, so these numbers are computed once
+    for all of them.
+    """
+
+    def __init__(self, sequences: _Sequences, shape: RowShape, most: int):
+        """Creates `most` empty micro-batches."""
+        self._lengths = sequences.lengths.tolist()
+        self._ranks = sequences.ranks.tolist()
+        self._shared = sequences.shared
+        self._tokens = shape.tokens
+        self._bounds = sequences.bounds
+        self._row_at = np.full(len(self._ranks), -1)  # by rank
+        self.used = 0  # number of rows up to the last one with a sequence
+        # All sequences share this number of tokens; only neighbors between two such places share more.
+        self._common = int(self._shared[1:].min(initial=shape.tokens))
+        self._cuts = [*np.flatnonzero(self._shared <= self._common).tolist(), len(self._ranks)]
+        # Free tokens of each row, also as a list, from which Python reads single numbers sooner.
+        self._free = np.full(most * shape.rows, shape.tokens, np.int32)
+        self._free_list = self._free.tolist()
+        # Of the current cluster: tokens shared with each row, through sequences outside it; the longest sequence that
+        # each row has room for, if so much is shared; and the row of each member in a row.
+        self._shares = np.zeros_like(self._free)
+        self._room = self._free.copy()
+        self._cluster = range(0)
+        self._pairs: list[list[int]] = []
+        self._members: dict[int, int] = {}
+
+    @property
+    def row_of(self) -> Int[np.ndarray, " batch"]:
+        """The row of each sequence of the batch; -1 without one."""
+        return self._row_at[self._ranks]
+
+    def needed(self, index: int, rows: slice) -> Int[np.ndarray, " rows"]:
+        """Tokens that a sequence takes in each row; more than a row has if it has no room."""
+        pairs = self._look_at(index)
+        shares = self._shares[rows].copy()
+        for member, row in self._members.items():
+            if rows.start <= row < rows.stop:
+                shares[row - rows.start] = max(shares[row - rows.start], pairs[member])
+        tokens = self._lengths[index] - shares
+        return np.where(tokens <= self._free[rows], tokens, self._tokens + 1)
+
+    def place(self, index: int, rows: slice) -> bool:
+        """Places a sequence in the first row where it takes the fewest tokens; False if no row has room."""
+        pairs = self._look_at(index)
+        length = self._lengths[index]
+        free = self._free_list
+        most = -1
+        best = -1
+        for member, row in self._members.items():
+            share = pairs[member]
+            if length <= free[row] + share and rows.start <= row < rows.stop:
+                if share > most or (share == most and row < best):
+                    most = share
+                    best = row
+        # With its own members, a cluster shares more than with any other sequence.
+        if best < 0:
+            enough = np.flatnonzero(self._room[rows] >= length)
+            if not len(enough):
+                return False
+            best = rows.start + int(enough[self._shares[rows][enough].argmax()])
+            most = int(self._shares[best])
+        free[best] -= length - most
+        self._free[best] = free[best]
+        self._room[best] = free[best] + self._shares[best]
+        rank = self._ranks[index]
+        self._row_at[rank] = best
+        self._members[rank - self._cluster.start] = best
+        self.used = max(self.used, best + 1)
+        return True
+
+    def place_all(self, indices: list[int], rows: slice) -> bool:
+        """Places sequences in these rows; False and no change if the rows have no room."""
+        before = self._free[rows].copy()
+        used = self.used
+        for count, index in enumerate(indices):
+            if not self.place(index, rows):
+                self._row_at[[self._ranks[placed] for placed in indices[:count]]] = -1
+                self._free[rows] = before
+                self._free_list[rows] = before.tolist()
+                self._shares[rows] = 0
+                self._room[rows] = before
+                self.used = used
+                self._cluster = range(0)
+                return False
+        return True
+
+    def _look_at(self, index: int) -> list[int]:
+        """Makes the cluster of a sequence the current one; returns the tokens shared with each of its members."""
+        rank = self._ranks[index]
+        if rank not in self._cluster:
+            number = bisect.bisect_right(self._bounds, rank)
+            self._cluster = range(self._bounds[number - 1], self._bounds[number])
+            self._enter(self._cluster.start, self._cluster.stop)
+        return self._pairs[rank - self._cluster.start]
+
+    def _enter(self, first: int, end: int) -> None:
+        """Computes the tokens that a cluster shares with each row, and those that its members share."""
+        rows = slice(0, self.used + 1)
+        self._shares[rows] = np.where(self._free[rows] < self._tokens, self._common, 0)
+        number = bisect.bisect_right(self._cuts, first)
+        for shared, row_at in (
+            (self._shared[first : self._cuts[number - 1] : -1], self._row_at[self._cuts[number - 1] : first][::-1]),
+            (self._shared[end : self._cuts[number]], self._row_at[end : self._cuts[number]]),
+        ):
+            is_placed = row_at >= 0
+            if is_placed.any():
+                np.maximum.at(self._shares, row_at[is_placed], np.minimum.accumulate(shared)[is_placed])
+        self._room[rows] = self._free[rows] + self._shares[rows]
+        self._members = {}
+        self._pairs = [[0]]
+        if end - first > 1:
+            row_at = self._row_at[first:end].tolist()
+            self._members = {member: row for member, row in enumerate(row_at) if row >= 0}
+            is_later = np.arange(end - first) > np.arange(end - first)[:, None]
+            pairs = np.minimum.accumulate(np.where(is_later, self._shared[first:end], self._tokens), axis=1)
+            self._pairs = np.where(is_later, pairs, pairs.T).tolist()
+
+
+def _cluster_bounds(shared: Int[np.ndarray, " batch"], most: int) -> list[int]:
+    """The first ranks of clusters and the number of ranks.
+
+    A cluster has at most `most` sequences, which share more with each other than with any other sequence, or a single
+    sequence.
+    """
+    clusters = []
+    waiting = [(0, len(shared))]
+    while waiting:
+        first, end = waiting.pop()
+        if end - first <= most:
+            clusters.append(first)
+            continue
+        inner = shared[first + 1 : end]
+        cuts = np.flatnonzero(inner == inner.min()) + first + 1
+        waiting += itertools.pairwise([first, *cuts.tolist(), end])
+    return [*sorted(clusters), len(shared)]
 
 
 def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, most: int) -> np.ndarray | None:
@@ -209,64 +400,87 @@ def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, m
     Args:
         most: number of micro-batches.
     """
-    free = np.full(most * shape.rows, shape.tokens)
-    row_of = np.full(len(sequences.lengths), -1)
-
-    def needed(index: int) -> np.ndarray:
-        """Tokens that a sequence takes in each row; more than a row has if it has no room."""
-        placed = np.flatnonzero(row_of >= 0)
-        shared = np.zeros(len(free), int)
-        np.maximum.at(shared, row_of[placed], sequences.shared_with(index)[placed])
-        tokens = sequences.lengths[index] - shared
-        return np.where(tokens <= free, tokens, shape.tokens + 1)
-
-    def fits(unit: list[int], rows: slice) -> bool:
-        """Places a unit in a micro-batch, as far as there is room."""
-        for index in unit:
-            tokens = needed(index)[rows]
-            row = int(tokens.argmin())
-            if tokens[row] > shape.tokens:
-                return False
-            row_of[index] = rows.start + row
-            free[rows.start + row] -= tokens[row]
-        return True
-
+    rows = _Rows(sequences, shape, most)
     for unit in units:
-        least = needed(unit[0]).reshape(most, -1).min(-1)
-        for micro_batch in np.argsort(least, kind="stable"):
-            before = free.copy(), row_of.copy()
-            rows = slice(micro_batch * shape.rows, (micro_batch + 1) * shape.rows)
-            if fits(unit, rows):
+        # All rows behind the first empty one are empty too, and sequences go into the first of equal rows.
+        if len(unit) == 1:
+            if not rows.place(unit[0], slice(0, rows.used + 1)):
+                return None
+            continue
+        started = min(-(-rows.used // shape.rows) + 1, most)
+        fewest = rows.needed(unit[0], slice(0, started * shape.rows)).reshape(started, -1).min(-1)
+        for micro_batch in np.argsort(fewest, kind="stable"):
+            if rows.place_all(unit, slice(micro_batch * shape.rows, (micro_batch + 1) * shape.rows)):
                 break
-            free[:], row_of[:] = before
         else:
             return None
-    return row_of
+    return rows.row_of
+
+
+def _spans(starts: np.ndarray, counts: np.ndarray) -> Int[np.ndarray, " total"]:
+    """The numbers from each start on, as many as its count, end to end."""
+    ends = counts.cumsum()
+    return np.arange(counts.sum()) + np.repeat(starts - ends + counts, counts)
+
+
+def _lowest(values: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> np.ndarray:
+    """The minimum of the values from each first index to its last."""
+    # Minima of 1, 2, 4, … values from each index on: two of them cover any range.
+    minima = [values]
+    while 2 ** len(minima) <= len(values):
+        half = 2 ** (len(minima) - 1)
+        minima.append(np.minimum(minima[-1][:-half], minima[-1][half:]))
+    sizes = np.frexp(lasts - firsts + 1)[1] - 1
+    lowest = np.empty(len(firsts), values.dtype)
+    for size in np.unique(sizes):
+        chosen = sizes == size
+        lowest[chosen] = np.minimum(minima[size][firsts[chosen]], minima[size][lasts[chosen] - 2**size + 1])
+    return lowest
 
 
 def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, row_of: np.ndarray) -> Packed:
     """The packed batch, with each sequence in its row from `_first_fit`."""
-    tokens, positions, targets, ends = np.zeros((4, most * shape.rows, shape.tokens), np.int32)
+    tokens, positions, targets, ends = np.zeros((4, most * shape.rows * shape.tokens), np.int32)
     places = np.full(batch.completions.shape, -1, np.int32)
-    of_completions = batch.real_tokens
-    order = np.argsort(sequences.ranks)
-    for row in np.unique(row_of[row_of >= 0]):
-        # path: where the row runs the tokens of the latest sequence
-        used = 0
-        path = np.zeros(0, int)
-        rank = -1
-        for index in order[row_of[order] == row]:
-            shared = sequences.shared[rank + 1 : sequences.ranks[index] + 1].min() if used else 0
-            ends[row, path[shared:]] = used
-            own = np.arange(shared, sequences.lengths[index])
-            path = np.concatenate([path[:shared], used + own - shared])
-            sequence = sequences.tokens[index]
-            used = used + len(own)
-            rank = sequences.ranks[index]
-            for array, values in ((tokens, sequence[own]), (positions, own), (targets, sequence[own + 1])):
-                array[row, path[own]] = values
-            completion = of_completions[index]
-            places[index, completion] = row * shape.tokens + path[len(path) - completion.sum() :]
-        ends[row, path] = used
+    placed = np.flatnonzero(row_of >= 0)
+    placed = placed[np.lexsort((sequences.ranks[placed], row_of[placed]))]
+    rows = row_of[placed]
+    ranks = sequences.ranks[placed]
+    lengths = sequences.lengths[placed]
+    is_first = np.diff(rows, prepend=-1) > 0
+    firsts = np.flatnonzero(is_first)
+    counts = np.diff(firsts, append=len(rows))  # sequences of each row
+    before = np.where(is_first, ranks, np.roll(ranks, 1) + 1)
+    shared = np.where(is_first, 0, _lowest(sequences.shared, before, ranks))
+    added = lengths - shared
+    start = added.cumsum() - added
+    start += np.repeat(rows[firsts] * shape.tokens - start[firsts], counts)  # with all rows end to end
+    index = _spans(start, added)
+    source = _spans(sequences.starts[placed] + shared, added)
+    tokens[index] = sequences.tokens[source]
+    positions[index] = _spans(shared, added)
+    targets[index] = sequences.tokens[source + 1]
+
+    # path: where a row runs each token of its latest sequence. Sequences of different rows are looked at together.
+    longest = lengths.max(initial=0)
+    path = np.zeros(len(firsts) * longest, int)
+    sampled = batch.real_tokens.sum(-1)
+    indices_of_sampled = np.flatnonzero(batch.real_tokens)
+    starts_of_sampled = sampled.cumsum() - sampled
+    number = np.arange(len(rows)) - np.repeat(firsts, counts)
+    order = np.argsort(number, kind="stable")
+    on_path = np.repeat(np.arange(len(firsts)), counts) * longest
+    for now in np.split(order, np.bincount(number).cumsum()[:-1]):
+        if number[now[:1]].any():
+            replaced = lengths[now - 1] - shared[now]
+            ends[path[_spans(on_path[now] + shared[now], replaced)]] = np.repeat(start[now] % shape.tokens, replaced)
+        path[_spans(on_path[now] + shared[now], added[now])] = _spans(start[now], added[now])
+        count = sampled[placed[now]]
+        predicting = path[_spans(on_path[now] + lengths[now] - count, count)]
+        places.reshape(-1)[indices_of_sampled[_spans(starts_of_sampled[placed[now]], count)]] = predicting
+    last = firsts + counts - 1
+    used = (start[last] + added[last] - 1) % shape.tokens + 1
+    ends[path[_spans(on_path[last], lengths[last])]] = np.repeat(used, lengths[last])
     count = np.array(row_of.max(initial=-1) // shape.rows + 1, np.int32)
-    return Packed(*(x.reshape(most, *shape) for x in (tokens, positions, targets, ends)), places, count)
+    arrays = (array.reshape(most, *shape) for array in (tokens, positions, targets, ends))
+    return Packed(*arrays, places, count)

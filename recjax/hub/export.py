@@ -84,7 +84,7 @@ def export_model(
         written = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
         fields = text_fields(written)
         if fields is not written:
-            # Not at module level: it imports torch if torch is installed.
+            # Not at module level: in a program that is no command, it imports torch if torch is installed.
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
             fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -17,7 +18,16 @@ import transformers
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recjax import IS_COMMAND
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
+
+# Wherever torch is installed, transformers imports it for tokenizers and configs, which takes 3 to 17 s; recjax needs
+# nothing of torch. In a command, transformers looks for torch here and finds none: None stands for a module that cannot
+# be imported. Code of users can import torch all the same; USE_TORCH=1 is for agents that run transformers' models.
+if IS_COMMAND and os.environ.get("USE_TORCH") != "1" and sys.modules.setdefault("torch", None) is None:
+    transformers.utils.is_torch_available.cache_clear()
+    transformers.utils.is_torch_available()
+    del sys.modules["torch"]
 
 _CONTEXT = 32  # preceding tokens that can change how tokens decode
 _PARTS = 3  # most tokens that can make up an incomplete character
@@ -88,7 +98,6 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
     # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
     options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
-        # The name AutoTokenizer imports torch, if it is installed, for some seconds.
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise a bare Exception for a damaged file.
@@ -346,7 +355,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
-    ids = [int(token) for token in tokens]
+    ids = np.asarray(tokens, int).tolist()
     backend = _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
     decode = functools.partial((backend or tokenizer).decode, **options)

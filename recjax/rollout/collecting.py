@@ -62,9 +62,11 @@ def sample_groups(
     tickets = engine.admit(requests, group_size)
     finished = engine.drain()
     sampled = iter([finished[ticket] for ticket in tickets])
-
     completions = [
-        [sampled_completion(prefix, one, policy, sampling, source) for one in itertools.islice(sampled, group_size)]
+        [
+            sampled_completion(prefix, answer, policy, sampling, source)
+            for answer in itertools.islice(sampled, group_size)
+        ]
         for prefix in prefixes
     ]
     return problem_groups(name, prompts.problems, completions)
@@ -94,12 +96,15 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
     """
     groups = []
     numbers = itertools.count()
-    for place, (problem, own) in enumerate(zip(problems, completions, strict=True)):
+    for number, (problem, answers) in enumerate(zip(problems, completions, strict=True)):
         more = {"task": problem.task} if problem.task else {}
-        own = tuple(one._replace(id=f"{name}/{next(numbers):05d}", metadata={**one.metadata, **more}) for one in own)
-        tokens = next((row.prompt_tokens for one in own for row in one.rows), np.zeros(0, np.int32))
+        answers = tuple(
+            answer._replace(id=f"{name}/{next(numbers):05d}", metadata={**answer.metadata, **more})
+            for answer in answers
+        )
+        tokens = next((row.prompt_tokens for answer in answers for row in answer.rows), np.zeros(0, np.int32))
         prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-        groups.append(Group(f"{name}/{place:05d}", tokens, own, prompt, problem.answer))
+        groups.append(Group(f"{name}/{number:05d}", tokens, answers, prompt, problem.answer))
     return groups
 
 
@@ -150,11 +155,11 @@ class Grades:
         grades = [
             Grade(
                 reward=None if math.isnan(reward) else reward,
-                reward_parts={name: part for name, part in zip(parts, own, strict=True) if not math.isnan(part)},
+                reward_parts={name: part for name, part in zip(parts, values, strict=True) if not math.isnan(part)},
                 accurate=is_right,
                 failure=FAILURES[failure],
             )
-            for reward, is_right, failure, *own in zip(*columns, strict=True)
+            for reward, is_right, failure, *values in zip(*columns, strict=True)
         ]
         return self._complete(grades)
 
@@ -166,9 +171,9 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         groups: groups, one for each prompt.
         grading: grading pool that is open.
     """
-    own = [
-        Answered.to(problem, prompts.texts[place], one.text, one.sampled_tokens, one.id)
-        for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
-        for one in groups[place].completions
+    answered = [
+        Answered.to(prompts.problems[number], prompts.texts[number], answer.text, answer.sampled_tokens, answer.id)
+        for number in hosts.share(len(groups))
+        for answer in groups[number].completions
     ]
-    return Grades(grading.submit(own), sum(len(group.completions) for group in groups))
+    return Grades(grading.submit(answered), sum(len(group.completions) for group in groups))

@@ -274,9 +274,11 @@ class Engine:
                 )
                 versions = np.full(size, self._version, np.int32)
                 # The pass over its prefix predicts a first token, and an update routes prompts again.
-                columns = tokens, logprobs, versions, recorded | unrecorded(self._decoder, size)
-                for row, number in enumerate(chunk):
-                    jobs[number].rounds = [jax.tree.map(lambda x, row=row: x[row : row + 1], columns)]
+                recorded = recorded | unrecorded(self._decoder, size)
+                for row, number in enumerate(chunk.tolist()):
+                    first = slice(row, row + 1)
+                    record = {name: values[first] for name, values in recorded.items()}
+                    jobs[number].rounds = [(tokens[first], logprobs[first], versions[first], record)]
 
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if each found a slot."""

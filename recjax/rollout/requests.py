@@ -115,7 +115,9 @@ class EngineJob:
 
     def sampled(self, stop_ids: Container[int]) -> Sampled:
         """The completion so far; truncated if its last token does not end it."""
-        tokens, logprobs, versions, recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *self.rounds)
+        *columns, records = zip(*self.rounds, strict=True)
+        tokens, logprobs, versions = map(np.concatenate, columns)
+        recorded = {name: np.concatenate([record[name] for record in records]) for name in records[0]}
         return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids, recorded)
 
 
@@ -146,7 +148,11 @@ class Begun(NamedTuple):
 
 def by_sampling(jobs: Iterable[EngineJob]) -> dict[Sampling, Int[np.ndarray, " some"]]:
     """Groups places of jobs by the distributions of their requests."""
-    found: dict[Sampling, list[int]] = {}
-    for place, job in enumerate(jobs):
-        found.setdefault(job.request.sampling, []).append(place)
-    return {sampling: np.array(places) for sampling, places in found.items()}
+    samplings = [job.request.sampling for job in jobs]
+    # Mostly there is one distribution; `count` compares the same object sooner than a loop here would.
+    if samplings and samplings.count(samplings[0]) == len(samplings):
+        return {samplings[0]: np.arange(len(samplings))}
+    numbers: dict[Sampling, list[int]] = {}
+    for number, sampling in enumerate(samplings):
+        numbers.setdefault(sampling, []).append(number)
+    return {sampling: np.array(chosen) for sampling, chosen in numbers.items()}

@@ -91,11 +91,11 @@ class Slots:
             count: new number, at least `fewest`, so that every live slot stays on its device.
         """
         shards = row_shards()
-        own = self.live.reshape(shards, -1)
+        live = self.live.reshape(shards, -1)
         new = np.arange(count // shards)
-        _, held = own.shape
+        _, held = live.shape
         # With fewer slots, a device's live slots come first; with more slots, the order stays.
-        places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
+        places = np.argsort(~live & (count < self.count), axis=1, kind="stable")
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
         self.columns = SlotColumns(*(column[order] for column in self.columns))
@@ -160,10 +160,10 @@ class Slots:
         columns.live[places] = True
         columns.current[places] = begun.current
         columns.counts[places] = 1
-        for place, job in zip(places, jobs, strict=True):
-            columns.jobs[place], columns.last[place] = job, job.rounds[0][0].item()
-            columns.limits[place] = job.request.limit
-            columns.keys[place] = job.request.key
+        columns.jobs[places] = np.fromiter(jobs, object, len(jobs))
+        columns.last[places] = [job.rounds[0][0][0] for job in jobs]
+        columns.limits[places] = [job.request.limit for job in jobs]
+        columns.keys[places] = np.array([job.request.key for job in jobs]).reshape(-1, columns.keys.shape[1])
         return len(jobs)
 
     def _provide(self, count: int, cache: tuple, states: tuple, time: int) -> None:
@@ -209,11 +209,13 @@ class Slots:
         """Adds a round's tokens to the columns of the slots that sampled them."""
         columns = self.columns
         counts = np.where(mine, state.counts, 0)
-        for slot in np.flatnonzero(mine):
-            here = slot, slice(counts[slot])
-            recorded = {name: values[here] for name, values in state.recorded.items()}
-            versions = np.full(counts[slot], version, np.int32)
-            columns.jobs[slot].rounds.append((state.tokens[here], state.logprobs[here], versions, recorded))
+        versions = np.full(state.tokens.shape[1], version, np.int32)
+        slots = np.flatnonzero(mine)
+        for slot, count in zip(slots.tolist(), counts[slots].tolist(), strict=True):
+            row = slot, slice(count)
+            # Most models record nothing: an empty dictionary for each slot would be work for the garbage collector.
+            recorded = state.recorded and {name: values[row] for name, values in state.recorded.items()}
+            columns.jobs[slot].rounds.append((state.tokens[row], state.logprobs[row], versions[:count], recorded))
         columns.counts[:] += counts
         columns.cached[:] += counts
         self._drop(mine, self.time)
@@ -242,7 +244,7 @@ class Slots:
             tokens = np.concatenate([job.request.prefix, *(tokens for tokens, *_ in job.rounds)])
             held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(slot)
         sizes = sorted({len(tokens) for tokens in held}, reverse=True)
-        for job in jobs:
+        for job in jobs if held else ():
             prefix = job.request.prefix.tobytes()
             for size in sizes:
                 if size < len(prefix) and held.get(prefix[:size]):

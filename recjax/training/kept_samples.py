@@ -62,17 +62,13 @@ def keep(setup: Setup, update: Update) -> None:
     ]
     rows = update.layout.rows  # of a minibatch; None: all
     if rows is not None:
-        placed = [
-            (group, of_group) for group, of_group in placed if all(rows[row_index].all() for row_index in of_group)
-        ]
+        placed = [(group, of_group) for group, of_group in placed if all(rows[indices].all() for indices in of_group)]
     for group, of_group in placed[: config.groups]:
         for completion, of_completion in zip(group.completions, of_group, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [
-                (row_index, len(each.tokens)) for row_index, each in zip(of_completion, completion.rows, strict=True)
-            ]
+            lengths = [(index, len(each.tokens)) for index, each in zip(of_completion, completion.rows, strict=True)]
             for name, values in columns.items():
-                values = _joined(values[row_index, :length] for row_index, length in lengths)
+                values = _joined(values[index, :length] for index, length in lengths)
                 row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
             saved.append(row)
     with writing(folder):
@@ -88,9 +84,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
     turns = {
         "turns": [starts[turn.row] + turn.end for turn in completion.turns],
         "turn_rewards": list(grade.turns),
-        "contexts": {
-            starts[row_index]: tokenizer.decode(rows[row_index].prompt_tokens) for row_index in range(1, len(rows))
-        },
+        "contexts": {starts[number]: tokenizer.decode(rows[number].prompt_tokens) for number in range(1, len(rows))},
     }
     return {
         "step": step,

@@ -6,7 +6,11 @@ The day is that of the run's first start, whatever reads the run and whenever.
 import datetime
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pandas as pd
@@ -191,3 +195,27 @@ def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_
     for checkpoint in (None, str(model)):
         with pytest.raises(ValueError, match=message):
             evaluate(held_out, checkpoint, str(tmp_path / "evaluation"))
+
+
+# A package that transformers takes for torch, and that ends a process which imports it.
+TORCH = {"torch/__init__.py": "import os\nprint('torch', flush=True)\nos._exit(9)\n"}
+TORCH["torch-2.13.0.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+COMMANDS = {
+    "train": "--config {folder}/tiny.yaml output={output}/run training.steps=1",
+    "evaluate": "--config {folder}/tiny.yaml --output {output}/evaluation",
+    "export": "--model {folder}/model --output {output}/exported",
+    "generate_experience": "--config {folder}/tiny.yaml --steps 1 --output {output}/store",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_read_a_model_without_torch(folder, tmp_path, name):
+    for file, content in TORCH.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(content)
+    paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "JAX_PLATFORMS": "cpu"}
+    arguments = COMMANDS[name].format(folder=folder, output=tmp_path).split()
+    line = [sys.executable, "-m", f"recjax.{name}", *arguments]
+    ended = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **paths}, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from recjax.config import load_config
 from recjax.experience import layout, packing
 from recjax.experience.batch import Batch, Shape, pad
+from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
 from recjax.models.decoder import init_params
@@ -152,6 +154,123 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
     assert expected == (rows[3] > 0).sum()
     if whole_prompts:
         assert (micro_batches_of_prompts(packed, group) <= 1).all()
+
+
+def rows_by_double_loop(batch, shape, together, share, most):
+    """The row of each sequence, where each takes the fewest tokens; None if a micro-batch has no room for a unit."""
+    lengths, group = sequence_lengths(batch), len(batch.completions) // len(batch.prompts)
+    texts = [
+        [*batch.prompts[index // group][batch.prompt_mask[index // group]].tolist(), *tokens[mask].tolist()]
+        for index, (tokens, mask) in enumerate(zip(batch.completions, batch.completion_mask, strict=True))
+    ]
+
+    def shared(one, other):
+        common = sum(itertools.takewhile(bool, (int(a == b) for a, b in zip(texts[one], texts[other], strict=False))))
+        return max(common - 1, 0) if share else 0
+
+    units = {}
+    for index in sorted(np.flatnonzero(lengths).tolist(), key=lambda index: -lengths[index]):
+        units.setdefault(index if together is None else int(together[index]), []).append(index)
+    sizes = np.bincount(batch.group_ids, lengths)[batch.group_ids]
+    order = (-sizes, batch.group_ids, lengths)
+    ordered = sorted(units.values(), key=lambda of: (order[0][of[0]], order[1][of[0]], -sum(order[2][of])))
+    rows = [[] for _ in range(most * shape.rows)]
+
+    def free(row):
+        text = {tuple(texts[index][:end]) for index in rows[row] for end in range(2, len(texts[index]) + 1)}
+        used = len(text) if share else sum(lengths[rows[row]])
+        return shape.tokens - used
+
+    def needed(index, row):
+        tokens = lengths[index] - max((shared(index, other) for other in rows[row]), default=0)
+        return tokens if tokens <= free(row) else shape.tokens + 1
+
+    for unit in ordered:
+        starts = range(0, len(rows), shape.rows)
+        least = [min(needed(unit[0], row) for row in range(start, start + shape.rows)) for start in starts]
+        for start in sorted(starts, key=lambda start: least[start // shape.rows]):
+            before = [[*row] for row in rows]
+            for index in unit:
+                row = min(range(start, start + shape.rows), key=lambda row: needed(index, row))
+                if needed(index, row) > shape.tokens:
+                    rows = before
+                    break
+                rows[row].append(index)
+            else:
+                break
+        else:
+            return None
+    return {index: row for row, of in enumerate(rows) for index in of}
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.integers(1, 3), st.integers(0, 30), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_each_sequence_goes_where_a_double_loop_puts_it(batch, rows, more, whole_prompts, share, vocabulary):
+    tokens = batch.prompts % vocabulary
+    batch = batch._replace(prompts=tokens, completions=batch.completions % vocabulary)
+    shape = RowShape(rows, 4 + batch.completions.shape[1] - 1 + more)
+    together = batch.group_ids if whole_prompts else None
+    try:
+        packed = pack(batch, shape, together, share)
+    except ValueError:  # a micro-batch has no room for a group
+        return
+    found = {
+        index: int(places.max()) // shape.tokens for index, places in enumerate(packed.places) if places.max() >= 0
+    }
+    assert found == rows_by_double_loop(batch, shape, together, share, len(packed.tokens))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_pad_writes_what_a_double_loop_writes(seed, of_rows, logprobs):
+    random = np.random.default_rng(seed)
+    groups = []
+    for number in range(random.integers(1, 5)):
+        prompt = random.integers(1, 9, random.integers(1, 5)).astype(np.int32)
+        completions = []
+        for name in range(random.integers(0, 4)):
+            tokens = random.integers(1, 9, random.integers(0, 7)).astype(np.int32)
+            mask = random.random(len(tokens)) < 0.7 if of_rows else np.ones(len(tokens), bool)
+            known = np.where(mask, random.normal(size=len(tokens)), 0).astype(np.float32) if name else None
+            grade = Grade(float(name), {"part": 0.5} if name == 1 else None, bool(name)) if name < 2 else None
+            one = Completion(str(name), "test", "", (Row(prompt, tokens, mask, known),), None, name or None, name == 1)
+            completions.append(one._replace(grade=grade))
+        groups.append(Group(str(number), prompt, tuple(completions), "", None))
+    shape = Shape(16, None, 12, 12) if of_rows else Shape(4, 3, 5, 7)
+    batch = pad(groups, shape, logprobs)
+    arrays = {name: np.zeros((shape.rows, shape.time)) for name in ("completions", "completion_mask", "logprobs")}
+    prompts = np.zeros((shape.prompts, shape.prompt_time))
+    expected = [
+        (number, row, completion)
+        for number, group in enumerate(groups)
+        for row, completion in enumerate(group.completions)
+    ]
+    for count, (number, place, completion) in enumerate(expected):
+        index = count if of_rows else 3 * number + place
+        (row,) = completion.rows
+        for time in range(len(row.tokens)):
+            arrays["completions"][index, time] = row.tokens[time]
+            arrays["completion_mask"][index, time] = row.mask[time]
+            known = np.nan if row.behavior_logprobs is None else row.behavior_logprobs[time]
+            arrays["logprobs"][index, time] = known if row.mask[time] else 0
+        grade = completion.grade or Grade(np.nan)
+        np.testing.assert_equal(batch.rewards[index], np.float32(grade.reward))
+        part = (grade.reward_parts or {}).get("part", np.nan)
+        np.testing.assert_equal(batch.reward_parts.get("part", np.full(index + 1, np.nan))[index], np.float32(part))
+        version = -1 if completion.policy_version is None else completion.policy_version
+        assert batch.policy_version[index] == version and batch.truncated[index] == completion.truncated
+        assert batch.accurate[index] == bool(grade.accurate)
+        if of_rows:
+            prompts[index, : len(row.prompt_tokens)] = row.prompt_tokens
+            assert batch.group_ids[index] == number
+    for number, group in enumerate(() if of_rows else groups):
+        prompts[number, : len(group.prompt_tokens)] = group.prompt_tokens
+    np.testing.assert_array_equal(batch.prompts, prompts)
+    np.testing.assert_array_equal(batch.completions, arrays["completions"])
+    np.testing.assert_array_equal(batch.completion_mask, arrays["completion_mask"])
+    assert (batch.behavior_logprobs is None) != logprobs
+    if logprobs:
+        np.testing.assert_array_equal(batch.behavior_logprobs, arrays["logprobs"].astype(np.float32))
 
 
 def micro_batches_of_prompts(packed, group):
