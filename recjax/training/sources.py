@@ -254,13 +254,14 @@ class EngineSampler:
     """Samples batches on a server, which gets new weights before a batch; a context.
 
     Attributes:
-        counts: the pushes and the server's unusable replies, as metrics.
+        counts: the pushes, the seconds of the last one, and the server's unusable replies, as metrics.
     """
 
     def __init__(self, run: Run):
         """Connects to no server yet."""
         self._run = run
         self._pushes = 0
+        self._push_seconds = 0.0
 
     def __enter__(self) -> "EngineSampler":
         """Connects to the server. Its first batch gets the weights again, also after a resume.
@@ -288,8 +289,12 @@ class EngineSampler:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The pushes and the server's unusable replies, as metrics."""
-        return {"engine/pushes": self._pushes, "engine/unusable": self._engine.left_out.total()}
+        """The pushes, the seconds of the last one, and the server's unusable replies, as metrics."""
+        return {
+            "engine/pushes": self._pushes,
+            "engine/push_seconds": self._push_seconds,
+            "engine/unusable": self._engine.left_out.total(),
+        }
 
     def sample(self, prompts: Prompts, weights: dict, version: int, number: int) -> list[Group]:
         """The groups of a batch, without grades; see `sample_batch`.
@@ -317,8 +322,11 @@ class EngineSampler:
                 engine.version = None
 
     def _push(self, weights: dict, version: int) -> None:
+        began = time.monotonic()
         config = self._run.config
         decoder = self._run.policy.decoder.config
+        # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
+        dtype = "float32" if self._engine.api == "recjax" else jnp.dtype(self._run.policy.decoder.dtype).name
         place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
         folder = place / str(version)
         path = config.model.path
@@ -334,9 +342,10 @@ class EngineSampler:
             with tempfile.TemporaryDirectory() as base:
                 if path is None:
                     write_base(Path(base), decoder, self._run.policy.tokenizer, self._run.policy.stop_ids)
-                export_model(folder, decoder, params, model_folder(path) if path else Path(base))
+                export_model(folder, decoder, params, model_folder(path) if path else Path(base), dtype)
         self._engine.push(folder, version, is_adapter)
         self._pushes += 1
+        self._push_seconds = time.monotonic() - began
         for older in place.iterdir():  # the server has acknowledged the newest
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)
