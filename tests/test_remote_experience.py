@@ -13,7 +13,7 @@ from recjax.experience.group import sets_to_lists
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
-from recjax.rollout import remote, server
+from recjax.rollout import dialects, remote, server
 from recjax.rollout.server import Address, read_keys
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
@@ -39,7 +39,7 @@ def policy_of(config):
 def fake(answer, owner="", posts=()):
     """A server that answers what `answer` makes of a path and a body: a status, and an object or None for no body.
 
-    It lists one model with its owner. A path in `posts` takes no GET.
+    It lists one model with its owner. A path in `posts` takes no GET, and no empty object.
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -51,7 +51,8 @@ def fake(answer, owner="", posts=()):
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.reply(*answer(self.path, body))
+            is_probe = body == {} and self.path == dialects.GENERATE
+            self.reply(*((400 if self.path in posts else 403, None) if is_probe else answer(self.path, body)))
 
         def reply(self, status, said):
             content = b"" if said is None else json.dumps(said).encode()

@@ -131,11 +131,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
     @functools.cached_property
     def takes_tokens(self) -> bool:
         """True if the server has vLLM's route for tokens; warns if vLLM has none."""
-        has_route = self.server.takes_posts(dialects.GENERATE)
+        # vLLM has the route also where it refuses every request; an empty body is refused in another way.
+        has_route = self.server.sent("POST", dialects.GENERATE, {}).status_code in (400, 422)
         if self.api == "vllm" and not has_route:
             words = "so recjax samples by /v1/completions, whose replies do not name their weights and have no sampling"
             self.server.warn(
-                "route", f"vLLM has no {dialects.GENERATE}, {words} masks; start vLLM with --enable-scale-out"
+                "route", f"vLLM does not serve {dialects.GENERATE}, {words} masks; start vLLM with --enable-scale-out"
             )
         return has_route
 
@@ -261,7 +262,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         sampled = []
         wrong = []
         try:
-            choices = self._token_choices(draw)
+            choices = self.choices(draw)
         except UnusableError as error:
             return [], [str(error)]
         for choice in choices:
@@ -271,8 +272,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 wrong.append(str(error))
         return sampled, wrong
 
-    def _token_choices(self, draw: Draw) -> list[dict[str, Any]]:
-        """The choices of a reply, as many as the draw has, in the form of vLLM's choices."""
+    def choices(self, draw: Draw) -> list[dict[str, Any]]:
+        """The choices of a reply, as many as the draw has, in the form of vLLM's choices.
+
+        Raises:
+            UnusableError: choices are missing.
+            LostWeightsError, ValueError: see `sample_tokens`.
+        """
         has_route = self.api != "sglang" and self.api != "llamacpp" and self.takes_tokens
         path, body = dialects.token_request(self.api, draw, self.server.model, self._adapter, has_route)
         reply = self._read_tokens(self.server.sent("POST", path, body))

@@ -254,6 +254,8 @@ class EngineSampler:
     """Samples batches on a server, which gets new weights before a batch; a context.
 
     Attributes:
+        engine: the connection to the server.
+        takes_weights: True if the server gets the weights of each batch.
         counts: the pushes, the seconds of the last one, and the server's unusable replies, as metrics.
     """
 
@@ -270,10 +272,10 @@ class EngineSampler:
             ValueError: the server does not answer, or takes no weights although the sampler's weights change.
         """
         config = self._run.config
-        self._engine = engine = RemoteEngine.of_config(config, self._run.policy)
+        self.engine = engine = RemoteEngine.of_config(config, self._run.policy)
         takes_adapters = engine.api == "vllm" and config.model.lora is not None and config.model.path is not None
-        self._takes_weights = engine.takes_folders or takes_adapters
-        if not (self._takes_weights or config.regime.offline):
+        self.takes_weights = engine.takes_folders or takes_adapters
+        if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
             raise ValueError(
@@ -285,7 +287,7 @@ class EngineSampler:
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests."""
-        self._engine.__exit__(*exception)
+        self.engine.__exit__(*exception)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -293,7 +295,7 @@ class EngineSampler:
         return {
             "engine/pushes": self._pushes,
             "engine/push_seconds": self._push_seconds,
-            "engine/unusable": self._engine.left_out.total(),
+            "engine/unusable": self.engine.left_out.total(),
         }
 
     def sample(self, prompts: Prompts, weights: dict, version: int, number: int) -> list[Group]:
@@ -304,11 +306,11 @@ class EngineSampler:
         """
         config = self._run.config
         count, group_size = self._run.own
-        engine = self._engine
+        engine = self.engine
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
-                if self._takes_weights and engine.version != version:
+                if self.takes_weights and engine.version != version:
                     self._push(weights, version)
                 names = {"name": f"{number:06d}", "source": "policy", "version": version}
                 return engine.sample_tokens(prompts, group_size, seed, **names)
@@ -326,13 +328,13 @@ class EngineSampler:
         config = self._run.config
         decoder = self._run.policy.decoder.config
         # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
-        dtype = "float32" if self._engine.api == "recjax" else jnp.dtype(self._run.policy.decoder.dtype).name
+        dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._run.policy.decoder.dtype).name
         place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
         folder = place / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, self._run.frozen))
-        is_adapter = config.model.lora is not None and self._engine.api != "recjax" and path is not None
+        is_adapter = config.model.lora is not None and self.engine.api != "recjax" and path is not None
         if is_adapter:
             with whole_folder(folder) as partial:
                 write_adapters(partial, decoder, params, str(model_folder(path)))
@@ -343,7 +345,7 @@ class EngineSampler:
                 if path is None:
                     write_base(Path(base), decoder, self._run.policy.tokenizer, self._run.policy.stop_ids)
                 export_model(folder, decoder, params, model_folder(path) if path else Path(base), dtype)
-        self._engine.push(folder, version, is_adapter)
+        self.engine.push(folder, version, is_adapter)
         self._pushes += 1
         self._push_seconds = time.monotonic() - began
         for older in place.iterdir():  # the server has acknowledged the newest

@@ -288,9 +288,9 @@ def test_replies_of_other_software_are_read_in_their_own_form(config, api):
     for one in group.completions:
         assert one.rows[0].tokens.tolist() == tokens and one.rows[0].behavior_logprobs.tolist() == RIGHT
     prefix, body = prompts.tokens[0][prompts.mask[0]].tolist(), calls[0][1]
-    asked = body.get("sampling_params", body)
+    values = body.get("sampling_params", body)
     assert body.get("token_ids", body.get("input_ids", body.get("prompt"))) in (prefix, [prefix] * 2)
-    for asked in asked if api == "sglang" else [asked]:
+    for asked in values if api == "sglang" else [values]:
         assert asked.get("max_tokens", asked.get("max_new_tokens", asked.get("n_predict"))) == 3
         neutral = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
         neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": 0 if api == "llamacpp" else -1}
