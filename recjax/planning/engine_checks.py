@@ -189,7 +189,7 @@ class EngineCheck:
 
     def _fits(self, sizes: np.ndarray) -> bool:
         largest, mean = LIMITS[self._dtype]
-        return sizes.max() <= largest and sizes.mean() <= mean
+        return bool(sizes.max() <= largest and sizes.mean() <= mean)
 
     def _judged(self, name: str, measured: str, passes: bool, remedy: str) -> Line:
         largest, mean = LIMITS[self._dtype]
@@ -242,7 +242,7 @@ class EngineCheck:
         wrong = Counter()
         # After a repeated prompt the likely tokens are in the context, which penalties of repetition change.
         for number, context in enumerate((prefix, np.tile(prefix, 3)[:-1])):
-            sampled, refused = self._sampled_once(context, 10_000 * (number + 1))
+            sampled, refused = self._tried(self._draw(self._draws // 2, 10_000 * (number + 1), 1, context))
             wrong.update(refused)
             cells += (added := cells_of(sampled))
             freedom += max(len(added) - 1, 0)
@@ -260,35 +260,38 @@ class EngineCheck:
         measured = f"p = {p:.2g} (χ² {statistic:.0f} of {len(cells)} cells, {self._draws} draws)"
         return Line(name, measured, limit, PASS if p >= LOWEST_P else FAIL, "" if p >= LOWEST_P else remedy)
 
-    def _sampled_once(self, prefix: np.ndarray, seed: int) -> tuple[list[Sampled], list[str]]:
-        """Half of the draws, of one token each, and the reasons of refused replies."""
-        engine = self.engine
-        first = engine.try_draw(self._draw(2, seed, 1, prefix), self._version)
-        together = 1 if first[1] and "of 2 choices" in first[1][0] else TOGETHER
-        together = dialects.most_choices(engine.api) or together
-        starts = range(0, self._draws // 2, together)
+    def _requests(self, draw: Draw) -> list[Draw]:
+        """The draw as requests that the server answers with all choices."""
+        together = self.engine.most_choices or TOGETHER
+        return [
+            draw._replace(count=min(together, draw.count - start), seed=draw.seed + start)
+            for start in range(0, draw.count, together)
+        ]
+
+    def _tried(self, draw: Draw) -> tuple[list[Sampled], list[str]]:
+        """Completions of a draw, and the reasons of refused replies; a request that is refused as a whole has many."""
         with ThreadPoolExecutor(8) as threads:
             calls = [
-                threads.submit(engine.try_draw, self._draw(together, seed + 100 + start, 1, prefix), self._version)
-                for start in starts
+                (request.count, threads.submit(self.engine.try_draw, request, self._version))
+                for request in self._requests(draw)
             ]
-            results = [call.result() for call in calls]
-        # A request that is refused as a whole counts as many draws.
-        wrong = [why for sampled, whys in results for why in whys * (together if not sampled else 1)]
-        return [each for sampled, _ in results for each in sampled], wrong
+            results = [(count, *call.result()) for count, call in calls]
+        wrong = [why for count, sampled, reasons in results for why in reasons * (1 if sampled else count)]
+        return [each for _, sampled, _ in results for each in sampled], wrong
 
     def _ends(self, name: str) -> Line:
         """A further end token, the most frequent first token, must end completions."""
         limit = "completions end only there, or at the limit"
-        draw = self._draw(TOGETHER if dialects.most_choices(self.engine.api) is None else 1, 31)
-        sampled, wrong = self.engine.try_draw(draw, self._version)
+        draw = self._draw(TOGETHER, 31)
+        sampled, wrong = self._tried(draw)
         if wrong:
             return Line(name, wrong[0], limit, FAIL, "make the server's end tokens those of the config's model")
         measured = f"{sum(not each.truncated for each in sampled)} of {len(sampled)} ended"
         if self.engine.api in ("recjax", "llamacpp"):
             return Line(name, f"{measured}; the server has fixed end tokens", limit, PASS)
         token = Counter(each.tokens[0].item() for each in sampled).most_common(1)[0][0]
-        choices = self.engine.choices(draw._replace(stop_ids=[*draw.stop_ids, token]))
+        requests = self._requests(draw._replace(stop_ids=[*draw.stop_ids, token]))
+        choices = [choice for request in requests for choice in self.engine.choices(request)]
         tokens = [choice.get("token_ids") or [] for choice in choices]
         after = sum(token in ids[:-1] for ids in tokens)
         measured += f"; {sum(token in ids for ids in tokens)} with another end token, {after} went on after it"
@@ -309,7 +312,7 @@ class EngineCheck:
         back, _ = self._differences(self._sample(opened.params), opened.params)
         measured = f"after the push {here.max():.2g} from its weights and {before.max():.2g} from the former; "
         measured += f"back {back.max():.2g}; replies of version {labels} (pushed {self._version - 1}); {seconds:.1f} s"
-        passes = self._fits(here) and self._fits(back) and before.mean() > here.mean()
+        passes = self._fits(here) and self._fits(back) and bool(before.mean() > here.mean())
         remedy = f"the server answers with other weights than it acknowledged; {dialects.REMEDIES[self.engine.api]}"
         return self._judged(name, measured, passes and labels == {self._version - 1}, remedy)
 

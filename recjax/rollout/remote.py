@@ -44,6 +44,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     Attributes:
         server: the connection.
+        most_choices: largest number of completions that a request may ask for; None: any.
         version: policy version of the weights that the server has acknowledged; None: nothing was pushed.
         left_out, missing: see `sample_groups`.
     """
@@ -66,7 +67,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self._template = config.model.chat_template_kwargs
         self._adapter = None
         self._gives_ids = True
-        self._most_choices = dialects.most_choices(self.api)
+        self.most_choices = dialects.most_choices(self.api)
         self._has_unlabeled = False
         self.version = None
         self.left_out = Counter()
@@ -206,7 +207,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """
         prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
         # Each request has its own thread, so that completions one by one are requested at the same time too.
-        size = min(self._most_choices or group_size, group_size)
+        size = min(self.most_choices or group_size, group_size)
         starts = [(prefix, start) for prefix in prefixes for start in range(0, group_size, size)]
         drawn = self._in_parallel(
             (self.draw, self._draw_of(prefix, min(size, group_size - start), seed + number * size), version)
@@ -238,7 +239,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         retries = self._retries
         tries = 0
         while (missing := draw.count - len(completions)) > 0:
-            count = min(missing, self._most_choices or missing)
+            count = min(missing, self.most_choices or missing)
             seed = (draw.seed + tries * _RESEED + len(completions)) % 2**31
             sampled, wrong = self.try_draw(draw._replace(count=count, seed=seed), version)
             completions += sampled
@@ -286,7 +287,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             return choices_of(dialects.reply_with_choices(self.api, reply), draw.count, self.server.url)
         except MissingChoicesError as error:
             # A server that gives only some of n completions gives those that end last, which are the longest.
-            self._most_choices = 1
+            self.most_choices = 1
             self.server.warn("choices", f"a reply has {error}, so recjax requests completions one by one")
             raise
 
@@ -412,7 +413,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         retries = self._retries
         size = self._rollout.group_size
         while len(completions) < size and retries >= 0:
-            count = min(size - len(completions), self._most_choices or size)
+            count = min(size - len(completions), self.most_choices or size)
             try:
                 reply = self._reply(self._body(problem, count, seed + requested))
                 choices = choices_of(reply, count, self.server.url)
@@ -423,7 +424,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 if isinstance(error, MissingChoicesError) and count > 1:
                     # Some servers always send a single choice; a request for each completion is no retry.
                     retries += 1
-                    self._most_choices = 1
+                    self.most_choices = 1
             completions += [
                 self._text_completion(problem, reply, choice, source)
                 for choice, why in zip(choices, wrong, strict=False)
