@@ -29,11 +29,11 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Reads the flags, checks the server and prints a line for each check."""
     keep_compiled_programs()
-    lines = check(FLAGS.config, FLAGS.url, argv[1:], FLAGS.push, FLAGS.draws)
+    lines = check_server(FLAGS.config, FLAGS.url, argv[1:], FLAGS.push, FLAGS.draws)
     sys.exit(any(line.verdict == FAIL for line in lines))
 
 
-def check(path: str, url: str, arguments: list[str], pushes: bool = True, draws: int = 2000) -> list[Line]:
+def check_server(path: str, url: str, arguments: list[str], pushes: bool = True, draws: int = 2000) -> list[Line]:
     """Checks a server, prints a line for each check and returns the lines.
 
     Args:

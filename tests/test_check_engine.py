@@ -167,7 +167,7 @@ def test_recjax_serve_is_an_exact_engine(tmp_path, monkeypatch, capsys):
     options = {"policy": policy, "params": init_params(policy.decoder.config, jax.random.key(5))}
     for sampling in ([], ["rollout.temperature=0.7", "rollout.top_k=5"]):
         with listening(None, guarded=Guarded((key,)), pushed=pushed_reader(tmp_path, policy), **options) as (port, _):
-            lines = check_engine.check(path, f"http://127.0.0.1:{port}", [*settings, *sampling], draws=400)
+            lines = check_engine.check_server(path, f"http://127.0.0.1:{port}", [*settings, *sampling], draws=400)
         assert [line.what for line in lines if line.verdict == FAIL] == [], capsys.readouterr().out
         assert [line.what for line in lines if line.verdict == NOTE] == ["throughput"]
         assert "exact engine" in capsys.readouterr().out and not (tmp_path / "run" / "pushed" / "check").exists()

@@ -74,9 +74,16 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
         adapter: adapter of the model that samples; None: the model itself.
         has_route: True if the server has vLLM's route for tokens.
     """
-    if api == "sglang":
-        return "/generate", _sglang_request(draw, adapter)
     values = explicit_values(api, draw.sampling, draw.stop_ids)
+    if api == "sglang":
+        # A list, as SGLang gives the n completions of one prompt the same seed. It reads seeds only with
+        # --enable-deterministic-inference.
+        del values["min_tokens"]
+        values |= {"n": 1, "min_new_tokens": 0, "max_new_tokens": draw.limit}
+        rows = [values | {"sampling_seed": draw.seed + place} for place in range(draw.count)]
+        body = {"input_ids": [draw.prefix] * draw.count, "sampling_params": rows}
+        body |= {"return_logprob": True, "lora_path": adapter}
+        return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
     if api == "llamacpp":
         more = {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
         more |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"], "top_k": draw.sampling.top_k}
@@ -86,17 +93,6 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
     if has_route:
         return GENERATE, named | {"token_ids": draw.prefix, "sampling_params": values}
     return "completions", named | values | {"prompt": draw.prefix, "return_token_ids": True}
-
-
-def _sglang_request(draw: Draw, adapter: str | None) -> dict[str, Any]:
-    values = draw.sampling._asdict() | PENALTIES | {"top_k": draw.sampling.top_k or -1}
-    values |= {"min_new_tokens": 0, "ignore_eos": False, "max_new_tokens": draw.limit, "stop_token_ids": draw.stop_ids}
-    # A list, as SGLang gives the n completions of one prompt the same seed. It reads seeds only with
-    # --enable-deterministic-inference.
-    rows = [values | {"n": 1, "sampling_seed": draw.seed + place} for place in range(draw.count)]
-    body = {"input_ids": [draw.prefix] * draw.count, "sampling_params": rows}
-    body |= {"return_logprob": True, "lora_path": adapter}
-    return body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
 
 
 def reply_with_choices(api: str, reply: Any) -> dict[str, Any]:

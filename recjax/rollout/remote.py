@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from recjax.config import Config
@@ -21,7 +20,15 @@ from recjax.rollout import dialects
 from recjax.rollout.collecting import problem_groups, sampled_completion
 from recjax.rollout.dialects import Draw
 from recjax.rollout.requests import Sampled
-from recjax.rollout.server import Address, MissingChoicesError, Server, UnusableError, choices_of, error_of, read_keys
+from recjax.rollout.server import (
+    Address,
+    MissingChoicesError,
+    RemoteServer,
+    UnusableError,
+    error_of,
+    read_keys,
+    whole_choices,
+)
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -58,7 +65,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         Raises:
             ValueError: the server does not answer, or lacks the model.
         """
-        self.server = Server(address)
+        self.server = RemoteServer(address)
         self._retries = address.retries
         self._policy = policy
         self._rollout = config.rollout
@@ -209,11 +216,23 @@ class RemoteEngine(contextlib.AbstractContextManager):
         # Each request has its own thread, so that completions one by one are requested at the same time too.
         size = min(self.most_choices or group_size, group_size)
         starts = [(prefix, start) for prefix in prefixes for start in range(0, group_size, size)]
-        drawn = self._in_parallel(
-            (self.draw, self._draw_of(prefix, min(size, group_size - start), seed + number * size), version)
+        stops = np.atleast_1d(self._policy.stop_ids).tolist()
+        constant = {
+            "limit": self._rollout.max_completion_tokens,
+            "stop_ids": stops,
+            "sampling": self._rollout.sampling(),
+        }
+        draws = [
+            Draw(prefix.tolist(), min(size, group_size - start), seed + number * size, **constant)
             for number, (prefix, start) in enumerate(starts)
-        )
-        self._check_weights()
+        ]
+        drawn = self._in_parallel((self.draw, draw, version) for draw in draws)
+        if self._has_unlabeled:
+            # Only this run pushes: its weights after the replies were also the weights of the replies.
+            self._has_unlabeled = False
+            label = self.server.read(self.server.sent("GET", "/weight_info")).get("weight_version")
+            if (held := self._version_of(label)) != self.version:
+                raise LostWeightsError(f"{self.server.named}: the server has weights of version {held}")
         sampled = iter([each for draw in drawn for each in draw])
         completions = [
             [
@@ -223,11 +242,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
             for prefix in prefixes
         ]
         return problem_groups(name, prompts.problems, completions)
-
-    def _draw_of(self, prefix: np.ndarray, count: int, seed: int) -> Draw:
-        stops = np.atleast_1d(self._policy.stop_ids).tolist()
-        rollout = self._rollout
-        return Draw(prefix.tolist(), count, seed, rollout.max_completion_tokens, stops, rollout.sampling())
 
     def draw(self, draw: Draw, version: int) -> list[Sampled]:
         """Samples the completions of a draw, and samples others in place of unusable ones.
@@ -282,23 +296,20 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """
         has_route = self.api != "sglang" and self.api != "llamacpp" and self.takes_tokens
         path, body = dialects.token_request(self.api, draw, self.server.model, self._adapter, has_route)
-        reply = self._read_tokens(self.server.sent("POST", path, body))
+        reply = self.server.sent("POST", path, body)
+        if reply.status_code == 404 and self._adapter:
+            raise LostWeightsError(f"{self.server.named}: the server does not have adapter {self._adapter}")
+        if self.api == "sglang" and self._adapter and reply.status_code == 400 and "lora" in reply.text.lower():
+            raise LostWeightsError(f"{self.server.named}: {error_of(reply)[0]}")
+        is_list = reply.is_success and reply.text.lstrip().startswith("[")
+        parsed = reply.json() if is_list else self.server.read(reply)
         try:
-            return choices_of(dialects.reply_with_choices(self.api, reply), draw.count, self.server.url)
+            return whole_choices(dialects.reply_with_choices(self.api, parsed), draw.count, self.server.url)
         except MissingChoicesError as error:
             # A server that gives only some of n completions gives those that end last, which are the longest.
             self.most_choices = 1
             self.server.warn("choices", f"a reply has {error}, so recjax requests completions one by one")
             raise
-
-    def _read_tokens(self, reply: httpx.Response) -> Any:
-        if reply.status_code == 404 and self._adapter:
-            raise LostWeightsError(f"{self.server.named}: the server does not have adapter {self._adapter}")
-        if self.api == "sglang" and self._adapter and reply.status_code == 400 and "lora" in reply.text.lower():
-            raise LostWeightsError(f"{self.server.named}: {error_of(reply)[0]}")
-        if reply.is_success and reply.text.lstrip().startswith("["):
-            return reply.json()
-        return self.server.read(reply)
 
     def _sampled(self, choice: dict[str, Any], draw: Draw, version: int) -> Sampled:
         """The completion in a choice, up to its first token that ends completions of the draw.
@@ -371,17 +382,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
             )
         return int(version)
 
-    def _check_weights(self) -> None:
-        """Checks which weights the server has now, if its replies do not say it.
-
-        Only this run pushes, so equal weights after the replies were the weights of the replies.
-        """
-        if self._has_unlabeled:
-            self._has_unlabeled = False
-            label = self.server.read(self.server.sent("GET", "/weight_info")).get("weight_version")
-            if (held := self._version_of(label)) != self.version:
-                raise LostWeightsError(f"{self.server.named}: the server has weights of version {held}")
-
     def _are_known(self, tokens: Iterable[Any]) -> bool:
         return all(type(token) is int and 0 <= token < self._policy.vocabulary for token in tokens)
 
@@ -416,7 +416,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             count = min(size - len(completions), self.most_choices or size)
             try:
                 reply = self._reply(self._body(problem, count, seed + requested))
-                choices = choices_of(reply, count, self.server.url)
+                choices = whole_choices(reply, count, self.server.url)
                 wrong = [_wrong_with(choice) for choice in choices]
             except UnusableError as error:
                 choices = []

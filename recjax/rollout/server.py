@@ -46,7 +46,7 @@ class MissingChoicesError(UnusableError):
     """A reply does not have each of the requested choices once."""
 
 
-class Server:
+class RemoteServer:
     """A server with OpenAI's API.
 
     Attributes:
@@ -166,7 +166,7 @@ class Server:
         return name, owners[name]
 
 
-def choices_of(reply: dict[str, Any], count: int, url: str) -> list[dict[str, Any]]:
+def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str, Any]]:
     """The choices of a reply, in the order of their indices.
 
     Args:
