@@ -57,7 +57,7 @@ class Unigrams:
         if self.fault == "top_k of its own":
             weights = np.where(weights >= np.sort(weights)[-4], weights, 0)
         if self.fault == "a penalty of its own":
-            weights = weights * np.where(weights == weights.max(), 0.6, 1)
+            weights = weights * np.where(weights == weights.max(), 0.4, 1)
         reported = logprobs
         if self.fault == "log-probs of the plain softmax":
             reported = self.served["logits"] - np.log(np.exp(self.served["logits"]).sum())
@@ -101,7 +101,7 @@ def checked(config, tmp_path, monkeypatch):
             server.label = label if fault == "an older label" and version > 1 else server.label
 
         monkeypatch.setattr(engine_checks, "score", scores)
-        monkeypatch.setattr(EngineSampler, "_push", push)
+        monkeypatch.setattr(EngineSampler, "push", push)
         with fake(server.answer, owner="vllm", posts=(dialects.GENERATE,)) as url:
             limits = "rollout.engine.retries=1", f"output={tmp_path}", "rollout.max_completion_tokens=6"
             of_run = load_config(path, [f"rollout.engine.url={url}", "model.dtype=float32", *limits, *settings])
@@ -152,7 +152,9 @@ def test_each_wrong_server_fails_by_name(checked, fault):
 
 def test_log_probs_that_nobody_vouches_for_fail(checked):
     lines = checked(None, COLD[:1])
-    assert lines["sampling"].verdict == FAIL and "--logprobs-mode processed_logprobs" in lines["sampling"].measured
+    for name in ("log-probs", "sampling"):
+        assert lines[name].verdict == FAIL and "--logprobs-mode processed_logprobs" in lines[name].measured
+    assert lines["weights"].verdict == PASS
 
 
 @pytest.mark.slow

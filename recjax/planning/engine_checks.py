@@ -63,11 +63,13 @@ class Line(NamedTuple):
 
 def check_config(config: Config) -> Config:
     """The config of a check: a small batch from the server, whether or not it takes weights."""
-    engine = config.rollout.engine.model_copy(update={"concurrency": max(LOADS)})
+    engine = config.rollout.engine
     sizes = {"prompts_per_step": PROMPTS, "group_size": GROUP}
     # A folder of its own, as the run's folder may be in use.
     folder = Path(engine.folder or Path(config.output) / "pushed") / "check"
-    sizes["engine"] = engine.model_copy(update={"folder": str(folder)})
+    # Few retries, as a check that fails says why.
+    limits = {"folder": str(folder), "concurrency": max(LOADS), "retries": min(engine.retries, 2)}
+    sizes["engine"] = engine.model_copy(update=limits)
     sizes["max_completion_tokens"] = min(config.rollout.max_completion_tokens, MOST_TOKENS)
     changes = {"rollout": config.rollout.model_copy(update=sizes), "regime": RegimeConfig(offline=True)}
     # The whole model is pushed, also where a run would push adapters.
@@ -148,16 +150,19 @@ class EngineCheck:
             return Line(name, "takes none", limit, FAIL if self._needs_weights else NOTE, remedy)
         if not self._pushes:
             return Line(name, "not pushed (--nopush)", limit, NOTE, _LATER)
-        self._sample(self._opened.params)
+        self._version = 1
+        self._sampler.push(self._opened.params, self._version)
         return Line(name, f"pushed in {self._seconds:.1f} s", limit, PASS)
+
+    @property
+    def _seconds(self) -> float:
+        return self._sampler.counts["engine/push_seconds"]
 
     def _sample(self, params: dict, is_new: bool = True) -> list[Group]:
         """The groups of a batch, from these weights if the server takes weights."""
         self._version += is_new
         self._sampler.takes_weights = self._pushes
-        groups = self._sampler.sample(self._prompts, params, self._version, self._version)
-        self._seconds = self._sampler.counts["engine/push_seconds"]
-        return groups
+        return self._sampler.sample(self._prompts, params, self._version, self._version)
 
     def _logprobs(self, name: str) -> Line:
         groups = self._sample(self._opened.params, is_new=False)

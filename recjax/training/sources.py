@@ -311,7 +311,7 @@ class EngineSampler:
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
                 if self.takes_weights and engine.version != version:
-                    self._push(weights, version)
+                    self.push(weights, version)
                 names = {"name": f"{number:06d}", "source": "policy", "version": version}
                 return engine.sample_tokens(prompts, group_size, seed, **names)
             except LostWeightsError as error:
@@ -323,7 +323,12 @@ class EngineSampler:
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
 
-    def _push(self, weights: dict, version: int) -> None:
+    def push(self, weights: dict, version: int) -> None:
+        """Writes the weights to a folder and gives them to the server.
+
+        Raises:
+            ValueError: the server does not take them.
+        """
         began = time.monotonic()
         config = self._run.config
         decoder = self._run.policy.decoder.config
