@@ -38,7 +38,7 @@ MOST_TOKENS = 32  # of a completion
 TOGETHER = 16  # completions of a request for first tokens
 LOWEST_P = 1e-4  # a right server fails the test of its first tokens once in 10,000 times
 LEAST_EXPECTED = 5  # draws of a token, below which it is counted with other rare tokens
-CONTEXT = 8  # tokens before the first tokens; a server runs them for each draw
+CONTEXT = 8  # tokens of the repeated text before first tokens; a server runs them for each draw
 LOADS = (1, 8, 64)  # requests at the same time
 # Largest and mean difference of log-probs in nats, by compute dtype; bfloat16 rounds logits near 16 by up to 0.06.
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.02)}
@@ -241,12 +241,13 @@ class EngineCheck:
 
     def _first_tokens(self, name: str) -> Line:
         """A χ² test: the frequencies of first tokens against the log-probs that the server reports for them."""
-        prefix = self._prefixes[0][-CONTEXT:]
+        prefix = self._prefixes[0]
         cells: list[tuple[float, float]] = []
         freedom = 0
         wrong = Counter()
-        # After a repeated prompt the likely tokens are in the context, which penalties of repetition change.
-        for number, context in enumerate((prefix, np.tile(prefix, 3)[:-1])):
+        # Many tokens follow a single one, which shows cuts. After repeated text the likely tokens are in the context,
+        # which shows penalties.
+        for number, context in enumerate((prefix[:1], np.tile(prefix[-CONTEXT:], 3)[:-1])):
             sampled, refused = self._tried(self._draw(self._draws // 2, 10_000 * (number + 1), 1, context))
             wrong.update(refused)
             cells += (added := cells_of(sampled))
@@ -318,7 +319,10 @@ class EngineCheck:
         measured = f"after the push {here.max():.2g} from its weights and {before.max():.2g} from the former; "
         measured += f"back {back.max():.2g}; replies of version {labels} (pushed {self._version - 1}); {seconds:.1f} s"
         passes = self._fits(here) and self._fits(back) and bool(before.mean() > here.mean())
-        remedy = f"the server answers with other weights than it acknowledged; {dialects.REMEDIES[self.engine.api]}"
+        remedy = (
+            "the server answers with other weights than it acknowledged, as vLLM's CPU build does for models with tied"
+        )
+        remedy += f" embeddings; use another build or version; {dialects.REMEDIES[self.engine.api]}"
         return self._judged(name, measured, passes and labels == {self._version - 1}, remedy)
 
     def _throughput(self, name: str) -> Line:
