@@ -29,7 +29,7 @@ RELEASES = {
     "sglang": [("/server_info", "version"), ("/get_server_info", "version")],
     "llamacpp": [("/props", "build_info")],
 }
-_LLAMACPP_DEFAULTS = {"mirostat": 0, "dynatemp_range": 0.0, "repeat_penalty": 1.0, "post_sampling_probs": False}
+_LLAMACPP_VALUES = {"mirostat": 0, "dynatemp_range": 0.0, "repeat_penalty": 1.0, "post_sampling_probs": False}
 
 
 class Draw(NamedTuple):
@@ -63,6 +63,7 @@ def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[s
         return values
     # Older versions of vLLM and SGLang have no 0 for all tokens.
     values |= {"top_k": sampling.top_k or -1, "stop_token_ids": stop_ids}
+    values |= _LLAMACPP_VALUES if api == "llamacpp" else {}
     return values | {"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True}
 
 
@@ -86,8 +87,8 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
         return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
     if api == "llamacpp":
         more = {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
-        more |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"], "top_k": draw.sampling.top_k}
-        return "/completion", values | _LLAMACPP_DEFAULTS | more
+        more |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
+        return "/completion", values | more
     values |= {"n": draw.count, "seed": draw.seed, "max_tokens": draw.limit, "logprobs": 0}
     named = {"model": adapter or model}
     if has_route:
@@ -152,7 +153,7 @@ def weight_labels(choice: dict[str, Any], count: int) -> list[str | None] | None
         return None if label is None else [label] * count
     labels = []
     for span in spans:
-        if span["start"] != len(labels) or span["end"] <= span["start"]:
+        if span["start"] != len(labels) or not span["start"] < span["end"] <= count:
             raise ValueError
         labels += [span["version"]] * (span["end"] - span["start"])
     return labels

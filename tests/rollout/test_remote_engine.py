@@ -293,9 +293,10 @@ def test_replies_of_other_software_are_read_in_their_own_form(config, api):
     for asked in values if api == "sglang" else [values]:
         assert asked.get("max_tokens", asked.get("max_new_tokens", asked.get("n_predict"))) == 3
         neutral = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
-        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": 0 if api == "llamacpp" else -1}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": -1}
         assert asked.items() >= neutral.items(), "a server's own defaults would change the distribution"
         assert asked["stop_token_ids"] == list(policy.stop_ids)
+        assert api != "llamacpp" or asked["repeat_penalty"] == 1.0 and asked["mirostat"] == 0
     seeds = [call["sampling_params"] for _, call in calls] if api == "sglang" else []
     assert all([one["sampling_seed"] - group[0]["sampling_seed"] for one in group] == [0, 1] for group in seeds[:1])
     assert len({group[0]["sampling_seed"] for group in seeds}) == len(seeds)
