@@ -11,6 +11,7 @@ status is 0 only if training on the server's samples is exact within the limits,
 
 import shutil
 import sys
+from pathlib import Path
 
 import jax
 from absl import flags
@@ -33,7 +34,9 @@ def main(argv: list[str]) -> None:
     sys.exit(any(line.verdict == FAIL for line in lines))
 
 
-def check_server(path: str, url: str, arguments: list[str], pushes: bool = True, draws: int = 2000) -> list[Line]:
+def check_server(
+    path: str | Path, url: str, arguments: list[str], pushes: bool = True, draws: int = 2000
+) -> list[Line]:
     """Checks a server, prints a line for each check and returns the lines.
 
     Args:
@@ -51,9 +54,10 @@ def check_server(path: str, url: str, arguments: list[str], pushes: bool = True,
         opened = open_policy(checkpoint, config)
         lines = []
         print("what | measured | limit | verdict | remedy")
-        for line in EngineCheck(config, opened, not run.regime.offline, pushes, draws).lines():
+        needs_weights = not (run.regime.offline or run.model.lora)  # a run may push adapters alone
+        for line in EngineCheck(config, opened, needs_weights, pushes, draws).lines():
             # Line by line, as a check may take seconds, and wide cells read badly in a table.
-            print(" | ".join(filter(None, line)), flush=True)
+            print(" | ".join(line), flush=True)
             lines.append(line)
     shutil.rmtree(config.rollout.engine.folder, ignore_errors=True)
     print(f"{url} is {'no' if any(line.verdict == FAIL for line in lines) else 'an'} exact engine of {path}")

@@ -83,7 +83,7 @@ class EngineCheck:
     Args:
         config: see `check_config`.
         opened: the policy and the weights that the server should have.
-        needs_weights: True for a run that pushes weights.
+        needs_weights: True for a run that pushes whole weights.
         pushes: True to push weights; the server then keeps those of `opened`.
         draws: number of first tokens for the test of the sampling distribution.
     """
@@ -147,7 +147,9 @@ class EngineCheck:
         if not self.engine.takes_folders:
             self._pushes = False
             remedy = f"{dialects.REMEDIES.get(self.engine.api, 'use another server')}; or set regime.offline=true"
-            return Line(name, "takes none", limit, FAIL if self._needs_weights else NOTE, remedy)
+            return Line(
+                name, "takes none; adapters are not checked", limit, FAIL if self._needs_weights else NOTE, remedy
+            )
         if not self._pushes:
             return Line(name, "not pushed (--nopush)", limit, NOTE, _LATER)
         self._version = 1
