@@ -16,7 +16,7 @@ from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.training.sources import EngineSampler
 from recjax.training.trained import OpenedPolicy
-from tests.serving.some_server import listening
+from tests.serving.some_server import LIMITS, listening
 from tests.test_remote_experience import config, fake, policy_of
 from tests.training.tiny_run import TINY
 
@@ -167,6 +167,7 @@ def test_recjax_serve_is_an_exact_engine(tmp_path, monkeypatch, capsys):
     policy = policy_of(load_config(path, settings))
     policy = policy._replace(decoder=Decoder(policy.decoder.config))
     options = {"policy": policy, "params": init_params(policy.decoder.config, jax.random.key(5))}
+    options["limits"] = LIMITS._replace(slots=16, queue=256)  # as by default
     for sampling in ([], ["rollout.temperature=0.7", "rollout.top_k=5"]):
         with listening(None, guarded=Guarded((key,)), pushed=pushed_reader(tmp_path, policy), **options) as (port, _):
             lines = check_engine.check_server(path, f"http://127.0.0.1:{port}", [*settings, *sampling], draws=400)

@@ -45,7 +45,8 @@ def fake(answer, owner="", posts=()):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             if owner and self.path != "/v1/models":
-                self.reply(*((405, None) if self.path in posts else answer(self.path, None)))
+                takes_posts = self.path in (*posts, dialects.GENERATE)  # vLLM has the route where it refuses requests
+                self.reply(*((405, None) if takes_posts else answer(self.path, None)))
             else:
                 self.reply(200, {"data": [{"id": "sums", "owned_by": owner}]})
 
