@@ -1,4 +1,4 @@
-"""Checks if a run can be trained on the samples of another server (`rollout.engine`), in about half a minute.
+"""Checks if a run can be trained on the samples of another server (`rollout.engine`).
 
     python -m recjax.check_engine --url URL --config FILE [checkpoint=…] [key=value …]
 
