@@ -38,7 +38,8 @@ from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades
-from recjax.rollout.remote import Address, RemoteEngine, read_keys
+from recjax.rollout.remote import RemoteEngine
+from recjax.rollout.server import Address, read_keys
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
@@ -118,14 +119,14 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
-        name = _name(config, f"{engine.model} of a server", 0)
+        name = _name(config, f"{engine.server.model} of a server", 0)
         count = config.rollout.prompts_per_step
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
                 prompts = batch_prompts(train, config, count, number)
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
+                names = {"name": f"{name}/{number:06d}", "source": source or engine.server.model}
                 groups = engine.sample_groups(prompts.problems, seed, **names)
                 groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
                 records = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))

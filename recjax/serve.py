@@ -28,8 +28,8 @@ from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import put_params
-from recjax.rollout.remote import KEY_VARIABLE, read_keys
 from recjax.rollout.requests import Weights
+from recjax.rollout.server import KEY_VARIABLE, read_keys
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import make_mesh
 from recjax.training.trained import for_sampling, open_checkpoint, open_policy

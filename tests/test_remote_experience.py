@@ -13,8 +13,8 @@ from recjax.experience.group import sets_to_lists
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
-from recjax.rollout import remote
-from recjax.rollout.remote import Address, read_keys
+from recjax.rollout import dialects, remote, server
+from recjax.rollout.server import Address, read_keys
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.training.prepare import characters
@@ -39,19 +39,21 @@ def policy_of(config):
 def fake(answer, owner="", posts=()):
     """A server that answers what `answer` makes of a path and a body: a status, and an object or None for no body.
 
-    It lists one model with its owner. A path in `posts` takes no GET.
+    It lists one model with its owner. A path in `posts` takes no GET, and no empty object.
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             if owner and self.path != "/v1/models":
-                self.reply(*((405, None) if self.path in posts else answer(self.path, None)))
+                takes_posts = self.path in (*posts, dialects.GENERATE)  # vLLM has the route where it refuses requests
+                self.reply(*((405, None) if takes_posts else answer(self.path, None)))
             else:
                 self.reply(200, {"data": [{"id": "sums", "owned_by": owner}]})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.reply(*answer(self.path, body))
+            is_probe = body == {} and self.path == dialects.GENERATE
+            self.reply(*((400 if self.path in posts else 403, None) if is_probe else answer(self.path, body)))
 
         def reply(self, status, said):
             content = b"" if said is None else json.dumps(said).encode()
@@ -63,17 +65,17 @@ def fake(answer, owner="", posts=()):
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        yield f"http://127.0.0.1:{listener.server_port}/v1"
     finally:
-        server.shutdown()
-        server.server_close()
+        listener.shutdown()
+        listener.server_close()
 
 
 def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     asked = []
 
     def answer(path, body):
@@ -93,7 +95,8 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     assert len(rows) == 18 and {row.source for row in rows} == {"sums"} and len({row.group_id for row in rows}) == 9
     assert all(row.completion == row.answer and row.reward > 0 and row.completion_tokens is None for row in rows)
     assert all(one.completion.rows for one in tokenized([row.record for row in rows], policy_of(config)))
-    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in asked)
+    plain = [body for body in asked if "return_token_ids" not in body]
+    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in plain)
     cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"min_p": 0.2})})
     with fake(answer) as url:
         assert generate_remotely(cut, tmp_path / "cut", 1, Address(url, "sums", concurrency=2), None) == 1
@@ -101,12 +104,12 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
 
 
 def test_answers_are_in_the_store_when_the_server_fails_later(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     asked = []
 
     def answer(path, body):
         asked.append(body)
-        text = {"index": 0, "text": "7", "finish_reason": "stop", "logprobs": None}
+        text = {"text": "7", "finish_reason": "stop", "logprobs": None}
         return (200, {"choices": [text] * 2}) if len(asked) <= 3 else (500, {"error": {"message": "broken"}})
 
     with fake(answer) as url, pytest.raises(ValueError, match="status 500: broken"):
@@ -282,7 +285,7 @@ def test_a_server_gets_the_variables_of_each_chats_template(config):
 
 
 def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
 
     def error(url, **changes):
         with pytest.raises(ValueError) as raised:

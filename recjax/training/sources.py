@@ -217,13 +217,16 @@ class EngineSampler:
     """Samples batches on a server, which gets new weights before a batch; a context.
 
     Attributes:
-        counts: the pushes and the server's unusable replies, as metrics.
+        engine: the connection to the server.
+        takes_weights: True if the server gets the weights of each batch.
+        counts: the pushes, the seconds of the last one, and the server's unusable replies, as metrics.
     """
 
     def __init__(self, sampler: BatchSampler):
         """Connects to no server yet."""
         self._sampler = sampler
         self._pushes = 0
+        self._push_seconds = 0.0
 
     def __enter__(self) -> "EngineSampler":
         """Connects to the server. Its first batch gets the weights again, also after a resume.
@@ -232,10 +235,10 @@ class EngineSampler:
             ValueError: the server does not answer, or takes no weights although the sampler's weights change.
         """
         config = self._sampler.config
-        self._engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
+        self.engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
         takes_adapters = engine.api == "vllm" and config.model.lora is not None and config.model.path is not None
-        self._takes_weights = engine.takes_folders or takes_adapters
-        if not (self._takes_weights or config.regime.offline):
+        self.takes_weights = engine.takes_folders or takes_adapters
+        if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
             raise ValueError(
@@ -247,12 +250,16 @@ class EngineSampler:
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests."""
-        self._engine.__exit__(*exception)
+        self.engine.__exit__(*exception)
 
     @property
     def counts(self) -> dict[str, float]:
-        """The pushes and the server's unusable replies, as metrics."""
-        return {"engine/pushes": self._pushes, "engine/unusable": self._engine.left_out.total()}
+        """The pushes, the seconds of the last one, and the server's unusable replies, as metrics."""
+        return {
+            "engine/pushes": self._pushes,
+            "engine/push_seconds": self._push_seconds,
+            "engine/unusable": self.engine.left_out.total(),
+        }
 
     def sample(self, prompts: Prompts, params: dict, version: int, number: int) -> list[Group]:
         """The groups of a batch, without grades; see `BatchSampler.sample`.
@@ -262,12 +269,12 @@ class EngineSampler:
         """
         config = self._sampler.config
         count, group_size = config.own_counts
-        engine = self._engine
+        engine = self.engine
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
-                if self._takes_weights and engine.version != version:
-                    self._push(params, version)
+                if self.takes_weights and engine.version != version:
+                    self.push(params, version)
                 names = {"name": f"{number:06d}", "source": "policy", "version": version}
                 return engine.sample_tokens(prompts, group_size, seed, **names)
             except LostWeightsError as error:
@@ -279,15 +286,23 @@ class EngineSampler:
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
 
-    def _push(self, params: dict, version: int) -> None:
+    def push(self, params: dict, version: int) -> None:
+        """Writes the weights to a folder and gives them to the server.
+
+        Raises:
+            ValueError: the server does not take them.
+        """
+        began = time.monotonic()
         config = self._sampler.config
         decoder = self._sampler.policy.decoder.config
+        # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
+        dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
         shared_folder = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
         folder = shared_folder / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-        is_adapter = config.model.lora is not None and self._engine.api != "recjax" and path is not None
+        is_adapter = config.model.lora is not None and self.engine.api != "recjax" and path is not None
         if is_adapter:
             with whole_folder(folder) as partial:
                 write_adapters(partial, decoder, params, str(model_folder(path)))
@@ -297,9 +312,10 @@ class EngineSampler:
             with tempfile.TemporaryDirectory() as base:
                 if path is None:
                     write_base(Path(base), decoder, self._sampler.policy.tokenizer, self._sampler.policy.stop_ids)
-                export_model(folder, decoder, params, model_folder(path) if path else Path(base))
-        self._engine.push(folder, version, is_adapter)
+                export_model(folder, decoder, params, model_folder(path) if path else Path(base), dtype)
+        self.engine.push(folder, version, is_adapter)
         self._pushes += 1
+        self._push_seconds = time.monotonic() - began
         for older in shared_folder.iterdir():  # the server has acknowledged the newest
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)

@@ -19,8 +19,9 @@ from recjax.config.experience import EngineConfig
 from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
 from recjax.models.decoder import Decoder, init_params
-from recjax.rollout import remote
-from recjax.rollout.remote import Address, LostWeightsError, RemoteEngine
+from recjax.rollout import dialects, server
+from recjax.rollout.remote import LostWeightsError, RemoteEngine
+from recjax.rollout.server import Address
 from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.tasks.loading import load_task
@@ -105,7 +106,7 @@ def test_an_unusable_reply_is_requested_again_and_never_trained_on(config, name)
 
 @pytest.mark.parametrize("fault", ["500", "slow", "refused", "not json"])
 def test_a_failing_server_is_tried_again_within_a_bound(config, monkeypatch, fault):
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     policy, gate = policy_of(config), threading.Event()
 
     def answer(path, body):
@@ -115,7 +116,7 @@ def test_a_failing_server_is_tried_again_within_a_bound(config, monkeypatch, fau
 
     with fake(answer) as url, engine_of(url, config, policy, seconds=0.1) as engine:
         if fault == "refused":
-            engine._place, engine._client = "http://127.0.0.1:9", remote.httpx.Client(base_url="http://127.0.0.1:9/v1/")
+            engine.server._client = server.httpx.Client(base_url="http://127.0.0.1:9/v1/")
         with pytest.raises(ValueError) as error:
             engine.sample_tokens(prompts_of(config, policy), 2, 0, name="1", source="policy", version=4)
         gate.set()
@@ -134,7 +135,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
 
     names = {"name": "1", "source": "policy", "version": 5}
     with fake(answer) as url, engine_of(url, config, policy) as engine:
-        engine.api = "recjax"
+        engine.server.api = "recjax"
         engine.push(Path("/somewhere"), 5, False)
         assert engine.version == 5 and len(engine.sample_tokens(prompts_of(config, policy), 2, 0, **names)) > 0
         tags.append("another-5")
@@ -143,7 +144,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
         status[0] = 400
         with pytest.raises(ValueError, match="did not take new weights.*why.*--push_root"):
             engine.push(Path("/somewhere"), 6, False)
-        assert engine.version == 5
+        assert engine.version is None, "no reply may pass for one of the earlier weights"
 
 
 @pytest.mark.slow
@@ -225,7 +226,7 @@ def scripted_engine(api, config, policy, replies, calls, has_tokens=False):
         reply = replies.get(path, lambda body: (404, {"detail": "Not Found"}))
         return reply(body) if callable(reply) else (200, reply)
 
-    return fake(answer, owner=api, posts=(remote._GENERATE,) if has_tokens else ())
+    return fake(answer, owner=api, posts=(dialects.GENERATE,) if has_tokens else ())
 
 
 def vllm_choice(tokens, logprobs, index=0, reason="stop"):
@@ -259,11 +260,11 @@ def llamacpp_reply(tokens, logprobs, reason="eos"):
 RIGHT, BROKEN = [-1.0, -2.0, -3.0], [-1.0, -9999.0, -3.0]
 FORMS = {  # software: a path, a reply with two completions from tokens and log-probs, and a reply without ids
     "vllm": (
-        remote._GENERATE,
+        dialects.GENERATE,
         lambda *values: {"request_id": "1", "choices": [vllm_choice(*values, place) for place in range(2)]},
-        {"request_id": "1", "choices": [{"index": 0, "logprobs": None, "finish_reason": "stop", "token_ids": None}]},
+        {"request_id": "1", "choices": [vllm_choice([], [], place) for place in range(2)]},
     ),
-    "sglang": ("/generate", lambda *values: [sglang_reply(*values)] * 2, [{"text": "7", "meta_info": {}}]),
+    "sglang": ("/generate", lambda *values: [sglang_reply(*values)] * 2, [{"text": "7", "meta_info": {}}] * 2),
     "llamacpp": ("/completion", llamacpp_reply, {"content": "7", "stop_type": "eos"}),
 }
 
@@ -287,15 +288,25 @@ def test_replies_of_other_software_are_read_in_their_own_form(config, api):
     for one in group.completions:
         assert one.rows[0].tokens.tolist() == tokens and one.rows[0].behavior_logprobs.tolist() == RIGHT
     prefix, body = prompts.tokens[0][prompts.mask[0]].tolist(), calls[0][1]
-    asked = body.get("sampling_params", body)
-    assert body.get("token_ids", body.get("input_ids", body.get("prompt"))) == prefix
-    assert asked.get("max_tokens", asked.get("max_new_tokens", asked.get("n_predict"))) == 3
-    assert asked["temperature"] == 1.0 and asked["top_p"] == 1.0
-    assert api == "llamacpp" or asked["stop_token_ids"] == list(policy.stop_ids)
+    values = body.get("sampling_params", body)
+    assert body.get("token_ids", body.get("input_ids", body.get("prompt"))) in (prefix, [prefix] * 2)
+    for asked in values if api == "sglang" else [values]:
+        assert asked.get("max_tokens", asked.get("max_new_tokens", asked.get("n_predict"))) == 3
+        neutral = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": -1}
+        assert asked.items() >= neutral.items(), "a server's own defaults would change the distribution"
+        assert asked["stop_token_ids"] == list(policy.stop_ids)
+        assert api != "llamacpp" or asked["repeat_penalty"] == 1.0 and asked["mirostat"] == 0
+    seeds = [call["sampling_params"] for _, call in calls] if api == "sglang" else []
+    assert all([one["sampling_seed"] - group[0]["sampling_seed"] for one in group] == [0, 1] for group in seeds[:1])
+    assert len({group[0]["sampling_seed"] for group in seeds}) == len(seeds)
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, api):
+PAUSES = ("/pause?mode=wait", "/resume")
+
+
+@pytest.mark.parametrize(("api", "pauses"), [("vllm", False), ("vllm", True), ("sglang", False)])
+def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, api, pauses):
     policy, calls, tags = policy_of(config), [], ["default"]
     tokens = choice_of(policy)["token_ids"]
     (path, form, _), prompts = FORMS[api], prompts_of(config, policy)
@@ -311,10 +322,12 @@ def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, ap
         "/collective_rpc": {"results": [None]},
         "/reset_prefix_cache?reset_running_requests=true": lambda body: (200, None),
         "/update_weight_version": took,
-        "/update_weights_from_disk": took,
+        "/update_weights_from_disk": lambda body: (405, None) if body is None else took(body),
         "/weight_info": lambda body: (200, {"weight_version": tags[-1]}),
         path: sampled,
     }
+    if pauses:
+        replies |= {path: lambda body: (405 if body is None else 200, None) for path in ("/pause", *PAUSES)}
     names = {"name": "1", "source": "policy", "version": 5}
     with scripted_engine(api, config, policy, replies, calls, has_tokens=api == "vllm") as url:
         with engine_of(url, config, policy) as engine:
@@ -327,7 +340,10 @@ def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, ap
     bodies = dict(reversed(calls))
     if api == "vllm":
         assert bodies["/collective_rpc"] == {"method": "reload_weights", "kwargs": {"weights_path": "/there/5"}}
-        assert [called for called, _ in calls[:3]] == [*replies][:3]
+        steps = ["/update_weight_version", *[*replies][:3]]
+        steps = [PAUSES[0], *steps, PAUSES[1]] if pauses else steps
+        assert [called for called, _ in calls[: len(steps)]] == steps
+        assert bodies["/update_weight_version"]["new_version"].endswith("-5-loading")
     else:
         assert bodies["/update_weights_from_disk"]["model_path"] == "/there/5"
 
@@ -340,6 +356,7 @@ def test_sglang_and_vllm_name_the_adapter_in_each_request(config):
         calls, done = [], "Success: LoRA adapter 'a' added successfully." if api == "vllm" else {"success": True}
         replies = {f"{prefix}/{name}_lora_adapter": done for name in ("load", "unload")}
         replies |= {path: form(tokens, RIGHT), "/weight_info": lambda body: (404, {"detail": "Not Found"})}
+        replies["/update_weights_from_disk"] = lambda body: (405, None)
         with scripted_engine(api, config, policy, replies, calls, has_tokens=api == "vllm") as url:
             with engine_of(url, config, policy) as engine:
                 assert engine.takes_folders == (api == "sglang")
@@ -369,7 +386,7 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
             EngineSampler(batches).__enter__()
         offline = config.model_copy(update={"regime": RegimeConfig(offline=True)})
         with EngineSampler(batches._replace(config=offline)) as sampler:
-            assert sampler.counts == {"engine/pushes": 0, "engine/unusable": 0}
+            assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 
 @pytest.fixture

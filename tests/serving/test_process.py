@@ -18,7 +18,7 @@ from recjax.config import load_config
 from recjax.experience.sources import with_logprobs
 from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
-from recjax.rollout.remote import Address
+from recjax.rollout.server import Address
 from recjax.training.trained import open_checkpoint
 from tests import commands
 from tests.batch_shapes import shape_of

@@ -1,0 +1,72 @@
+"""Checks if a run can be trained on the samples of another server (`rollout.engine`).
+
+    python -m recjax.check_engine --url URL --config FILE [checkpoint=…] [key=value …]
+
+The config is that of the run: model, task and sampling. The command knows recjax.serve, vLLM, SGLang and llama.cpp. It
+compares the server's log-probs with recjax's own, tests if tokens follow the distribution that the server reports, and
+checks the number of choices, seeds, end tokens, a push of weights and throughput. It pushes the weights of the config's
+initial model, or of `checkpoint`, a run's folder or checkpoint; --nopush leaves the server's weights alone. The exit
+status is 0 only if training on the server's samples is exact within the limits, and 1 otherwise.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from recjax.cache import keep_compiled_programs
+from recjax.config import load_config
+from recjax.console import command, start
+from recjax.planning.engine_checks import FAIL, EngineCheck, Line, check_config
+from recjax.training.mesh import make_mesh
+from recjax.training.trained import open_policy
+
+FLAGS = flags.FLAGS
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Reads the flags, checks the server and prints a line for each check."""
+    keep_compiled_programs()
+    lines = check_server(FLAGS.config, FLAGS.url, argv[1:], FLAGS.push, FLAGS.draws)
+    sys.exit(any(line.verdict == FAIL for line in lines))
+
+
+def check_server(
+    path: str | Path, url: str, arguments: list[str], pushes: bool = True, draws: int = 2000
+) -> list[Line]:
+    """Checks a server, prints a line for each check and returns the lines.
+
+    Args:
+        path: YAML file of a run.
+        arguments: overrides of the config, and `checkpoint=…`.
+        pushes, draws: see `EngineCheck`.
+    Raises:
+        ValueError: the config is invalid, or the server does not answer.
+    """
+    checkpoint = next((text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")), None)
+    overrides = [text for text in arguments if not text.startswith("checkpoint=")]
+    run = load_config(path, [*overrides, f"rollout.engine.url={url}"])
+    config = check_config(run)
+    with jax.set_mesh(make_mesh(config.mesh)):
+        opened = open_policy(checkpoint, config)
+        lines = []
+        print("what | measured | limit | verdict | remedy")
+        needs_weights = not (run.regime.offline or run.model.lora)  # a run may push adapters alone
+        for line in EngineCheck(config, opened, needs_weights, pushes, draws).lines():
+            # Line by line, as a check may take seconds, and wide cells read badly in a table.
+            print(" | ".join(line), flush=True)
+            lines.append(line)
+    shutil.rmtree(config.rollout.engine.folder, ignore_errors=True)
+    print(f"{url} is {'no' if any(line.verdict == FAIL for line in lines) else 'an'} exact engine of {path}")
+    return lines
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("url", None, "URL of the server.", required=True)
+    flags.DEFINE_string("config", None, "YAML file of the training run.", required=True)
+    flags.DEFINE_bool("push", True, "Push weights; the server then keeps those of the config or checkpoint.")
+    flags.DEFINE_integer("draws", 2000, "First tokens that test the sampling distribution.", lower_bound=100)
+    start(main)
