@@ -35,13 +35,13 @@ from recjax.models.decoder import Decoder
 from recjax.rollout import collecting, decoding
 from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.tasks.prompts import batch_prompts
-from recjax.training import kept_samples, learner, loop
+from recjax.training import kept_samples, learner, log, loop, start
 from recjax.training.evaluation import Evaluation
 from recjax.training.metrics import MetricsWriter
-from recjax.training.run import Run
+from recjax.training.prepare import Setup
+from recjax.training.sampling import BatchSampler
 from recjax.training.sources import source_of
-from recjax.training.update import Learned, TrainState
+from recjax.training.update import TokenResults, TrainState
 
 CONFIG = """
 output: unset
@@ -65,6 +65,8 @@ TIMED = {
         "take": "queue",
         "pad": "pad",
         "wait_for_due_grades": "record",
+    },
+    log: {
         "batch_metrics": "metrics",
         "task_metrics": "metrics",
         "queue_metrics": "metrics",
@@ -175,17 +177,18 @@ class Given:
         return self._grades
 
 
-def sample(run: Run, weights: dict, version: int, number: int, **_: Any) -> tuple:
+def sample(sampler: BatchSampler, params: dict, version: int, number: int, **_: Any) -> tuple:
     """The groups of a batch, from the engine, with rewards of 0 and 1."""
-    count, group_size = run.own
+    config = sampler.config
+    count, group_size = config.own_counts
     rows = count * group_size
     generator = np.random.default_rng(number)
     keys = generator.integers(0, 2**31, (rows, 2)).astype(np.uint32)
-    prompts = batch_prompts(run.train, run.config, count, number)
-    longest = run.config.rollout.max_completion_tokens
+    prompts = sampler.batch_prompts(number)
+    longest = config.rollout.max_completion_tokens
     names = {"name": f"{number:06d}", "source": "policy", "version": version}
-    sampling = run.config.rollout.sampling()
-    groups = collecting.sample_groups(run.policy, weights, prompts, keys, group_size, longest, sampling, **names)
+    sampling = config.rollout.sampling()
+    groups = collecting.sample_groups(sampler.policy, params, prompts, keys, group_size, longest, sampling, **names)
     right = generator.random(rows) < 0.5
     return groups, Given([Grade(float(value), {"accuracy": float(value)}, bool(value)) for value in right])
 
@@ -204,20 +207,22 @@ class Idle(learner.Learner):
         """A policy of one number."""
         return policy, {"step": np.zeros(1, np.float32)}
 
-    def begin(self, run: Run, params: dict) -> tuple[Run, TrainState]:
+    def begin(self, setup: Setup, params: dict) -> TrainState:
         """A state without an optimizer."""
-        return run._replace(frozen={}), TrainState(params, ())
+        self._setup = setup
+        return TrainState(params, ())
 
-    def sampler_params(self, run: Run, state: Any, copy: bool = False) -> dict:
+    def behavior_params(self, state: Any, copy: bool = False) -> dict:
         """The number."""
         return state.trained.params
 
-    def layout(self, run: Run, batch: Any, rows: Any, doublings: int | None) -> Layout:
+    def layout(self, batch: Any, rows: Any, doublings: int | None) -> Layout:
         """The layout of a compiled update."""
-        algorithm = run.config.algorithm.build()
-        return learner.choose_layout(run.config, algorithm, run.policy.decoder, batch, rows, doublings)
+        config = self._setup.config
+        algorithm = config.algorithm.build()
+        return learner.choose_layout(config, algorithm, self._setup.policy.decoder, batch, rows, doublings)
 
-    def update(self, run: Run, trained: TrainState, batch: Any, layout: Layout, step: int, *_: Any) -> tuple:
+    def update(self, trained: TrainState, batch: Any, layout: Layout, step: int, *_: Any) -> tuple:
         """The same state, and numbers."""
         self._clock.end_step()
         if len(self._clock.steps) == WARM_UPS:  # as commands do after their first steps
@@ -225,9 +230,9 @@ class Idle(learner.Learner):
             gc.freeze()
         numbers = dict.fromkeys(("loss", "gradient_norm", "update_norm", "learning_rate"), 1.0)
         zeros = np.zeros(batch.completions.shape, np.float32)
-        return trained, numbers, Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
+        return trained, numbers, TokenResults(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
 
-    def evaluate(self, run: Run, state: Any) -> Evaluation:
+    def evaluate(self, state: Any) -> Evaluation:
         """One empty answer."""
         graded = {"reward": 0.0, "accurate": False, "truncated": False}
         sample = {"problem": 0, "prompt": "", "question": "", "answer": "", "completion": "", **graded}
@@ -264,7 +269,7 @@ def measure(rows: int, repeats: int) -> list[dict[str, np.ndarray]]:
             f"training.checkpoint_every={WARM_UPS + repeats}",
         ]
         sources = functools.partial(source_of, sample=sample)
-        loop.train(load_config(path, overrides), sources=sources, learner=Idle(clock))
+        start.train(load_config(path, overrides), sources=sources, learner=Idle(clock))
     return clock.steps[WARM_UPS:]
 
 

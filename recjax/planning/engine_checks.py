@@ -25,7 +25,8 @@ from recjax.rollout.requests import Sampled
 from recjax.rollout.server import UnusableError
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
-from recjax.training.run import Run
+from recjax.training.metrics import PhaseSeconds
+from recjax.training.sampling import BatchSampler
 from recjax.training.sources import EngineSampler
 from recjax.training.trained import OpenedPolicy
 
@@ -96,7 +97,7 @@ class EngineCheck:
         self._draws = draws
         self._version = 0
         self._dtype = jnp.dtype(opened.policy.decoder.dtype).name
-        self._sampler = EngineSampler(Run(config, opened.policy, None, None, None, None))
+        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, PhaseSeconds()))
 
     def lines(self) -> Iterator[Line]:
         """The results of all checks, in order.
@@ -187,8 +188,7 @@ class EngineCheck:
         rows = [completion.rows[0] for group in groups for completion in group.completions]
         longest = max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows)
         batch = pad(groups, Shape(len(groups), len(groups[0].completions), *longest))
-        policy = self._opened.policy
-        scorer = policy._replace(decoder=unrolled_for_training(policy.decoder))
+        scorer = unrolled_for_training(self._opened.policy.decoder)
         sampling = self._config.rollout.sampling()
         scored = score(scorer, params, batch, sampling, self._config.model.logprob_chunk, Layout())
         sizes = np.abs(np.float64(scored) - batch.behavior_logprobs)[batch.completion_mask]
