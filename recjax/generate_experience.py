@@ -30,7 +30,8 @@ from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.experience.database import exists, store_name
 from recjax.experience.group import Group, with_grades
-from recjax.experience.store import Record, Store, records_of
+from recjax.experience.records import Record, records_of
+from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone

@@ -23,7 +23,8 @@ from absl import flags
 from recjax.console import command, start
 from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
-from recjax.experience.store import Change, Record, Store
+from recjax.experience.records import Record
+from recjax.experience.store import Change, Store
 from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
 

@@ -17,7 +17,8 @@ from rich.table import Column, Table
 
 from recjax.console import command, plain_console, start
 from recjax.experience.group import is_whole, reward_spread
-from recjax.experience.store import Record, Store, groups_of
+from recjax.experience.records import Record, groups_of
+from recjax.experience.store import Store
 from recjax.plots.store import by_source, draw_store, has_logprobs, length
 
 FLAGS = flags.FLAGS

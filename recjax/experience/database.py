@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 
-from recjax.config.fields import has_password, without_password
+from recjax.passwords import has_password, without_password
 
 LOCKED_SECONDS = 60  # time that a writer waits for another writer
 _STATEMENT_SECONDS = 120  # time limit of PostgreSQL for one statement

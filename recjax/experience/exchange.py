@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.experience.group import Grade
-from recjax.experience.store import Record, Store, record_of, row_of
+from recjax.experience.records import Record, record_of, row_of
+from recjax.experience.store import Store
 from recjax.files import whole_file
 
 # metadata key of Parquet files, and its value

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from recjax.config import Config
 from recjax.experience.database import Unavailable, exists, store_name
 from recjax.experience.queue import Arrival
+from recjax.experience.records import Record
 from recjax.experience.sources import problem_with_sampling
-from recjax.experience.store import Last, Record, Store
+from recjax.experience.store import Last, Store
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy

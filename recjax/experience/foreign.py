@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record
+from recjax.experience.records import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import check_last_message, checked_messages, messages_in

@@ -18,8 +18,8 @@ import numpy as np
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import replay
 from recjax.experience.group import Grade, Group, oldest_version, with_grades
+from recjax.experience.records import groups_from_bytes, groups_to_bytes
 from recjax.experience.replay import Entry, Judge
-from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.tasks.problems import problem_key
 
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.

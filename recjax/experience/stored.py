@@ -9,8 +9,8 @@ import numpy as np
 from recjax.config import Config, TaskConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
+from recjax.experience.records import signed_hash
 from recjax.experience.sources import check_logprobs
-from recjax.experience.store import signed_hash
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.grading.reward import is_accurate

@@ -21,7 +21,8 @@ from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience.group import Completion, Grade, Group
-from recjax.experience.store import GIVEN, VERSION, Store, groups_of, signed_hash
+from recjax.experience.records import groups_of, signed_hash
+from recjax.experience.store import GIVEN, VERSION, Store
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.files import locked_file, size_and_digest, writing
 from recjax.hub.chat_rendering import turn_end

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import Row
-from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
+from recjax.experience.records import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts

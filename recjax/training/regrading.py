@@ -11,7 +11,7 @@ import numpy as np
 
 from recjax import hosts
 from recjax.experience.group import Completion, Group
-from recjax.experience.store import signed_hash
+from recjax.experience.records import signed_hash
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, content_of
 from recjax.files import read_sealed, write_sealed

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import Change, Record, Store
+from recjax.experience.records import Record
+from recjax.experience.store import Change, Store
 from recjax.models.sampling import Sampling
 
 TIME = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)

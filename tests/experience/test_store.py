@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from recjax.experience import database, store_checks
 from recjax.experience.group import Grade, Row, Turn
-from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
+from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes
+from recjax.experience.store import Change, Store
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import TIME, Columns, append, columns_of, experts, make_row, read, same, text_row
 from tests.marks import slow_except

@@ -13,8 +13,9 @@ from recjax.experience import sources, stored_groups
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Grade, Group, is_whole
 from recjax.experience.layout import score
+from recjax.experience.records import Record, groups_of
 from recjax.experience.sources import groups_at, with_initial_logprobs, with_logprobs
-from recjax.experience.store import Record, Store, groups_of
+from recjax.experience.store import Store
 from recjax.experience.stored import load_stored, with_rewards
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenized, tokenizer_name

@@ -190,7 +190,7 @@ FAULTS = {
     # --- Store.
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
-        "recjax/experience/store.py",
+        "recjax/experience/records.py",
         "_joined([row.mask for row in rows]",
         "_joined([row.mask | True for row in rows]",
         ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
