@@ -246,10 +246,8 @@ class Follower:
             rewards = self._store.new_rewards(before.reward, last)
         else:
             matter = {record.number for record in records} | self._unrewarded
-            graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
-            rewards = self._store.rewards(graded)
-            if len(rewards) != len(graded):
-                raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+            self._store.check_indexes()
+            rewards = self._store.rewards(sorted(matter))
         gone: set[int] = set()
         if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
             gone = self._left.keys() - self._store.numbers("number", list(self._left)).keys()

@@ -59,7 +59,7 @@ def from_json(text: str | None, default: Any) -> Any:
 
 
 def row_of(record: Record, number: int) -> dict[str, Any]:
-    """The columns of a completion, in order, without `checksum`; `scan_checksum` is None."""
+    """The columns of a completion, in order, without `checksum`."""
     group = record.group
     completion = record.completion
     rows = completion.rows
@@ -92,7 +92,6 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
         "top_k": sampling and int(sampling.top_k),
         "top_p": sampling and float(sampling.top_p),
         "min_p": sampling and float(sampling.min_p),
-        "scan_checksum": None,
         "truncated": bool(completion.truncated),
         "policy_version": None if completion.policy_version is None else int(completion.policy_version),
         "time": record.time.timestamp(),

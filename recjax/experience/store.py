@@ -35,21 +35,24 @@ from recjax.experience.records import Record, from_json, record_of, row_of, sign
 from recjax.experience.records import records_of as records_of  # for training/sources.py
 from recjax.experience.store_checks import check_records
 from recjax.files import locked_file
+from recjax.models.sampling import Sampling
 
-VERSION = 8
+VERSION = 9
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
 TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
 _TOGETHER = 256  # completions to read at a time
 _LONGEST_ID = 2600  # bytes of an id in an index of PostgreSQL
-_SCAN = 500  # rows of `Store.scan` at a time
+_PAGE = 500  # groups of `Store.groups` at a time
 
 
-SCANNED = (
-    *("number", "group_id", "source", "tokenizer", "prompt_key", "problem_key"),
-    *("prompt_length", "completion_length", "row_length", "largest_token", "is_plain", "has_logprobs"),
-    *("temperature", "top_k", "top_p", "min_p"),
+# Columns of a group, as `Store.groups` returns them, and of its rewards, as `Store.group_rewards` does.
+GROUP_COLUMNS = np.dtype(
+    [("first", "i8"), ("size", "i4"), ("prompt", "i8"), ("other_prompt", "i8"), ("problem", "i8")]
+    + [(name, "i4") for name in ("prompt_length", "completion_length", "row_length", "trajectories", "lack_logprobs")]
 )
-_SCANNED_REWARDS = ("number", "completion", "grader", "reward")
+REWARD_COLUMNS = np.dtype(
+    [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("time", "f8")]
+)
 
 
 def _columns(kind: Any, *names: str) -> list[sql.Column]:
@@ -71,7 +74,7 @@ _STORE = sql.Table(
     *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards", "turns"),
     *_columns(sql.LargeBinary, "checksum"),
 )
-# SQLite reads the first columns of a long row without the others, so the columns that `scan` reads are first.
+# SQLite reads the first columns of a long row without the others, so the columns that `groups` reads are first.
 COMPLETIONS = sql.Table(
     "completions",
     _TABLES,
@@ -85,7 +88,6 @@ COMPLETIONS = sql.Table(
     *_columns(sql.Double, "temperature"),
     *_columns(sql.Integer, "top_k"),
     *_columns(sql.Double, "top_p", "min_p"),
-    *_columns(sql.BigInteger, "scan_checksum"),
     *_columns(sql.Boolean, "truncated"),
     *_columns(sql.Integer, "policy_version"),
     *_columns(sql.Double, "time"),
@@ -93,7 +95,9 @@ COMPLETIONS = sql.Table(
     *_columns(TEXT, "token_versions", "turns", "row_lengths"),
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
     *_columns(sql.LargeBinary, "recorded", "checksum"),
-    sql.Index("ix_completions_group_id", "group_id", postgresql_using="hash"),  # of any length
+    # `groups` compares the keys in the index with the rows. PostgreSQL takes ids of any length only as hashes.
+    sql.Index("ix_completions_group_id", "group_id", "prompt_key", "problem_key").ddl_if(dialect="sqlite"),
+    sql.Index("ix_completions_group_hash", "group_id", postgresql_using="hash").ddl_if(dialect="postgresql"),
 )
 _COLUMNS = COMPLETIONS.c.keys()
 # The turns of a server's open sessions, which become completions when the sessions end.
@@ -114,7 +118,6 @@ REWARDS = sql.Table(
     sql.Column("completion", sql.BigInteger, nullable=False),
     sql.Column("grader", TEXT, nullable=False),
     *_columns(sql.Double, "reward"),
-    *_columns(sql.BigInteger, "scan_checksum"),
     *_columns(TEXT, "parts"),
     *_columns(sql.Boolean, "accurate"),
     *_columns(TEXT, "failure", "comment", "turns"),
@@ -419,50 +422,127 @@ class Store:
         if began.completion == began.completions:  # otherwise completions were deleted
             self._check_count(began, seen, end - start, "completions")
 
-    def scan(self) -> Iterator[dict[str, Sequence]]:
-        """Yields the columns of `SCANNED` in the order of the store, some thousand rows at a time.
+    def groups(self, last: Last, tokenizer: str, vocabulary: int) -> tuple[np.ndarray, bool]:
+        """The columns of all groups up to an extent, in order of their first completions.
 
+        The index of the groups must agree with the rows: a wrong value in one of them moves a completion to another
+        group, or another prompt.
+
+        Args:
+            tokenizer: name of a vocabulary.
+            vocabulary: number of tokens for which a policy has embeddings.
+        Returns:
+            Columns of `GROUP_COLUMNS`: number of the first completion, number of completions, smallest and largest
+            checksum of the prompt tokens, checksum of prompt and answer, most tokens of a prompt, of a completion and
+            of a row with its prompt, number of completions that are not plain, and that lack log-probs. And True if all
+            completions have tokens of the vocabulary.
         Raises:
-            ValueError: a value is damaged, or a completion is lost.
+            ValueError: the index and the rows differ, or a completion is lost.
+        """
+        index = COMPLETIONS.alias()
+        row = COMPLETIONS.alias()
+        differs = [row.c[name].is_distinct_from(index.c[name]) for name in ("group_id", "prompt_key", "problem_key")]
+        other_tokens = row.c.tokenizer.is_distinct_from(tokenizer) | (row.c.largest_token >= vocabulary)
+        lacks_tokens = (row.c.prompt_length == 0) | (row.c.completion_length == 0)
+        columns = [
+            *(sql.func.min(index.c.number), sql.func.count()),
+            *(sql.func.min(index.c.prompt_key), sql.func.max(index.c.prompt_key), sql.func.min(index.c.problem_key)),
+            *(sql.func.max(row.c[name]) for name in ("prompt_length", "completion_length", "row_length")),
+            *(sql.func.count().filter(sql.not_(row.c[name])) for name in ("is_plain", "has_logprobs")),
+            *(sql.func.count().filter(condition) for condition in (sql.or_(*differs), other_tokens | lacks_tokens)),
+        ]
+        joined = index.outerjoin(row, row.c.number == index.c.number)
+        wanted = sql.select(*columns).select_from(joined)
+        groups, (damaged, unready) = self._by_group(wanted, index, last, GROUP_COLUMNS)
+        if damaged:
+            raise self._damaged_index("completions have other groups or prompts than in the index")
+        self._check_count(last, int(groups["size"].sum()), last.completions, "completions")
+        return groups, not unready
+
+    def group_rewards(self, last: Last, grader: str = GIVEN) -> np.ndarray:
+        """The rewards of a grader by group, in the order of `groups`.
+
+        Returns:
+            Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
+            and with a reward; lowest and highest reward, and time of the last one.
+        Raises:
+            ValueError: a reward is damaged or lost.
         """
         began = self.last()
-        yield from self._scan(COMPLETIONS, SCANNED, began, began.completions)
+        index = COMPLETIONS.alias()
+        found = REWARDS.alias()  # by the index of the rewards
+        row = REWARDS.alias()
+        differs = row.c.completion.is_distinct_from(index.c.number) | row.c.grader.is_distinct_from(grader)
+        columns = (
+            *(sql.func.min(index.c.number), sql.func.count(found.c.number), sql.func.count(row.c.reward)),
+            *(sql.func.min(row.c.reward), sql.func.max(row.c.reward), sql.func.max(row.c.time)),
+            sql.func.count(found.c.number).filter(differs),
+        )
+        joined = index.outerjoin(found, (found.c.completion == index.c.number) & (found.c.grader == grader))
+        joined = joined.outerjoin(row, row.c.number == found.c.number)
+        rewards, (damaged,) = self._by_group(sql.select(*columns).select_from(joined), index, last, REWARD_COLUMNS)
+        if damaged:
+            raise self._damaged_index("rewards have other completions or graders than in the index")
+        # Not by the index, which may be damaged. Rewards that are not newer than the extent are of its completions.
+        is_in = (REWARDS.c.completion + 0 <= last.completion) | (REWARDS.c.number <= last.reward)
+        of_grader = (REWARDS.c.grader == grader) & is_in
+        counts = sql.select(sql.func.count(), sql.func.count().filter(of_grader)).where(REWARDS.c.time >= 0)
+        ((everything, graded),) = self._select(counts)
+        self._check_count(began, everything, began.rewards, "rewards")
+        self._check_count(began, int(rewards["graded"].sum()), graded, f"rewards of {grader!r}")
+        unrewarded = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.reward.is_(None))
+        for row in self._select(unrewarded):
+            self._grade(row)
+        return rewards
 
-    def scan_rewards(self, grader: str = GIVEN) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the completions that a grader has graded, in order, and its rewards, NaN for none.
-
-        Raises:
-            ValueError: a value is damaged, or a reward is lost.
-        """
-        began = self.last()
-        numbers = [np.zeros(0, np.int64)]
-        rewards = [np.zeros(0)]
-        for columns in self._scan(REWARDS, _SCANNED_REWARDS, began, began.rewards):
-            is_chosen = np.array([name == grader for name in columns["grader"]])
-            numbers.append(np.array(columns["completion"], np.int64)[is_chosen])
-            rewards.append(np.array(columns["reward"], np.float64)[is_chosen])
-        order = np.argsort(found := np.concatenate(numbers), kind="stable")
-        if len(found) != len(np.unique(found)):
-            raise ValueError(f"{self.name} is damaged: a completion has two rewards of {grader!r}; {RESTORE}")
-        return found[order], np.concatenate(rewards)[order]
-
-    def _scan(self, table: sql.Table, names: Sequence[str], began: Last, count: int) -> Iterator[dict[str, Sequence]]:
-        wanted = sql.select(*(table.c[name] for name in names), table.c.scan_checksum).order_by(table.c.number)
-        seen = 0
+    def _by_group(
+        self, wanted: sql.Select, index: sql.Alias, last: Last, columns: np.dtype
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a query by group, ordered by their first column, and the sums of its columns beyond `columns`."""
+        wanted = wanted.where(index.c.number + 0 <= last.completion)  # the index of the groups has their order
+        groups = [np.zeros(0, columns)]
+        sums = 0
         with self._trying("read"), self._engine.connect() as connection:
-            for rows in connection.execution_options(yield_per=_SCAN).execute(wanted).partitions():
-                *columns, expected = zip(*rows, strict=True)
-                columns = dict(zip(names, columns, strict=True))
+            rows = connection.execution_options(yield_per=_PAGE).execute(wanted.group_by(index.c.group_id))
+            for page in map(list, rows.partitions()):
+                size = len(columns)
                 try:
-                    bad = np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))
-                except ValueError as error:  # a text that should be a number
+                    groups.append(np.array([tuple(row[:size]) for row in page], columns))
+                except (ValueError, OverflowError) as error:  # a text that should be a number
                     raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
-                if len(bad):
-                    where = f"row {columns['number'][bad[0]]} of its table `{table.name}`"
-                    raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {RESTORE}")
-                seen += len(rows)
-                yield columns
-        self._check_count(began, seen, count, table.name)
+                sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
+        table = np.concatenate(groups)
+        return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
+
+    def in_groups(self, firsts: Sequence[int] | np.ndarray, last: Last) -> list[tuple[int, int]]:
+        """The numbers of the completions of groups up to an extent, in order, each after its group's first number."""
+        first = COMPLETIONS.alias()
+        wanted = sql.select(first.c.number, COMPLETIONS.c.number).where(COMPLETIONS.c.number <= last.completion)
+        wanted = wanted.join_from(first, COMPLETIONS, COMPLETIONS.c.group_id == first.c.group_id)
+        wanted = wanted.order_by(first.c.number, COMPLETIONS.c.number)
+        return [tuple(row) for row in self._select(wanted, first.c.number, list(map(int, firsts)))]
+
+    def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:
+        """The completions whose log-probs are of another distribution: the group's first number, and the own number."""
+        known = sql.and_(*(COMPLETIONS.c[name] == value for name, value in sampling._asdict().items()))
+        index = COMPLETIONS.alias()
+        first = sql.select(sql.func.min(index.c.number)).where(index.c.group_id == COMPLETIONS.c.group_id)
+        wanted = sql.select(first.scalar_subquery(), COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
+        wanted = wanted.where(COMPLETIONS.c.has_logprobs, sql.func.coalesce(known, sql.false()).is_(sql.false()))
+        after = 0
+        while rows := self._select(wanted.where(COMPLETIONS.c.number > after).limit(_TOGETHER)):
+            after = rows[-1][1]
+            yield from (tuple(row) for row in rows if row[1] <= last.completion)
+
+    def reward_ranges(self, grader: str = GIVEN) -> dict[str, tuple[float, float]]:
+        """The lowest and the highest reward of each source; empty if there is only one source."""
+        if len(self._select(sql.select(COMPLETIONS.c.source).distinct().limit(2))) < 2:
+            return {}
+        lowest, highest = sql.func.min(REWARDS.c.reward), sql.func.max(REWARDS.c.reward)
+        wanted = sql.select(COMPLETIONS.c.source, lowest, highest).group_by(COMPLETIONS.c.source)
+        wanted = wanted.join_from(COMPLETIONS, REWARDS, REWARDS.c.completion == COMPLETIONS.c.number)
+        wanted = wanted.where(REWARDS.c.grader == grader, REWARDS.c.reward.is_not(None))
+        return {source: (low, high) for source, low, high in self._select(wanted)}
 
     def older_than(self, time: datetime) -> list[int]:
         """The numbers of the completions with an earlier time.
@@ -602,9 +682,6 @@ class Store:
     ) -> Last:
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
         rows = [row_of(record, number) for record, number in zip(records, numbers, strict=True)]
-        sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
-        for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
-            row["scan_checksum"] = scan_checksum
         rows = [(*row.values(), _checksum(row.values())) for row in rows]
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
@@ -638,9 +715,6 @@ class Store:
             "grader": [grader] * count,
             # SQLite does not keep the sign of -0.0.
             "reward": [None if grade.reward is None else float(grade.reward) + 0.0 for grade, _ in grades.values()],
-        }
-        columns["scan_checksum"] = _scan_checksums(columns).tolist()
-        columns |= {
             "parts": [grade.reward_parts and to_json(grade.reward_parts) for grade, _ in grades.values()],
             "accurate": [None if grade.accurate is None else bool(grade.accurate) for grade, _ in grades.values()],
             "failure": [grade.failure for grade, _ in grades.values()],
@@ -689,7 +763,7 @@ class Store:
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, "reward {0.number} of completion {0.completion}")
-        _, _, _, reward, _, parts, accurate, failure, comment, turns, *_ = row
+        _, _, _, reward, parts, accurate, failure, comment, turns, *_ = row
         parts = from_json(parts, None)
         turns = tuple(from_json(turns, ()))
         return Grade(reward, parts, accurate, failure, turns), comment
@@ -749,24 +823,6 @@ def _parts(values: Sequence) -> Iterator[list]:
 
 def _last(row: Any) -> Last:
     return Last(*row[2:-1])
-
-
-def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def _scan_checksums(columns: Mapping[str, Sequence]) -> np.ndarray:
-    """Checksums of some columns, row by row, that NumPy computes fast: a sum modulo 2^64 with odd factors."""
-    total = np.zeros(len(columns["number"]), np.uint64)
-    for name, values in columns.items():
-        if name in ("group_id", "source", "tokenizer", "grader"):
-            hashes = {value: _hash(value or "") for value in dict.fromkeys(values)}
-            bits = np.fromiter(map(hashes.__getitem__, values), np.uint64, len(values))
-        else:
-            is_float = name in ("temperature", "top_k", "top_p", "min_p", "reward")  # or null, which becomes NaN
-            bits = np.array(values, np.float64 if is_float else np.int64).view(np.uint64)
-        total += bits * np.uint64(_hash(name) | 1)
-    return total.view(np.int64)
 
 
 def _checksum(values: Iterable[Any]) -> bytes:

@@ -60,11 +60,9 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         everything = load_groups(store, policy)
         if config.experience.regrade:
             everything = everything.graded(None)
-        index = everything.index
-        pending = np.isnan(index.rewards[everything.members])
-        is_whole = ~everything.any_in(pending)
-        waiting = everything.chosen(~is_whole)
-        whole = everything.chosen(is_whole)
+        pending = everything.sizes - everything.rewarded
+        waiting = everything.chosen(pending > 0)
+        whole = everything.chosen(pending == 0)
         if not len(whole):
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
@@ -76,12 +74,11 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         whole = whole.changed(of_this_run)
-        prompt, completion, row = (
-            int(lengths[whole.members].max())
-            for lengths in (index.prompt_lengths, index.completion_lengths, index.row_lengths)
-        )
+        columns = whole.table[whole.places]
+        names = ("prompt_length", "completion_length", "row_length")
+        prompt, completion, row = (int(columns[name].max()) for name in names)
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
-        if not index.is_plain[whole.members].all():
+        if columns["trajectories"].any():
             shape = Shape(shape.rows, None, row - 1, row - 1)
             if problem := config.algorithm.problem_with_trajectories():
                 raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
@@ -119,24 +116,19 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
 
 
 def _digest(groups: StoredGroups) -> str:
-    """A digest of the completions and their rewards."""
+    """A digest of the completions and their rewards, which never change: their numbers, and the times of rewards."""
     digest = hashlib.sha256(groups.store.id.encode())
-    for values in (groups.sizes, groups.index.numbers[groups.members], groups.index.rewards[groups.members]):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    for name in ("first", "size"):
+        digest.update(groups.table[name][groups.places].tobytes())
+    if groups.rewards is not None:
+        digest.update(groups.rewards[groups.places].tobytes())
     return digest.hexdigest()[:16]
 
 
 def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config) -> None:
     """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
     sizes = groups.sizes
-    index = groups.index
-    ranges = {}
-    kinds = index.kinds[groups.members]
-    rewards = index.rewards[groups.members]
-    for place, (source, *_) in enumerate(index.origins):
-        if len(given := rewards[kinds == place]):
-            low, high = ranges.get(source, (np.inf, -np.inf))
-            ranges[source] = min(low, given.min()), max(high, given.max())
+    ranges = groups.store.reward_ranges(groups.grader)
     joined = config.experience.mix and config.experience.mix.of == "group"
     alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
@@ -148,9 +140,11 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
             len(sizes),
             config.algorithm.preset,
         )
-    lowest, highest = ([bounds[place] for bounds in ranges.values()] for place in (0, 1))
+    if len(ranges) < 2:
+        return
+    lowest, highest = zip(*ranges.values(), strict=True)
     spread = max(highest) - min(lowest)
-    if len(ranges) > 1 and max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
+    if max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
         listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
         logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
 

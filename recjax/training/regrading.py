@@ -76,21 +76,24 @@ def regraded(run: Run, known: Known) -> Run:
 def _grade(run: Run, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
     groups = dataclasses.replace(run.stored.groups, changes=())  # only training needs the changes
-    is_done = np.isin(groups.index.numbers, groups.store.scan_rewards(grader)[0])
+    graded = groups.rewards_of(grader)["graded"][groups.places]
+    sizes = groups.sizes
     hosts.wait_for_all("the known grades of a store")
 
     def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
-        lacking = groups.chosen(groups.any_in(~is_done[groups.members]))
-        numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
-        for group in lacking:
+        is_lacking = graded < sizes
+        for (group, numbers), count in zip(
+            groups.chosen(is_lacking).numbered(), graded[is_lacking].tolist(), strict=True
+        ):
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(content_of(group, run.agents is not None)) or (
                 run.policy.tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )
-            for one, (number, done) in zip(group.completions, numbers, strict=False):
-                if not done:
-                    yield number, one, text, problem, thoughts_opening(one, run.policy.tokenizer)
+            done = groups.store.rewards(numbers.tolist(), grader) if count else ()
+            for completion, number in zip(group.completions, numbers.tolist(), strict=True):
+                if number not in done:
+                    yield number, completion, text, problem, thoughts_opening(completion, run.policy.tokenizer)
 
     left = rows()
     weights = agent_weights(run.config.task.reward_weights)
@@ -104,7 +107,7 @@ def _grade(run: Run, known: Known, grader: str) -> None:
             ]
             yield batch, Grades(run.grading.submit(own), len(batch))
 
-    with run.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
+    with run.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
         rewards = {}
         written = time.monotonic()
         # The workers grade a batch while the next one is read.

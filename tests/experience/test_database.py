@@ -170,9 +170,9 @@ def test_a_foreign_database_is_refused_and_stays_as_it_is(db, name, create):
 
 
 STORES = {
-    "version 9, lacks a column": (
-        ["alter table store drop column turns", "update store set version = 9"],
-        "version 9",
+    "version 10, lacks a column": (
+        ["alter table store drop column turns", "update store set version = 10"],
+        "version 10",
     ),
     "no column": (["alter table completions drop column time"], "its table `completions` has no column `time`"),
     "a trigger": (["create trigger t before update on store begin select 1; end"], "is not an experience store"),
