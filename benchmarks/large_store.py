@@ -32,9 +32,8 @@ from recjax.console import progress_bar
 from recjax.experience.batch import pad
 from recjax.experience.foreign import Columns
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.records import Record
 from recjax.experience.sources import groups_at
-from recjax.experience.store import Store
+from recjax.experience.store import Record, Store  # both from here, as other checkouts have no file of records
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy, policy_alone

@@ -372,6 +372,25 @@ class Store:
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
+    def read_groups(self, firsts: np.ndarray, last: Last, grader: str | None = GIVEN) -> list[list[Record]]:
+        """Reads the completions of groups up to an extent, in order, with the rewards of a grader.
+
+        Args:
+            firsts: numbers of the groups' first completions.
+        Raises:
+            ValueError: a completion is damaged.
+        """
+        first = COMPLETIONS.alias()
+        wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= last.completion)
+        wanted = wanted.join_from(first, COMPLETIONS, COMPLETIONS.c.group_id == first.c.group_id)
+        rows = sorted(self.contents._select(wanted, first.c.number, firsts.tolist()), key=lambda row: row[0])
+        rewards = self.rewards([row[0] for row in rows], grader) if grader else {}
+        groups: dict[str, list[Record]] = {}
+        for row in rows:
+            groups.setdefault(row[2], []).append(self.contents._record(row, rewards.get(row[0])))
+        by_first = {records[0].number: records for records in groups.values()}
+        return [by_first.get(number, []) for number in firsts.tolist()]
+
     def rewards(self, numbers: Sequence[int], grader: str = GIVEN) -> dict[int, tuple[Grade, str | None]]:
         """The rewards of a grader, each with its comment, by number of the completion.
 
@@ -513,14 +532,6 @@ class Store:
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
         return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
-
-    def in_groups(self, firsts: Sequence[int] | np.ndarray, last: Last) -> list[tuple[int, int]]:
-        """The numbers of the completions of groups up to an extent, in order, each after its group's first number."""
-        first = COMPLETIONS.alias()
-        wanted = sql.select(first.c.number, COMPLETIONS.c.number).where(COMPLETIONS.c.number <= last.completion)
-        wanted = wanted.join_from(first, COMPLETIONS, COMPLETIONS.c.group_id == first.c.group_id)
-        wanted = wanted.order_by(first.c.number, COMPLETIONS.c.number)
-        return [tuple(row) for row in self._select(wanted, first.c.number, list(map(int, firsts)))]
 
     def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:
         """The completions whose log-probs are of another distribution: the group's first number, and the own number."""

@@ -125,17 +125,15 @@ class StoredGroups(Sequence[Group]):
 
     def _read(self, places: np.ndarray) -> list[tuple[Group, np.ndarray]]:
         """Groups by their places in the table, each with the numbers of its completions."""
-        members: dict[int, list[int]] = {}
-        for first, number in self.store.contents.in_groups(self.table["first"][places], self.last):
-            members.setdefault(first, []).append(number)
-        numbers = [number for group in members.values() for number in group]
-        records = self.store.read(numbers, None if self.rewards is None else self.grader)
-        by_number = dict(zip(numbers, records, strict=True))
         groups = []
-        for place, first in zip(places.tolist(), self.table["first"][places].tolist(), strict=True):
-            of_group = [by_number[number] for number in members.get(first, ())]
-            if len(of_group) != self.table["size"][place] or len({record.group.id for record in of_group}) > 1:
-                raise ValueError(f"{self.store.contents.name}: completions of the group of number {first} are gone")
+        firsts = self.table["first"][places]
+        members = self.store.read_groups(firsts, self.last, None if self.rewards is None else self.grader)
+        for place, of_group in zip(places.tolist(), members, strict=True):
+            if len(of_group) != self.table["size"][place]:
+                first = self.table["first"][place]
+                raise ValueError(
+                    f"{self.store.contents.name}: completions of the group of number {first} are gone; {RESTORE}"
+                )
             rewarded = [record for record in of_group if _has_reward(record)]
             if self.rewards is not None and len(rewarded) < self.rewards["rewarded"][place]:
                 raise ValueError(
