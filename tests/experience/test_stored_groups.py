@@ -266,6 +266,26 @@ def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
             load_groups(tmp_path / change, POLICY)
 
 
+def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
+    append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
+    with sqlite3.connect(tmp_path / "store") as database:
+        database.execute("update completions set row_length = 1 where number = 3")
+    groups = load_groups(tmp_path / "store", POLICY)
+    assert len(groups[0].completions) == 2
+    with pytest.raises(ValueError, match="is damaged: completion 3 .* does not match its checksum"):
+        groups[1]
+
+
+def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path):
+    append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
+    groups = load_groups(tmp_path / "store", POLICY)
+    with Store(tmp_path / "store") as store:
+        store.delete([2])
+    assert len(groups[1].completions) == 2
+    with pytest.raises(ValueError, match="completions of the group of number 1 are gone"):
+        groups[0]
+
+
 def test_what_is_held_is_an_index(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
     expected = len(reference(tmp_path / "store"))
