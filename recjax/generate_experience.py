@@ -178,14 +178,14 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
     for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
         if len(group.prompt_tokens):
             text = policy.tokenizer.decode(group.prompt_tokens)  # the prompt that the server's model saw
-        for one in group.completions:
-            length = one.sampled_tokens
-            if not one.rows:
+        for completion in group.completions:
+            length = completion.sampled_tokens
+            if not completion.rows:
                 try:
-                    length = len(encode_after(policy.tokenizer, (), one.text))
+                    length = len(encode_after(policy.tokenizer, (), completion.text))
                 except ValueError:
-                    length = len(one.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered.to(problem, text, one.text, length, one.id))
+                    length = len(completion.text)  # text outside the vocabulary: counts characters
+            answered.append(Answered.to(problem, text, completion.text, length, completion.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
@@ -238,8 +238,8 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        found = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {found}")
+        problem = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {problem}")
     if run is None:
         if step is not None:
             raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")

@@ -66,13 +66,13 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
     sampling = completion.sampling
     prompt = np.asarray(group.prompt_tokens, "<i4")
     is_chat = not isinstance(group.prompt, str)
-    own = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
-    prompts = [prompt, *(tokens for tokens in own if tokens is not None)]
+    own_prompts = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
+    prompts = [prompt, *(tokens for tokens in own_prompts if tokens is not None)]
     is_single = len(rows) <= 1 and len(prompts) == 1
     tokens = [row.tokens for row in rows]
     prompt_lengths = [len(row.prompt_tokens) for row in rows]
     lengths = [*map(len, tokens)]
-    own_lengths = [None if one is None else len(one) for one in own]
+    own_lengths = [None if values is None else len(values) for values in own_prompts]
     has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
     return {
         "number": number,
@@ -85,7 +85,7 @@ def row_of(record: Record, number: int) -> dict[str, Any]:
         "prompt_length": max(prompt_lengths, default=len(prompt)),
         "completion_length": sum(lengths),
         "row_length": max(map(sum, zip(prompt_lengths, lengths, strict=True)), default=0),
-        "largest_token": max([int(np.max(one)) for one in (*prompts, *tokens) if len(one)], default=0),
+        "largest_token": max([int(np.max(values)) for values in (*prompts, *tokens) if len(values)], default=0),
         "is_plain": is_single and len(rows) == 1 and bool(rows[0].mask.all()),
         "has_logprobs": has_logprobs,
         "temperature": sampling and float(sampling.temperature),
@@ -134,7 +134,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
     size, *lengths = from_json(row["row_lengths"], plain)
     counts = len(tokens), len(mask), len(tokens if logprobs is None else logprobs), sum(length for _, length in lengths)
-    if len(set(counts)) > 1 or len(prompts) != size + sum(own or 0 for own, _ in lengths):
+    if len(set(counts)) > 1 or len(prompts) != size + sum(own_length or 0 for own_length, _ in lengths):
         lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
         raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
     recorded = recorded_from_bytes(row["recorded"], [length for _, length in lengths])
@@ -142,10 +142,10 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     rows = []
     begin = size
     start = 0
-    for (own, length), of_sampler in zip(lengths, recorded, strict=True):
+    for (own_length, length), of_sampler in zip(lengths, recorded, strict=True):
         here = slice(start, start + length)
-        end = begin + (own or 0)
-        of_row = prompt if own is None else prompts[begin:end]
+        end = begin + (own_length or 0)
+        of_row = prompt if own_length is None else prompts[begin:end]
         rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here], of_sampler))
         begin = end
         start = start + length
@@ -172,7 +172,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
 def record_to_plain(record: Record) -> dict[str, Any]:
     """Converts a completion to JSON data, without its grade; `record_from_plain` is the inverse."""
     columns = row_of(record, 0).items()
-    return {name: base64.b64encode(one).decode() if isinstance(one, bytes) else one for name, one in columns}
+    return {name: base64.b64encode(value).decode() if isinstance(value, bytes) else value for name, value in columns}
 
 
 def record_from_plain(plain: Mapping[str, Any]) -> Record:
@@ -193,9 +193,9 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
         if group is None:
             groups[record.group.id] = record.group
             continue
-        one = group.prompt_tokens
-        other = record.group.prompt_tokens
-        if len(one) and len(other) and (len(one) != len(other) or (one != other).any()):
+        prompt = group.prompt_tokens
+        other_prompt = record.group.prompt_tokens
+        if len(prompt) and len(other_prompt) and (len(prompt) != len(other_prompt) or (prompt != other_prompt).any()):
             raise ValueError(
                 f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
                 " prompts, and all completions in a group must answer the same prompt; import the rows as separate"
@@ -222,9 +222,9 @@ def records_of(groups: Iterable[Group], tokenizer: str | None, time: datetime) -
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     """Converts groups to bytes, with the columns of a store; `groups_from_bytes` is the inverse."""
     rows = []
-    for place, group in enumerate(groups):
+    for number, group in enumerate(groups):
         for record in records_of([group], "", datetime.fromtimestamp(0, UTC)):
-            rows.append(row_of(record, place) | {"grade": to_json(record.completion.grade)})
+            rows.append(row_of(record, number) | {"grade": to_json(record.completion.grade)})
     file = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
     return file.getvalue().to_pybytes() if groups else b""

@@ -333,9 +333,9 @@ class Store:
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
         with self._transaction() as (connection, last):
-            for part in _parts(numbers):
-                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(part))).rowcount
-                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(part))).rowcount
+            for some in _parts(numbers):
+                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(some))).rowcount
+                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(some))).rowcount
                 last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
             self._save(connection, last)
 
@@ -421,14 +421,14 @@ class Store:
             rows = self._select(wanted.where(COMPLETIONS.c.number > after))
             of_grader = () if others else (REWARDS.c.grader == grader,)
             of_rows = sql.select(REWARDS).where(*of_grader).order_by(REWARDS.c.number)
-            given: dict[int, dict[str, tuple[Grade, str | None]]] = {}
+            grades_by_number: dict[int, dict[str, tuple[Grade, str | None]]] = {}
             for row in self._select(of_rows, REWARDS.c.completion, [row.number for row in rows]) if grader else ():
-                given.setdefault(row.completion, {})[row.grader] = self._grade(row)
+                grades_by_number.setdefault(row.completion, {})[row.grader] = self._grade(row)
             for row in rows:
-                grades = given.get(row.number, {})
-                own = grades.pop(grader, None)
-                graded += own is not None
-                yield self._record(row, own)._replace(others=grades)
+                grades = grades_by_number.get(row.number, {})
+                grade = grades.pop(grader, None)
+                graded += grade is not None
+                yield self._record(row, grade)._replace(others=grades)
             seen += len(rows)
             if len(rows) < _TOGETHER:
                 break
@@ -489,16 +489,16 @@ class Store:
         """
         began = self.last()
         index = COMPLETIONS.alias()
-        found = REWARDS.alias()  # by the index of the rewards
+        entry = REWARDS.alias()  # by the index of the rewards
         row = REWARDS.alias()
         differs = row.c.completion.is_distinct_from(index.c.number) | row.c.grader.is_distinct_from(grader)
         columns = (
-            *(sql.func.min(index.c.number), sql.func.count(found.c.number), sql.func.count(row.c.reward)),
+            *(sql.func.min(index.c.number), sql.func.count(entry.c.number), sql.func.count(row.c.reward)),
             *(sql.func.min(row.c.reward), sql.func.max(row.c.reward), sql.func.max(row.c.time)),
-            sql.func.count(found.c.number).filter(differs),
+            sql.func.count(entry.c.number).filter(differs),
         )
-        joined = index.outerjoin(found, (found.c.completion == index.c.number) & (found.c.grader == grader))
-        joined = joined.outerjoin(row, row.c.number == found.c.number)
+        joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))
+        joined = joined.outerjoin(row, row.c.number == entry.c.number)
         rewards, (damaged,) = self._by_group(sql.select(*columns).select_from(joined), index, last, REWARD_COLUMNS)
         if damaged:
             raise self._damaged_index("rewards have other completions or graders than in the index")
@@ -563,8 +563,8 @@ class Store:
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
-        for part in _parts(numbers):
-            self.read(part, None)
+        for some in _parts(numbers):
+            self.read(some, None)
         return numbers
 
     def numbers(
@@ -586,8 +586,8 @@ class Store:
         wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
-        for value, number, own in self._select(wanted, COMPLETIONS.c[column], values, connection):
-            if own != value:
+        for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
+            if value_of_row != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
             numbers.setdefault(value, []).append(number)
         return numbers
@@ -599,8 +599,8 @@ class Store:
         """
         extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
         wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
-        rows = [self._select(one) for one in wanted]
-        return tuple(found[0].checksum.hex() if found else None for found in rows)
+        rows = [self._select(query) for query in wanted]
+        return tuple(rows_found[0].checksum.hex() if rows_found else None for rows_found in rows)
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """The given rewards after a number, each with its comment, by number of the completion.
@@ -709,8 +709,8 @@ class Store:
         for number, record in zip(numbers, records, strict=True):
             if record.completion.grade and record.completion.grade.reward is not None:
                 graders[GIVEN][number] = record.completion.grade, record.completion.metadata.get("comment")
-            for grader, given in record.others.items():
-                graders.setdefault(grader, {})[number] = given
+            for grader, grade_and_comment in record.others.items():
+                graders.setdefault(grader, {})[number] = grade_and_comment
         for grader, grades in graders.items():
             last = self._add_rewards(connection, last, grades, grader)
         return last
@@ -762,8 +762,8 @@ class Store:
             self._trying("read"),
             contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
         ):
-            parts = [wanted] if values is None else (wanted.where(column.in_(part)) for part in _parts(values))
-            return [row for part in parts for row in connection.execute(part).all()]
+            queries = [wanted] if values is None else (wanted.where(column.in_(some)) for some in _parts(values))
+            return [row for query in queries for row in connection.execute(query).all()]
 
     # --- From rows to records.
 

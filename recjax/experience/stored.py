@@ -52,7 +52,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
 
     def of_this_run(group: Group, _: np.ndarray) -> Group:
         # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
-        versions = [0 if one.policy_version == 0 else None for one in group.completions]
+        versions = [0 if completion.policy_version == 0 else None for completion in group.completions]
         completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
         return group._replace(completions=tuple(completions))
 
@@ -86,14 +86,14 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
-    left = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
-    left |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
+    skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
+    skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
     if not config.experience.regrade:
         _warn_of_little_to_compare(store, whole, config)
-    if any(left.values()):
-        counts = ", ".join(f"{count} {name}" for name, count in left.items())
+    if any(skipped.values()):
+        counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
-    return Stored(whole, shape, left, _digest(whole))
+    return Stored(whole, shape, skipped, _digest(whole))
 
 
 def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
@@ -155,16 +155,16 @@ def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: 
     Raises:
         ValueError: no training prompt has stored completions.
     """
-    asked = [
+    of_task = [
         signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
-    if not (shared := int(np.isin(asked, groups.contents(of_problems)).sum())):
+    if not (shared := int(np.isin(of_task, groups.contents(of_problems)).sum())):
         raise ValueError(
-            f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"
+            f"experience.mix.store = {store!r}: has no completions of the task's {len(of_task)} training prompts, and"
             " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"
         )
-    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(asked))
+    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(of_task))
 
 
 def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Completion:

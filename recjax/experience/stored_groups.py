@@ -142,12 +142,12 @@ class StoredGroups(Sequence[Group]):
                 )
             (group,) = groups_of(rewarded if self.are_graded else of_group)
             if self.rewards is None:
-                completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)
+                completions = tuple(completion._replace(grade=Grade(0.0)) for completion in group.completions)
                 group = group._replace(completions=completions)
-            own = np.array([record.number for record in (rewarded if self.are_graded else of_group)])
+            numbers = np.array([record.number for record in (rewarded if self.are_graded else of_group)])
             for change in self.changes:
-                group = change(group, own)
-            groups.append((group, own))
+                group = change(group, numbers)
+            groups.append((group, numbers))
         return groups
 
 
@@ -182,8 +182,8 @@ class ByPrompt:
         of_problems = self._of_problems
         ends = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
         groups = self._groups.chosen(self._order[slice(*ends)])
-        groups = [one for one in groups if content_of(one, of_problems) == content and one.seat == group.seat]
-        return [one for other in groups for one in other.completions if one.grade]
+        groups = [other for other in groups if content_of(other, of_problems) == content and other.seat == group.seat]
+        return [completion for other in groups for completion in other.completions if completion.grade]
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:

@@ -44,15 +44,16 @@ def known_problems(run: Run) -> Known:
     reward = run.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
-        own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
-        if own and group.answer is None and needs_answers(own):
+        # Grading refuses an unknown task.
+        reward_of_task = reward.of.get(task) if isinstance(reward, MixedReward) else reward
+        if reward_of_task and group.answer is None and needs_answers(reward_of_task):
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
-        if own and own.columns:
+        if reward_of_task and reward_of_task.columns:
             rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
-            check_signature(own._replace(columns=()), rows)
+            check_signature(reward_of_task._replace(columns=()), rows)
     return known
 
 
@@ -95,29 +96,31 @@ def _grade(run: Run, known: Known, grader: str) -> None:
                 if number not in done:
                     yield number, completion, text, problem, thoughts_opening(completion, run.policy.tokenizer)
 
-    left = rows()
+    ungraded = rows()
     weights = agent_weights(run.config.task.reward_weights)
     size = run.config.rollout.prompts_per_step * run.config.rollout.group_size  # one batch at a time, as in training
 
     def submitted() -> Iterator[tuple[list, Grades]]:
-        while batch := list(itertools.islice(left, size)):
-            own = [
-                Answered.to(problem, text, one.text, one.sampled_tokens, one.id, opening)
-                for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
+        while batch := list(itertools.islice(ungraded, size)):
+            answered = [
+                Answered.to(problem, text, completion.text, completion.sampled_tokens, completion.id, opening)
+                for _, completion, text, problem, opening in (batch[index] for index in hosts.share(len(batch)))
             ]
-            yield batch, Grades(run.grading.submit(own), len(batch))
+            yield batch, Grades(run.grading.submit(answered), len(batch))
 
     with run.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
         rewards = {}
         written = time.monotonic()
         # The workers grade a batch while the next one is read.
         for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
-            found = grades.result()
+            graded_batch = grades.result()
             if run.agents:
-                counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
-                found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
+                counts = [(len(completion.turns), len(completion.rows)) for _, completion, *_ in batch]
+                graded_batch = [
+                    with_counts(grade, *each, weights) for grade, each in zip(graded_batch, counts, strict=True)
+                ]
             if hosts.is_first():
-                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
+                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, graded_batch, strict=True)}
                 if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
                     groups.store.add_rewards(rewards, grader)
                     rewards = {}

@@ -317,7 +317,7 @@ FAULTS = {
     "feedback-changes-rewards": Fault(
         "a second, different reward for a completion is no error",
         "recjax/experience/feedback.py",
-        "if earlier is not None and earlier[0] != own:",
+        "if earlier is not None and earlier[0] != grade:",
         "if False:",
         ("tests/experience/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
     ),
