@@ -1,12 +1,17 @@
-"""The cost of an experience store by its size: seconds to open it, seconds a batch, and memory.
+"""The cost of an experience store by its size: seconds to write, open, import and regrade, seconds a batch, memory.
 
-    python -m benchmarks.large_store [--rows 10000,100000,1000000] [--page benchmarks/RESULTS.md]
+    python -m benchmarks.large_store [--rows 10000,200000,1000000] [--database URL] [--page benchmarks/RESULTS.md]
+    python -m benchmarks.large_store --trees OTHER,. [--turns 3]
 
 Each store is synthetic: groups of 8 rows, of 16 to 48 tokens with log-probs, written 10,000 rows at a time. A process
-of its own opens it as `python -m recjax.train` does, and takes batches of 16 groups; then another one opens it again.
-Memory is the first process's peak of resident memory, minus its memory before. Linux.
+of its own does each work: it writes the store; opens it as `python -m recjax.train` does, and takes batches of 16
+groups; opens it again; imports the same number of texts from JSON Lines into another store; grades the rows anew.
+Memory is the peak of resident memory while the first process opens the store and takes batches, minus its memory
+before. With --trees, each work runs with the package of each folder in turn, so that other load meets all of them.
+With --database, the stores are tables of PostgreSQL, whose server should have no other work. Linux.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +21,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import app, flags
 
@@ -24,40 +30,55 @@ from benchmarks.run import machine
 from recjax.config import Config, load_config
 from recjax.console import progress_bar
 from recjax.experience.batch import pad
+from recjax.experience.foreign import Columns
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.sources import groups_at
-from recjax.experience.store import Record, Store
+from recjax.experience.store import Record, Store  # both from here, as other checkouts have no file of records
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy, policy_alone
+from recjax.import_experience import import_files
+from recjax.training.mesh import make_mesh
+from recjax.training.regrading import known_problems, regraded
+from recjax.training.run import prepare
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "offline_from_file.yaml"
 PART, GROUP, BATCHES = 10_000, 8, 200
+WORKS = ("write", "open", "again", "import", "regrade")
 HEADS = {
+    "tree": "package",
     "rows": "rows",
-    "store": "store (MB)",
-    "written": "writing (s)",
-    "first": "first opening (s)",
+    "size": "store (MB)",
+    "write": "writing (s)",
+    "open": "first opening (s)",
     "again": "opening again (s)",
     "batch": "a batch (ms)",
     "memory": "memory (MB)",
+    "import": "import (s)",
+    "import_memory": "its memory (MB)",
+    "regrade": "regrading (s)",
 }
 
 
 def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
-    flags.DEFINE_list("rows", ["10000", "100000", "1000000"], "Sizes of the stores.")
+    flags.DEFINE_list("rows", ["10000", "200000", "1000000"], "Sizes of the stores.")
+    flags.DEFINE_list("trees", ["."], "Folders of checkouts whose packages do each work in turn.")
+    flags.DEFINE_list("works", list(WORKS), f"Works to measure, of {', '.join(WORKS)}; opening needs writing.")
+    flags.DEFINE_integer("turns", 1, "Number of times; the table has the fastest.")
+    flags.DEFINE_string("database", None, "URL of an empty database of PostgreSQL; default: files of SQLite.")
     flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
-    flags.DEFINE_string("opens", None, "Used by the command itself: the store that this process opens.")
+    flags.DEFINE_string("does", None, "Used by the command itself: the work of this process.")
+    flags.DEFINE_string("store", None, "Used by the command itself: the store of this process.")
 
 
-def subject(folder: str) -> tuple[Config, Policy]:
+def subject(place: str) -> tuple[Config, Policy]:
     """The config that reads the store, and its policy."""
-    config = load_config(CONFIG, [f"experience.store={folder}", "warm_start=null"])
+    config = load_config(CONFIG, [f"experience.store={place}", "warm_start=null"])
     return config, policy_alone(config, "+0123456789=")
 
 
-def make_store(path: Path, rows: int, logprobs: bool = True) -> None:
+def make_store(path: str | Path, rows: int, logprobs: bool = True) -> None:
     """Writes a store of so many rows, with log-probs or without."""
     config, policy = subject(str(path))
     name, generator = tokenizer_name(policy.tokenizer), np.random.default_rng(0)
@@ -103,53 +124,130 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def open_store(folder: str) -> dict[str, float]:
-    """Opens a store and takes batches from it: seconds to open it, seconds a batch, peak memory."""
-    config, policy = subject(folder)
+def open_store(place: str) -> dict[str, float]:
+    """Opens a store and takes batches from it."""
+    config, policy = subject(place)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM is from here on
-    before, began = memory("VmRSS"), time.perf_counter()
+    before = memory("VmRSS")
+    began, used = time.perf_counter(), time.process_time()
     stored = load_stored(config, policy)
-    opened = time.perf_counter()
+    opened, used_opening = time.perf_counter(), time.process_time()
     for batch in range(1, BATCHES + 1):
         pad(groups_at(stored.groups, config.rollout.prompts_per_step, batch, config.seed), stored.shape)
-    seconds = (time.perf_counter() - opened) / BATCHES
-    return {"open": opened - began, "batch": seconds, "memory": memory("VmHWM") - before}
+    return {
+        "open": opened - began,
+        "open_cpu": used_opening - used,
+        "batch": (time.perf_counter() - opened) / BATCHES,
+        "batch_cpu": (time.process_time() - used_opening) / BATCHES,
+        "memory": memory("VmHWM") - before,
+    }
 
 
-def measure(rows: int) -> dict[str, float]:
-    """A row of the table."""
+def import_texts(place: str, rows: int) -> dict[str, float]:
+    """Imports texts with rewards, as `python -m recjax.import_experience` does, into a store of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        made, began = Path(folder) / "store.db", time.perf_counter()
-        make_store(made, rows)
-        written = time.perf_counter() - began
-        command = [sys.executable, "-m", "benchmarks.large_store", "--opens", str(made)]
-        environment = os.environ | {"RECJAX_CACHE": str(Path(folder) / "cache")}
-        first, again = (
-            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
-            for _ in range(2)
-        )
-        size = made.stat().st_size
-    return first | {"rows": rows, "store": size, "written": written, "first": first["open"], "again": again["open"]}
+        file = Path(folder) / "texts.jsonl"
+        with file.open("w", encoding="utf-8") as lines:
+            for row in range(rows):
+                values = {
+                    "prompt": f"{row // GROUP}+1=",
+                    "completion": f"{row % 97} because it is so",
+                    "reward": row % 2,
+                }
+                lines.write(json.dumps(values) + "\n")
+        gc.disable()  # as the command does
+        began, used, before = time.perf_counter(), time.process_time(), memory("VmRSS")
+        import_files([file], place if "://" in place else Path(folder) / "imported.db", Columns())
+        return {
+            "import": time.perf_counter() - began,
+            "import_cpu": time.process_time() - used,
+            "import_memory": memory("VmHWM") - before,
+        }
+
+
+def regrade(place: str) -> dict[str, float]:
+    """Grades all rows as a run with `experience.regrade` does before its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, policy = subject(place)
+        options = [f"experience.store={place}", "warm_start=null", "experience.regrade=true", f"output={folder}"]
+        config = load_config(CONFIG, options)
+        # A run without parameters, which only training needs.
+        with jax.set_mesh(make_mesh(config.mesh)):
+            run, _ = prepare(config, lambda _, policy, __: (policy, {}))
+            began, used = time.perf_counter(), time.process_time()
+            regraded(run, known_problems(run))
+            return {"regrade": time.perf_counter() - began, "regrade_cpu": time.process_time() - used}
+
+
+def measure(rows: int, trees: list[str], turns: int, works: list[str], database: str | None) -> list[dict[str, float]]:
+    """The table's rows for a size, one for each tree."""
+    best: dict[str, dict[str, float]] = {tree: {} for tree in trees}
+    for turn in range(turns):
+        with tempfile.TemporaryDirectory() as folder:
+            for work in works:
+                for tree in trees if turn % 2 == 0 else trees[::-1]:
+                    name = f"s{trees.index(tree)}_{turn}_{rows}"
+                    if database and work in ("write", "import"):
+                        new = name if work == "write" else f"{name}_imported"
+                        subprocess.run(["createdb", f"--maintenance-db={database}", new], check=True)
+                    place = f"{database.rpartition('/')[0]}/{name}" if database else f"{folder}/{name}.db"
+                    if database and work == "import":
+                        place += "_imported"
+                    command = [sys.executable, "-P", __file__, "--does", work, "--store", place, "--rows", str(rows)]
+                    environment = {"PYTHONPATH": str(Path(tree).resolve()), "RECJAX_CACHE": f"{folder}/cache"}
+                    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | environment)
+                    for key, value in json.loads(run.stdout.splitlines()[-1]).items():
+                        best[tree][key] = min(value, best[tree].get(key, value))
+                    if work == "write" and not database:
+                        best[tree]["size"] = Path(place).stat().st_size
+                    print(f"{rows} rows, {tree}: {work}: {run.stdout.decode().splitlines()[-1]}", file=sys.stderr)
+    return [{"tree": tree, "rows": rows, **best[tree]} for tree in trees]
+
+
+def done(work: str, place: str, rows: int) -> dict[str, float]:
+    """Does a work in this process, and measures it."""
+    if work in ("open", "again"):
+        found = open_store(place)
+        return found if work == "open" else {"again": found["open"], "again_cpu": found["open_cpu"]}
+    if work == "import":
+        return import_texts(place, rows)
+    if work == "regrade":
+        return regrade(place)
+    began, used = time.perf_counter(), time.process_time()
+    make_store(place, rows)
+    return {"write": time.perf_counter() - began, "write_cpu": time.process_time() - used}
 
 
 def cells_of(found: list[dict[str, float]]) -> list[list[str]]:
-    """The table's rows, its head among them."""
-    cells = [list(HEADS.values())]
+    """The table's rows, its head among them; seconds are those of the clock, then those of the processor."""
+    heads = {key: head for key, head in HEADS.items() if any(key in row for row in found)}
+    if len({row["tree"] for row in found}) == 1:
+        del heads["tree"]
+    cells = [list(heads.values())]
     for row in found:
-        store_size, held = (f"{row[name] / 1e6:,.0f}" for name in ("store", "memory"))
-        seconds = [f"{row[name]:.1f}" for name in ("written", "first", "again")]
-        cells.append([f"{row['rows']:,}", store_size, *seconds, f"{row['batch'] * 1e3:.1f}", held])
+        scales = {key: 1e3 if "(ms)" in head else 1 for key, head in heads.items() if "s)" in head}
+        cells.append([])
+        for key in heads:
+            if key in scales:
+                seconds = [row[name] * scales[key] for name in (key, f"{key}_cpu") if name in row]
+                cells[-1].append(", ".join(f"{value:.1f}" for value in seconds))
+            elif "(MB)" in heads[key]:
+                cells[-1].append(f"{row[key] / 1e6:,.0f}" if key in row else "")
+            else:
+                cells[-1].append(f"{row[key]:,}" if key == "rows" else row[key])
     return cells
 
 
 def main(_) -> None:
     """Measures, then writes the table."""
-    if flags.FLAGS.opens:
-        print(json.dumps(open_store(flags.FLAGS.opens)))
+    rows = list(map(int, flags.FLAGS.rows))
+    if flags.FLAGS.does:
+        print(json.dumps(done(flags.FLAGS.does, flags.FLAGS.store, rows[0])))
         return
     where = machine()
-    found = [measure(int(rows)) for rows in flags.FLAGS.rows]
-    about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
+    arguments = (flags.FLAGS.trees, flags.FLAGS.turns, flags.FLAGS.works, flags.FLAGS.database)
+    found = [row for size in rows for row in measure(size, *arguments)]
+    about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}. Seconds of the clock, of the processor."
     tables.show(flags.FLAGS.page, "large store", about, cells_of(found))
 
 

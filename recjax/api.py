@@ -26,8 +26,8 @@ from recjax.config import PASSED, PYTHON, Config, EvaluationConfig, FileTask, Ro
 from recjax.config.yaml_values import read_yaml_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
+from recjax.experience.records import Record
 from recjax.experience.sources import with_logprobs
-from recjax.experience.store import Record
 from recjax.experience.tokenize import tokenized
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.placement import row_shards

@@ -30,7 +30,8 @@ from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.experience.database import exists, store_name
 from recjax.experience.group import Group, with_grades
-from recjax.experience.store import Record, Store, records_of
+from recjax.experience.records import Record, records_of
+from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
@@ -239,8 +240,8 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        given_flags = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {given_flags}")
+        problem = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {problem}")
     if run is None:
         if step is not None:
             raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")

@@ -22,7 +22,8 @@ from absl import flags
 from recjax.console import command, start
 from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
-from recjax.experience.store import Change, Record, Store
+from recjax.experience.records import Record
+from recjax.experience.store import Change, Store
 from recjax.experience.store_checks import check_records
 from recjax.host_memory import disable_collector
 from recjax.models.sampling import Sampling
@@ -55,20 +56,20 @@ def import_files(
 
         vocabulary = load_tokenizer(tokenizer)
         name = tokenizer_name(vocabulary)
-    found = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
+    imported = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
-        if all(record.tokenizer is None for record in found.records):
+        if all(record.tokenizer is None for record in imported.records):
             raise ValueError(f"--tokenizer {tokenizer!r}: has no effect, as no row has tokens; remove it")
         size = len(vocabulary)
-        for record, where in zip(found.records, found.places, strict=True):
+        for record, where in zip(imported.records, imported.places, strict=True):
             rows = [row.tokens for row in record.completion.rows]
             if any((tokens >= size).any() for tokens in (record.group.prompt_tokens, *rows)):
                 raise ValueError(f"{where}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
-        check_texts(found.records, vocabulary, found.places.__getitem__)
-    check_records(found.records, found.places.__getitem__)  # before the store is created
+        check_texts(imported.records, vocabulary, imported.places.__getitem__)
+    check_records(imported.records, imported.places.__getitem__)  # before the store is created
     with Store(place, create=True) as store:
-        store.change(_changes(found.records), are_checked=True)
-    return found
+        store.change(_changes(imported.records), are_checked=True)
+    return imported
 
 
 def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> int:
@@ -108,22 +109,22 @@ def check_texts(
 
     for number, record in enumerate(records):
         group = record.group
-        one = record.completion
-        columns = [("prompt_tokens", group.prompt_tokens), *(("tokens", row.tokens) for row in one.rows)]
+        completion = record.completion
+        columns = [("prompt_tokens", group.prompt_tokens), *(("tokens", row.tokens) for row in completion.rows)]
         for column, tokens in columns:
             if not len(tokens):
                 continue
             decoded = plain(tokenizer.decode(tokens))
             start = 0
             if column == "tokens" or isinstance(group.prompt, str):
-                parts = [one.text if column == "tokens" else group.prompt]
+                parts = [completion.text if column == "tokens" else group.prompt]
                 agrees = decoded == plain(parts[0])
             else:
                 parts = [turn["content"] for turn in group.prompt]
-                for part in map(plain, parts):
-                    found = decoded.find(part, start)
-                    start = found + len(part)
-                    if not (agrees := found >= 0):
+                for text in map(plain, parts):
+                    begin = decoded.find(text, start)
+                    start = begin + len(text)
+                    if not (agrees := begin >= 0):
                         break
             if not agrees:
                 raise ValueError(
@@ -143,23 +144,23 @@ def main(argv: list[str]) -> None:
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     exports = [read_exported(Path(file)) for file in FLAGS.input]
-    found = None
+    imported = None
     if all(exports):
         count = import_exports(exports, FLAGS.output)
         summary = "completions"
     elif any(exports):
         raise ValueError("--input: import exported files and files of other programs one after the other")
     else:
-        found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-        groups = Counter(record.group.id for record in found.records)
-        count = len(found.records)
-        pending = sum(record.completion.grade is None for record in found.records)
+        imported = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
+        groups = Counter(record.group.id for record in imported.records)
+        count = len(imported.records)
+        pending = sum(record.completion.grade is None for record in imported.records)
         summary = f"rows in {len(groups)} groups, {pending} rows pending"
     with Store(FLAGS.output) as store:
         total = store.last().completions
         in_all = f"; the store has {total} rows" if total > count else ""
         print(f"{store.name}: {count} {summary}{in_all}")
-    if found is None:
+    if imported is None:
         return
     if single := sum(size == 1 for size in groups.values()):
         logger.warning(
@@ -168,8 +169,8 @@ def main(argv: list[str]) -> None:
             single,
             len(groups),
         )
-    if found.unused:
-        print(f"unused columns: {', '.join(found.unused)}")
+    if imported.unused:
+        print(f"unused columns: {', '.join(imported.unused)}")
 
 
 if __name__ == "__main__":

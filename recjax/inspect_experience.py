@@ -17,7 +17,8 @@ from rich.table import Column, Table
 
 from recjax.console import command, plain_console, start
 from recjax.experience.group import is_whole, reward_spread
-from recjax.experience.store import Record, Store, groups_of
+from recjax.experience.records import Record, groups_of
+from recjax.experience.store import Store
 from recjax.plots.store import by_source, draw_store, has_logprobs, length
 
 FLAGS = flags.FLAGS
@@ -69,17 +70,17 @@ def print_summary(records: Sequence[Record], samples: Sequence[Record], console:
     for record in samples:
         prompt = record.group.prompt
         row = record.completion
-        asked = prompt if isinstance(prompt, str) else " / ".join(turn["content"] for turn in prompt)
+        prompt_text = prompt if isinstance(prompt, str) else " / ".join(turn["content"] for turn in prompt)
         reward = f"{row.grade.reward:g}" if row.grade else "pending"
         console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", highlight=False)
-        for text in (asked, row.text):
+        for text in (prompt_text, row.text):
             console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", highlight=False)
 
 
 def chosen_records(records: Sequence[Record], count: int, seed: int) -> list[Record]:
     """A random sample of `count` completions, or all if there are fewer, in the store's order."""
-    places = np.random.default_rng(seed).choice(len(records), min(count, len(records)), replace=False)
-    return [records[place] for place in sorted(places)]
+    indices = np.random.default_rng(seed).choice(len(records), min(count, len(records)), replace=False)
+    return [records[index] for index in sorted(indices)]
 
 
 @command

@@ -3,7 +3,7 @@
 import pytest
 
 from recjax.console import plain_console
-from recjax.experience.store import groups_of
+from recjax.experience.records import groups_of
 from recjax.inspect_experience import chosen_records, print_summary, summary
 from recjax.plots.store import by_source, draw_store
 from tests.experience.rows import append, make_row, read, text_row

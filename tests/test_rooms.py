@@ -122,6 +122,17 @@ def test_the_config_imports_algorithms_and_light_tables_alone():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_queue_needs_no_database():
+    reached, left = set(), ["recjax.experience.queue"]
+    while left:
+        reached.add(name := left.pop())
+        left += imports()[name] - reached
+    nodes = [(name, node) for name in reached for node in ast.walk(trees()[name])]
+    modules = [(name, alias.name) for name, node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [(name, node.module) for name, node in nodes if isinstance(node, ast.ImportFrom)]
+    assert [name for name, module in modules if module.split(".")[0] == "sqlalchemy"] == []
+
+
 def test_no_imports_go_in_a_circle():
     try:
         graphlib.TopologicalSorter(imports()).prepare()

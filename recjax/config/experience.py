@@ -14,12 +14,12 @@ from recjax.config.fields import (
     Int,
     Refusal,
     checked,
-    has_password,
     key,
     spelled,
     value_of,
 )
 from recjax.models.sampling import Sampling
+from recjax.passwords import has_password
 
 _ASYNC = "regime.mode = async"
 _STORE = "experience.store"

@@ -8,10 +8,11 @@ from typing import Any
 import pydantic
 
 from recjax.algorithms.options import require
-from recjax.config.fields import block_of, error_lines, takes, without_password
+from recjax.config.fields import block_of, error_lines, takes
 from recjax.config.schema import KEYS, SHORT_FORMS, Config
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
+from recjax.passwords import without_password
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -49,20 +49,10 @@ Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
-class _Described(ConfigBlock):
-    """A block whose set keys describe the model, in files and in digests; other keys are omitted."""
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_later_keys(self, dump: Callable) -> dict[str, Any]:
-        values = dump(self).items()
-        return {name: value for name, value in values if value not in (None, False) or name not in _LATER}
-
-
 _SHOWN = "warm_start.demonstrations"
-_LATER = ("characters", "run", "reference", "adapter", "merge_adapter")  # absent from the files of earlier versions
 
 
-class DecoderShape(_Described):
+class DecoderShape(ConfigBlock):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
     hidden_size: Int = key(
@@ -94,7 +84,7 @@ class LoraConfig(ConfigBlock):
     )
 
 
-class ModelConfig(_Described):
+class ModelConfig(ConfigBlock):
     """The policy: `path`, `decoder` or `run`."""
 
     path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")

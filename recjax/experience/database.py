@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 
-from recjax.config.fields import has_password, without_password
+from recjax.passwords import has_password, without_password
 
 LOCKED_SECONDS = 60  # time that a writer waits for another writer
 _STATEMENT_SECONDS = 120  # time limit of PostgreSQL for one statement
@@ -293,7 +293,7 @@ def is_unavailable(error: Exception) -> bool:
 
 def explained(error: Exception, name: str) -> str:
     """The error of a database in its own words, with the remedy."""
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+    message = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
     remedies = {
         "locked": f"another process writes for more than {LOCKED_SECONDS} seconds; end it, or try again later",
         "lock timeout": f"another process writes for more than {LOCKED_SECONDS} seconds; end it, or try again later",
@@ -308,7 +308,7 @@ def explained(error: Exception, name: str) -> str:
         "index": f"an index is damaged; run python -m recjax.inspect_experience {name} --rebuild",
     }
     other = "correct the URL, or try again" if "://" in name else f"the file is damaged; {RESTORE}"
-    return f"{said}; {next((remedy for words, remedy in remedies.items() if words in said), other)}"
+    return f"{message}; {next((remedy for words, remedy in remedies.items() if words in message), other)}"
 
 
 def lasts_of(file: Path) -> Path:

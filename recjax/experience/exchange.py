@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.experience.group import Grade
-from recjax.experience.store import Record, Store, record_of, row_of
+from recjax.experience.records import Record, record_of, row_of
+from recjax.experience.store import Store
 from recjax.files import whole_file
 
 # metadata key of Parquet files, and its value
@@ -77,13 +78,13 @@ def export_store(store: Store, path: Path) -> int:
         raise ValueError(f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
     with whole_file(path) as file:
         writer = pq.ParquetWriter(file, SCHEMA, compression="zstd") if path.suffix == ".parquet" else None
-        while part := list(map(_exported, itertools.islice(records, TOGETHER))):
-            count += len(part)
+        while rows := list(map(_exported, itertools.islice(records, TOGETHER))):
+            count += len(rows)
             if writer:
-                writer.write_table(pa.Table.from_pylist(part, SCHEMA))
-            for row in () if writer else part:
+                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+            for row in () if writer else rows:
                 recorded = row["recorded"] and base64.b64encode(row["recorded"]).decode()
-                plain = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in row.items()}
+                plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in row.items()}
                 plain |= {"time": row["time"].isoformat(), "recorded": recorded}
                 file.write(f"{json.dumps(plain, ensure_ascii=False)}\n".encode())
         if writer:
@@ -151,7 +152,7 @@ def _exported(record: Record) -> dict[str, Any]:
     """The row of a completion."""
     row = row_of(record, 0)
     grade = record.completion.grade or Grade(None)
-    others = {name: [*given, comment] for name, (given, comment) in record.others.items()}
+    others = {name: [*grade_and_failure, comment] for name, (grade_and_failure, comment) in record.others.items()}
     row |= {name: np.frombuffer(row[name], dtype) if row[name] else None for name, dtype in _LISTS.items()}
     row |= {
         "messages": row["messages"] and json.loads(row["messages"]),
@@ -190,7 +191,7 @@ def _imported(place: str, row: Mapping[str, Any]) -> Record:
         grade = None if row["reward"] is None and not parts else grade
         record = record_of({**row, **lists, "number": 0, "time": time, "messages": messages}, grade)
         others = json.loads(row["other_rewards"] or "{}")
-        others = {name: (Grade.from_json(given), comment) for name, (*given, comment) in others.items()}
+        others = {name: (Grade.from_json(values), comment) for name, (*values, comment) in others.items()}
         return record._replace(others=others)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{place}: {error}") from error

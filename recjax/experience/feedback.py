@@ -44,7 +44,7 @@ def give_rewards(
         key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
         for key in ("id", "group_id")
     }
-    numbers = sorted({number for found in known.values() for numbers in found.values() for number in numbers})
+    numbers = sorted({number for of_key in known.values() for numbers in of_key.values() for number in numbers})
     before = store.rewards(numbers)
     of_turns = known_turns(store, numbers, before)
     has_turns = any(entry.get("turn_rewards") is not None for entry in entries)
@@ -56,11 +56,11 @@ def give_rewards(
         comment = entry.get("comment")
         for name, *values in _resolved(entry, known, place(number)):
             try:
-                own = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
+                grade = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
             except ValueError as error:
                 raise ValueError(f"{place(number)}: {error}") from error
             earlier = before.get(name) or new.get(name)
-            if earlier is not None and earlier[0] != own:
+            if earlier is not None and earlier[0] != grade:
                 where = "the store" if name in before else "an earlier entry"
                 (record,) = store.read([name], None)
                 raise ValueError(
@@ -70,7 +70,7 @@ def give_rewards(
             if name in before:
                 had_it.add(name)
             else:
-                new[name] = own, None if comment is None else str(comment)
+                new[name] = grade, None if comment is None else str(comment)
     if new:
         store.add_rewards(new)
     return Given(len(new), len(had_it))
@@ -106,9 +106,9 @@ def whole_grade(
             )
         turn_rewards = tuple(map(float, turn_rewards))
         if known and turn_rewards != tuple(known):
-            given = ", ".join(f"{value:g}" for value in known)
+            listed = ", ".join(f"{value:g}" for value in known)
             raise ValueError(
-                f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {given}; remove it"
+                f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {listed}; remove it"
             )
     turn_rewards = turn_rewards or tuple(known)
     reward = sum(turn_rewards) if reward is None and turn_rewards else reward
@@ -118,7 +118,7 @@ def whole_grade(
         raise ValueError(f"reward_parts = {parts!r:.80}: takes names and finite numbers")
     if not isinstance(accurate, bool | None):
         raise ValueError(f"accurate = {accurate!r:.80}: takes true and false")
-    parts = parts and {part: float(value) for part, value in parts.items()}
+    parts = parts and {name: float(value) for name, value in parts.items()}
     return Grade(float(reward), parts, accurate, turns=turn_rewards)
 
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from recjax.config import Config
 from recjax.experience.database import Unavailable, exists, store_name
 from recjax.experience.queue import Arrival
+from recjax.experience.records import Record
 from recjax.experience.sources import problem_with_sampling
-from recjax.experience.store import Last, Record, Store
+from recjax.experience.store import Last, Store
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -88,10 +89,10 @@ class Follower:
             return dict(self._resumed)
         ranges = itertools.groupby(enumerate(sorted(self._left)), key=lambda pair: pair[1] - pair[0])
         numbers = ([number for _, number in pairs] for _, pairs in ranges)
-        left = [[part[0], part[-1]] for part in numbers]
+        ranges_left = [[numbers_of_range[0], numbers_of_range[-1]] for numbers_of_range in numbers]
         unrewarded = sorted(self._unrewarded)
         read = {"read": self._read.completion, "row": self._rows[0]}
-        return {"store": self._store.id, **read, "left": left, "unrewarded": unrewarded}
+        return {"store": self._store.id, **read, "left": ranges_left, "unrewarded": unrewarded}
 
     def poll(self, step: int, room: int) -> Arrival:
         """Takes groups that have all their rewards, the groups with the oldest weights first.
@@ -119,16 +120,16 @@ class Follower:
             if not may_wait or now - self._unavailable_since >= limit:
                 raise ValueError(f"experience.store = {self.name!r}: {error}") from error
         candidates = self._candidates()
-        candidates.sort(key=lambda one: min(self._version(each, step) or 0 for each in one[0]))
+        candidates.sort(key=lambda waiting: min(self._version(each, step) or 0 for each in waiting[0]))
         self.rewarded = len(candidates)
         arrived = []
         for chosen, over in candidates[:room]:
             self._give_up(over)
-            for one in chosen:
-                del self._left[one.record.number]
+            for waiting in chosen:
+                del self._left[waiting.record.number]
             # Completions that form a group may have other groups in the store, and other prompts.
-            versions = [self._version(one, step) for one in chosen]
-            rows = [one.record.completion for one in chosen]
+            versions = [self._version(waiting, step) for waiting in chosen]
+            rows = [waiting.record.completion for waiting in chosen]
             completions = map(as_trained, rows, itertools.repeat(self._config.task), versions)
             arrived.append(chosen[0].record.group._replace(completions=tuple(completions)))
         left_out = self._left_out
@@ -141,14 +142,14 @@ class Follower:
         Gives up all other completions without a reward at their deadline.
         """
         groups: dict[str, list[_Waiting]] = {}
-        for one in self._left.values():
-            groups.setdefault(one.key, []).append(one)
+        for waiting in self._left.values():
+            groups.setdefault(waiting.key, []).append(waiting)
         candidates = []
         waits = []
         size = self._config.rollout.group_size
         for members in groups.values():
-            rewarded = [one for one in members if one.has_reward]
-            pending = [one for one in members if not one.has_reward]
+            rewarded = [waiting for waiting in members if waiting.has_reward]
+            pending = [waiting for waiting in members if not waiting.has_reward]
             over = list(filter(self._is_over, pending))
             if rewarded and self._config.experience.group_by == "group":
                 # The completions without a reward wait with their group, and leave with it at the deadline.
@@ -156,21 +157,25 @@ class Follower:
                 over = []
             else:
                 parts = [rewarded[start : start + size] for start in range(0, len(rewarded), size)]
-                ready = [(part, []) for part in parts if len(part) == size or any(map(self._is_over, part))]
+                ready = [
+                    (members_of, [])
+                    for members_of in parts
+                    if len(members_of) == size or any(map(self._is_over, members_of))
+                ]
             candidates += ready
             self._give_up(over)
             self._left_out["groups_without_reward"] += len(over) == len(members)
-            gone = {one.record.number for part in (over, *itertools.chain(*ready)) for one in part}
-            still = [one.has_reward for one in members if one.record.number not in gone]
+            gone = {waiting.record.number for members_of in (over, *itertools.chain(*ready)) for waiting in members_of}
+            still = [waiting.has_reward for waiting in members if waiting.record.number not in gone]
             waits += [still] if still else []
         self.waiting = len(waits), sum(map(len, waits)), sum(has_reward.count(False) for has_reward in waits)
         return candidates
 
     def _give_up(self, completions: Iterable[_Waiting]) -> None:
         """Removes completions that have no reward at their deadline."""
-        for one in completions:
-            del self._left[one.record.number]
-            self._unrewarded.add(one.record.number)
+        for waiting in completions:
+            del self._left[waiting.record.number]
+            self._unrewarded.add(waiting.record.number)
             self._left_out["rows_without_reward"] += 1
 
     def _is_over(self, one: _Waiting) -> bool:
@@ -184,17 +189,17 @@ class Follower:
         return one.version if one.version is not None and one.version < step else None
 
     def _waiting(self, record: Record) -> _Waiting:
-        one = record.completion
+        completion = record.completion
         by = self._config.experience.group_by
-        value = one.metadata.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None
+        value = completion.metadata.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None
         key = record.group.id
         if by == "prompt":
-            key = f"prompt {record.group.seat} {hashlib.sha256(one.rows[0].prompt_tokens.tobytes()).hexdigest()}"
+            key = f"prompt {record.group.seat} {hashlib.sha256(completion.rows[0].prompt_tokens.tobytes()).hexdigest()}"
         elif value is not None:
             key = f"value {json.dumps(value, sort_keys=True)}"
         # Updates of another run cannot measure staleness; version 0 is assumed to be the initial policy of this run.
-        is_known = one.policy_version == 0 or one.metadata.get("run") == self._run
-        return _Waiting(record, key, one.policy_version if is_known else None)
+        is_known = completion.policy_version == 0 or completion.metadata.get("run") == self._run
+        return _Waiting(record, key, completion.policy_version if is_known else None)
 
     # --- The store.
 
@@ -205,8 +210,8 @@ class Follower:
         theirs = self._store.identities(before)
         have_deleted = last.completion > last.completions, last.reward > last.rewards
         is_lost = [
-            own is not None and (other != own if other else not deleted)
-            for own, other, deleted in zip(ours, theirs, have_deleted, strict=True)
+            ours_last is not None and (theirs_last != ours_last if theirs_last else not deleted)
+            for ours_last, theirs_last, deleted in zip(ours, theirs, have_deleted, strict=True)
         ]
         if last.completion < before.completion or last.reward < before.reward or any(is_lost):
             raise ValueError(
@@ -221,11 +226,11 @@ class Follower:
             self._store.close()
             self._store = None
         if self._store is None:
-            place = self._config.experience.store
-            if not exists(place):
+            url_or_file = self._config.experience.store
+            if not exists(url_or_file):
                 return
             # A server of databases may not have the tables yet.
-            self._store = Store(place, create="://" in place, follows=True)
+            self._store = Store(url_or_file, create="://" in url_or_file, follows=True)
         if self._resumed.get("store", "") not in ("", self._store.id):
             raise ValueError(
                 "is another store than the one that this run has followed; restore that store, or give another output"
@@ -245,14 +250,12 @@ class Follower:
             rewards = self._store.new_rewards(before.reward, last)
         else:
             matter = {record.number for record in records} | self._unrewarded
-            graded = [number for number in self._store.scan_rewards()[0].tolist() if number in matter]
-            rewards = self._store.rewards(graded)
-            if len(rewards) != len(graded):
-                raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+            self._store.check_indexes()
+            rewards = self._store.rewards(sorted(matter))
         gone: set[int] = set()
         if before and last.completion - last.completions > before.completion - before.completions:  # some were deleted
             gone = self._left.keys() - self._store.numbers("number", list(self._left)).keys()
-        self._left = {number: one for number, one in self._left.items() if number not in gone}
+        self._left = {number: waiting for number, waiting in self._left.items() if number not in gone}
         self._read = last
         self._rows = rows
         for record in records:
@@ -268,10 +271,10 @@ class Follower:
             if number in self._unrewarded:
                 self._unrewarded.remove(number)
                 self._left_out["rewards_too_late"] += 1
-            elif one := self._left.get(number):
-                completions = (one.record.completion._replace(grade=grade),)
-                group = one.record.group._replace(completions=completions)
-                self._left[number] = one._replace(record=one.record._replace(group=group))
+            elif waiting := self._left.get(number):
+                completions = (waiting.record.completion._replace(grade=grade),)
+                group = waiting.record.group._replace(completions=completions)
+                self._left[number] = waiting._replace(record=waiting.record._replace(group=group))
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""
@@ -281,17 +284,17 @@ class Follower:
             (record,) = tokenized([record], self._policy)
         except ValueError as error:
             return record, "no_tokens", str(error)
-        one = record.completion
-        place = f"row {one.id!r} of source {one.source!r}"
-        longest = max(len(row.prompt_tokens) + len(row.tokens) for row in one.rows)
+        completion = record.completion
+        name = f"row {completion.id!r} of source {completion.source!r}"
+        longest = max(len(row.prompt_tokens) + len(row.tokens) for row in completion.rows)
         if longest > rollout.max_context_tokens:
             limit = f"rollout.max_context_tokens = {rollout.max_context_tokens}; raise the limit"
-            return record, "too_long", f"{place} has {longest} tokens, more than {limit}"
+            return record, "too_long", f"{name} has {longest} tokens, more than {limit}"
         if missing == "unneeded":
             return record, None, ""
-        if any(row.behavior_logprobs is None for row in one.rows):
+        if any(row.behavior_logprobs is None for row in completion.rows):
             remedy = "set experience.missing_logprobs to 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
-            return record, why, f"{place} has no behavior log-probs; {remedy}"
-        problem = problem_with_sampling(one, rollout.sampling())
+            return record, why, f"{name} has no behavior log-probs; {remedy}"
+        problem = problem_with_sampling(completion, rollout.sampling())
         return record, problem and "other_sampling", problem or ""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record
+from recjax.experience.records import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import check_last_message, checked_messages, messages_in
@@ -91,12 +91,12 @@ def import_rows(
             raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
         named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
-        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
-            given = {field: values[column] for field, column in fields if column in values}
-            row = _Source(values, given, columns, place)
+        for values, where in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
+            by_field = {field: values[column] for field, column in fields if column in values}
+            row = _Source(values, by_field, columns, where)
             number = len(records)
             records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
-            places.append(place)
+            places.append(where)
             seen |= values
     if not records:
         raise ValueError(f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
@@ -119,9 +119,9 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
             if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
                 raise ValueError(f"--input: {file}: line 1: the column {repeated[0]!r} is given twice; remove one")
             for cells in reader:
-                place = f"--input: {file}: line {reader.line_num}"
+                where = f"--input: {file}: line {reader.line_num}"
                 if "" in cells or None in cells.values():
-                    raise ValueError(f"{place}: more or fewer cells than the {len(reader.fieldnames)} columns")
+                    raise ValueError(f"{where}: more or fewer cells than the {len(reader.fieldnames)} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
                     if (cell := row[name]) is None:
@@ -131,13 +131,13 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
                         row[name] = json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
                     except (ValueError, RecursionError) as error:
                         reason = f"is neither a number nor JSON ({error})"
-                        raise ValueError(f"{place}: {name}: {cell!r:.80} {reason}") from error
-                yield FileRow(row, place)
+                        raise ValueError(f"{where}: {name}: {cell!r:.80} {reason}") from error
+                yield FileRow(row, where)
         except csv.Error as error:
             raise ValueError(f"--input: {file}: line {reader.line_num}: {error}") from error
         except UnicodeDecodeError as error:
-            place = f"--input: {file}: after line {reader.line_num}"
-            raise ValueError(f"{place}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            where = f"--input: {file}: after line {reader.line_num}"
+            raise ValueError(f"{where}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
 class _Source(NamedTuple):
@@ -160,14 +160,14 @@ def _record(
 ) -> Record:
     prompt, messages, completion = _texts(row)
     template = {} if messages is None else template_of(FileRow(row.values, row.place))
-    asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
-    group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
+    prompt_text = prompt if messages is None else json.dumps([messages, template] if template else messages)
+    group = hashlib.sha256(prompt_text.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
     parts = row.given.get("reward_parts")
     if isinstance(parts, list) and all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in parts):
         parts = {pair["name"]: pair["value"] for pair in parts}
     row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
     # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
-    parts = {part: value for part, value in (parts or {}).items() if value is not None}
+    parts = {name: value for name, value in (parts or {}).items() if value is not None}
     truncated = row.given.get("truncated")
     reason = row.given.get("finish_reason")
     row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")
@@ -178,8 +178,8 @@ def _record(
     answer = as_text(row.given.get("answer"))
     row.require(answer or row.given.get("answer") is None, "answer", "takes text or a number")
     prompt_tokens, rows, distribution = _tokens(row, tokenizer, sampling)
-    reward = None if (found := row.given.get("reward")) is None else _number(row, "reward", found)
-    reward_parts = {part: _number(row, "reward_parts", value) for part, value in parts.items()} or None
+    reward = None if (value := row.given.get("reward")) is None else _number(row, "reward", value)
+    reward_parts = {name: _number(row, "reward_parts", value) for name, value in parts.items()} or None
     completion = Completion(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
         source=source if row.columns.source is None else _label(row, "source"),
@@ -203,10 +203,10 @@ def _texts(row: _Source) -> tuple[str | None, list | None, str]:
     if isinstance(prompt, list) and messages is None:
         column, prompt, messages = "prompt", None, prompt
     if (prompt is None) == (messages is None):
-        found = "both" if prompt is not None else f"neither; the row has {', '.join(map(repr, row.values))}"
+        given = "both" if prompt is not None else f"neither; the row has {', '.join(map(repr, row.values))}"
         names = f"{row.columns.prompt!r} and {row.columns.messages!r}"
         raise ValueError(
-            f"{row.place}: give one of {names}; found {found}. --prompt_column and --messages_column set other names"
+            f"{row.place}: give one of {names}; found {given}. --prompt_column and --messages_column set other names"
         )
     if messages is not None:
         messages = _chat(row, column, messages)
@@ -234,8 +234,8 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
     messages = checked_messages(messages, f"{row.place}: {getattr(row.columns, column)}")
     for message in messages:
         more = [repr(key) for key, value in message.items() if value and key not in ("role", "content")]
-        said = f"a message has {', '.join(more)}, which a store cannot hold; move the value into the content"
-        row.require(not more, column, said)
+        problem = f"a message has {', '.join(more)}, which a store cannot hold; move the value into the content"
+        row.require(not more, column, problem)
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -1,6 +1,7 @@
 """Sources of groups other than the policy: a store in shuffled order, and stored rows mixed into sampled groups."""
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Sequence
 
@@ -42,26 +43,21 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
                 f" 'current', or choose a preset that reads none: {', '.join(_presets_without())}"
             )
         return
-    # The index has one origin for each source and distribution, so that no completion is read to find these.
-    index = groups.index
-    members = groups.members
-    kinds = index.kinds[members]
-    has_logprobs = np.array([known for *_, known in index.origins])[kinds]
-    if missing == "error" and not has_logprobs.all():
-        member = members[np.argmin(has_logprobs)]
-        (record,) = groups.store.read(index.numbers[[member]], None)
-        name = record.completion.id
-        source = index.origins[index.kinds[member]][0]
+    lacking = groups.table["lack_logprobs"][groups.places]
+    if missing == "error" and lacking.any():
+        group = groups[np.argmax(lacking > 0)]
+        first = next(completion for completion in group.completions if _lacks_logprobs(completion))
         raise ValueError(
-            f"{(~has_logprobs).sum()} of {len(members)} rows have no behavior log-probs, the first is {name!r} of"
-            f" source {source!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
+            f"{lacking.sum()} of {groups.sizes.sum()} rows have no behavior log-probs, the first is {first.id!r} of"
+            f" source {first.source!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
             f" {', '.join(_presets_without())}, 'unneeded'"
         )
     # Another distribution is no error if each token has its recorded set, which only the completion itself shows.
-    differs = np.array([known and recorded != sampling for _, recorded, known in index.origins])[kinds]
-    for chunk in np.split(members[differs], range(_TOGETHER, differs.sum(), _TOGETHER)):
-        records = groups.store.read(index.numbers[chunk], None)
-        for record in records:
+    firsts = set(groups.table["first"][groups.places].tolist())
+    contents = groups.store.contents
+    numbers = (number for first, number in contents.sampled_otherwise(sampling, groups.last) if first in firsts)
+    while chunk := list(itertools.islice(numbers, _TOGETHER)):
+        for record in contents.read(chunk, None):
             if problem := problem_with_sampling(record.completion, sampling):
                 raise ValueError(f"{problem}, or experience.missing_logprobs to 'unneeded'")
 
@@ -147,13 +143,11 @@ def with_initial_logprobs(
     Raises:
         ValueError: the cache folder, which holds the temporary file, cannot be written.
     """
-    index = groups.index
-    lacks = ~np.array([known for *_, known in index.origins])[index.kinds]
-    lacking = groups.chosen(groups.any_in(lacks[groups.members]))
+    lacking = groups.chosen(groups.table["lack_logprobs"][groups.places] > 0)
     if not len(lacking):
         return groups
     # Where a completion's log-probs begin in the file, by its number; -1: the store has them.
-    starts = np.full(int(index.numbers.max()) + 1, -1)
+    starts = np.full(groups.last.completion + 1, -1)
     folder = cache_folder("experience")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,19 +156,17 @@ def with_initial_logprobs(
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):
-            batch = lacking[start : start + shape.prompts]
-            groups_before = list(batch)
+            groups_before, numbers = zip(*lacking[start : start + shape.prompts].numbered(), strict=True)
             groups_after = with_logprobs(groups_before, shape, policy, params, sampling, chunk)
             before = [completion for group in groups_before for completion in group.completions]
             after = [completion for group in groups_after for completion in group.completions]
-            numbers = index.numbers[batch.members].tolist()
             with writing(folder):
-                for old, new, number in zip(before, after, numbers, strict=True):
+                for old, new, number in zip(before, after, np.concatenate(numbers), strict=True):
                     if _lacks_logprobs(old):
                         starts[number] = file.tell()
                         for row in new.rows:
                             file.write(row.behavior_logprobs.astype(np.float32).tobytes())
-            bar.update(len(batch))
+            bar.update(len(groups_before))
     with writing(folder):
         file.flush()
 

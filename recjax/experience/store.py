@@ -5,9 +5,7 @@ tables only grow, so a number orders the rows of each: a reader asks for the row
 Every row has a checksum, which readers verify. docs/store_format.md describes the columns.
 """
 
-import base64
 import contextlib
-import json
 import os
 import threading
 import uuid
@@ -17,8 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import sqlalchemy as sql
 import xxhash
 from filelock import Timeout
@@ -34,28 +30,29 @@ from recjax.experience.database import (
     lasts_of,
     open_database,
 )
-from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
+from recjax.experience.group import Grade
+from recjax.experience.records import Record, from_json, record_of, row_of, signed_hash, to_json
+from recjax.experience.records import records_of as records_of  # for training/sources.py
 from recjax.experience.store_checks import check_records
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
-from recjax.tasks.problems import problem_text
 
-VERSION = 8
+VERSION = 9
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
 TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
-CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
-PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
 _TOGETHER = 256  # completions to read at a time
 _LONGEST_ID = 2600  # bytes of an id in an index of PostgreSQL
-_SCAN = 500  # rows of `Store.scan` at a time
+_PAGE = 500  # groups of `Store.groups` at a time
 
 
-SCANNED = (
-    *("number", "group_id", "source", "tokenizer", "prompt_key", "problem_key"),
-    *("prompt_length", "completion_length", "row_length", "largest_token", "is_plain", "has_logprobs"),
-    *("temperature", "top_k", "top_p", "min_p"),
+# Columns of a group, as `Store.groups` returns them, and of its rewards, as `Store.group_rewards` does.
+GROUP_COLUMNS = np.dtype(
+    [("first", "i8"), ("size", "i4"), ("prompt", "i8"), ("other_prompt", "i8"), ("problem", "i8")]
+    + [(name, "i4") for name in ("prompt_length", "completion_length", "row_length", "trajectories", "lack_logprobs")]
 )
-_SCANNED_REWARDS = ("number", "completion", "grader", "reward")
+REWARD_COLUMNS = np.dtype(
+    [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("time", "f8")]
+)
 
 
 def _columns(kind: Any, *names: str) -> list[sql.Column]:
@@ -77,7 +74,7 @@ _STORE = sql.Table(
     *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards", "turns"),
     *_columns(sql.LargeBinary, "checksum"),
 )
-# SQLite reads the first columns of a long row without the others, so the columns that `scan` reads are first.
+# SQLite reads the first columns of a long row without the others, so the columns that `groups` reads are first.
 COMPLETIONS = sql.Table(
     "completions",
     _TABLES,
@@ -91,7 +88,6 @@ COMPLETIONS = sql.Table(
     *_columns(sql.Double, "temperature"),
     *_columns(sql.Integer, "top_k"),
     *_columns(sql.Double, "top_p", "min_p"),
-    *_columns(sql.BigInteger, "scan_checksum"),
     *_columns(sql.Boolean, "truncated"),
     *_columns(sql.Integer, "policy_version"),
     *_columns(sql.Double, "time"),
@@ -99,7 +95,9 @@ COMPLETIONS = sql.Table(
     *_columns(TEXT, "token_versions", "turns", "row_lengths"),
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
     *_columns(sql.LargeBinary, "recorded", "checksum"),
-    sql.Index("ix_completions_group_id", "group_id", postgresql_using="hash"),  # of any length
+    # `groups` compares the keys in the index with the rows. PostgreSQL takes ids of any length only as hashes.
+    sql.Index("ix_completions_group_id", "group_id", "prompt_key", "problem_key").ddl_if(dialect="sqlite"),
+    sql.Index("ix_completions_group_hash", "group_id", postgresql_using="hash").ddl_if(dialect="postgresql"),
 )
 _COLUMNS = COMPLETIONS.c.keys()
 # The turns of a server's open sessions, which become completions when the sessions end.
@@ -120,7 +118,6 @@ REWARDS = sql.Table(
     sql.Column("completion", sql.BigInteger, nullable=False),
     sql.Column("grader", TEXT, nullable=False),
     *_columns(sql.Double, "reward"),
-    *_columns(sql.BigInteger, "scan_checksum"),
     *_columns(TEXT, "parts"),
     *_columns(sql.Boolean, "accurate"),
     *_columns(TEXT, "failure", "comment", "turns"),
@@ -132,28 +129,6 @@ REWARDS = sql.Table(
 
 class Conflict(ValueError):
     """A completion that a change adds is there already, or one that it reads or grades is gone or has a reward."""
-
-
-class Record(NamedTuple):
-    """A completion as a store keeps it.
-
-    group: the prompt and only this completion; a completion without rows has only its text.
-    time: time of sampling or import.
-    tokenizer: name of the tokens' vocabulary, see `tokenize.tokenizer_name`; None without tokens.
-    number: place in the store, from 1 in order of arrival; 0 before the store has the completion.
-    others: rewards of other graders than `GIVEN`, each with its comment; only for exports and imports.
-    """
-
-    group: Group
-    time: datetime
-    tokenizer: str | None = None
-    number: int = 0
-    others: Mapping[str, tuple[Grade, str | None]] = {}
-
-    @property
-    def completion(self) -> Completion:
-        """The completion."""
-        return self.group.completions[0]
 
 
 class Last(NamedTuple):
@@ -358,9 +333,9 @@ class Store:
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
         with self._transaction() as (connection, last):
-            for part in _parts(numbers):
-                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(part))).rowcount
-                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(part))).rowcount
+            for some in _parts(numbers):
+                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(some))).rowcount
+                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(some))).rowcount
                 last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
             self._save(connection, last)
 
@@ -397,6 +372,25 @@ class Store:
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
+    def read_groups(self, firsts: np.ndarray, last: Last, grader: str | None = GIVEN) -> list[list[Record]]:
+        """Reads the completions of groups up to an extent, in order, with the rewards of a grader.
+
+        Args:
+            firsts: numbers of the groups' first completions.
+        Raises:
+            ValueError: a completion is damaged.
+        """
+        first = COMPLETIONS.alias()
+        wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= last.completion)
+        wanted = wanted.join_from(first, COMPLETIONS, COMPLETIONS.c.group_id == first.c.group_id)
+        rows = sorted(self.contents._select(wanted, first.c.number, firsts.tolist()), key=lambda row: row[0])
+        rewards = self.rewards([row[0] for row in rows], grader) if grader else {}
+        groups: dict[str, list[Record]] = {}
+        for row in rows:
+            groups.setdefault(row[2], []).append(self.contents._record(row, rewards.get(row[0])))
+        by_first = {records[0].number: records for records in groups.values()}
+        return [by_first.get(number, []) for number in firsts.tolist()]
+
     def rewards(self, numbers: Sequence[int], grader: str = GIVEN) -> dict[int, tuple[Grade, str | None]]:
         """The rewards of a grader, each with its comment, by number of the completion.
 
@@ -427,14 +421,14 @@ class Store:
             rows = self._select(wanted.where(COMPLETIONS.c.number > after))
             of_grader = () if others else (REWARDS.c.grader == grader,)
             of_rows = sql.select(REWARDS).where(*of_grader).order_by(REWARDS.c.number)
-            given: dict[int, dict[str, tuple[Grade, str | None]]] = {}
+            grades_by_number: dict[int, dict[str, tuple[Grade, str | None]]] = {}
             for row in self._select(of_rows, REWARDS.c.completion, [row.number for row in rows]) if grader else ():
-                given.setdefault(row.completion, {})[row.grader] = self._grade(row)
+                grades_by_number.setdefault(row.completion, {})[row.grader] = self._grade(row)
             for row in rows:
-                grades = given.get(row.number, {})
-                own = grades.pop(grader, None)
-                graded += own is not None
-                yield self._record(row, own)._replace(others=grades)
+                grades = grades_by_number.get(row.number, {})
+                grade = grades.pop(grader, None)
+                graded += grade is not None
+                yield self._record(row, grade)._replace(others=grades)
             seen += len(rows)
             if len(rows) < _TOGETHER:
                 break
@@ -447,50 +441,119 @@ class Store:
         if began.completion == began.completions:  # otherwise completions were deleted
             self._check_count(began, seen, end - start, "completions")
 
-    def scan(self) -> Iterator[dict[str, Sequence]]:
-        """Yields the columns of `SCANNED` in the order of the store, some thousand rows at a time.
+    def groups(self, last: Last, tokenizer: str, vocabulary: int) -> tuple[np.ndarray, bool]:
+        """The columns of all groups up to an extent, in order of their first completions.
 
+        The index of the groups must agree with the rows: a wrong value in one of them moves a completion to another
+        group, or another prompt.
+
+        Args:
+            tokenizer: name of a vocabulary.
+            vocabulary: number of tokens for which a policy has embeddings.
+        Returns:
+            Columns of `GROUP_COLUMNS`: number of the first completion, number of completions, smallest and largest
+            checksum of the prompt tokens, checksum of prompt and answer, most tokens of a prompt, of a completion and
+            of a row with its prompt, number of completions that are not plain, and that lack log-probs. And True if all
+            completions have tokens of the vocabulary.
         Raises:
-            ValueError: a value is damaged, or a completion is lost.
+            ValueError: the index and the rows differ, or a completion is lost.
+        """
+        index = COMPLETIONS.alias()
+        row = COMPLETIONS.alias()
+        differs = [row.c[name].is_distinct_from(index.c[name]) for name in ("group_id", "prompt_key", "problem_key")]
+        other_tokens = row.c.tokenizer.is_distinct_from(tokenizer) | (row.c.largest_token >= vocabulary)
+        lacks_tokens = (row.c.prompt_length == 0) | (row.c.completion_length == 0)
+        columns = [
+            *(sql.func.min(index.c.number), sql.func.count()),
+            *(sql.func.min(index.c.prompt_key), sql.func.max(index.c.prompt_key), sql.func.min(index.c.problem_key)),
+            *(sql.func.max(row.c[name]) for name in ("prompt_length", "completion_length", "row_length")),
+            *(sql.func.count().filter(sql.not_(row.c[name])) for name in ("is_plain", "has_logprobs")),
+            *(sql.func.count().filter(condition) for condition in (sql.or_(*differs), other_tokens | lacks_tokens)),
+        ]
+        joined = index.outerjoin(row, row.c.number == index.c.number)
+        wanted = sql.select(*columns).select_from(joined)
+        groups, (damaged, unready) = self._by_group(wanted, index, last, GROUP_COLUMNS)
+        if damaged:
+            raise self._damaged_index("completions have other groups or prompts than in the index")
+        self._check_count(last, int(groups["size"].sum()), last.completions, "completions")
+        return groups, not unready
+
+    def group_rewards(self, last: Last, grader: str = GIVEN) -> np.ndarray:
+        """The rewards of a grader by group, in the order of `groups`.
+
+        Returns:
+            Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
+            and with a reward; lowest and highest reward, and time of the last one.
+        Raises:
+            ValueError: a reward is damaged or lost.
         """
         began = self.last()
-        yield from self._scan(COMPLETIONS, SCANNED, began, began.completions)
+        index = COMPLETIONS.alias()
+        entry = REWARDS.alias()  # by the index of the rewards
+        row = REWARDS.alias()
+        differs = row.c.completion.is_distinct_from(index.c.number) | row.c.grader.is_distinct_from(grader)
+        columns = (
+            *(sql.func.min(index.c.number), sql.func.count(entry.c.number), sql.func.count(row.c.reward)),
+            *(sql.func.min(row.c.reward), sql.func.max(row.c.reward), sql.func.max(row.c.time)),
+            sql.func.count(entry.c.number).filter(differs),
+        )
+        joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))
+        joined = joined.outerjoin(row, row.c.number == entry.c.number)
+        rewards, (damaged,) = self._by_group(sql.select(*columns).select_from(joined), index, last, REWARD_COLUMNS)
+        if damaged:
+            raise self._damaged_index("rewards have other completions or graders than in the index")
+        # Not by the index, which may be damaged. Rewards that are not newer than the extent are of its completions.
+        is_in = (REWARDS.c.completion + 0 <= last.completion) | (REWARDS.c.number <= last.reward)
+        of_grader = (REWARDS.c.grader == grader) & is_in
+        counts = sql.select(sql.func.count(), sql.func.count().filter(of_grader)).where(REWARDS.c.time >= 0)
+        ((everything, graded),) = self._select(counts)
+        self._check_count(began, everything, began.rewards, "rewards")
+        self._check_count(began, int(rewards["graded"].sum()), graded, f"rewards of {grader!r}")
+        unrewarded = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.reward.is_(None))
+        for row in self._select(unrewarded):
+            self._grade(row)
+        return rewards
 
-    def scan_rewards(self, grader: str = GIVEN) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the completions that a grader has graded, in order, and its rewards, NaN for none.
-
-        Raises:
-            ValueError: a value is damaged, or a reward is lost.
-        """
-        began = self.last()
-        numbers = [np.zeros(0, np.int64)]
-        rewards = [np.zeros(0)]
-        for columns in self._scan(REWARDS, _SCANNED_REWARDS, began, began.rewards):
-            is_chosen = np.array([name == grader for name in columns["grader"]])
-            numbers.append(np.array(columns["completion"], np.int64)[is_chosen])
-            rewards.append(np.array(columns["reward"], np.float64)[is_chosen])
-        order = np.argsort(found := np.concatenate(numbers), kind="stable")
-        if len(found) != len(np.unique(found)):
-            raise ValueError(f"{self.name} is damaged: a completion has two rewards of {grader!r}; {RESTORE}")
-        return found[order], np.concatenate(rewards)[order]
-
-    def _scan(self, table: sql.Table, names: Sequence[str], began: Last, count: int) -> Iterator[dict[str, Sequence]]:
-        wanted = sql.select(*(table.c[name] for name in names), table.c.scan_checksum).order_by(table.c.number)
-        seen = 0
+    def _by_group(
+        self, wanted: sql.Select, index: sql.Alias, last: Last, columns: np.dtype
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a query by group, ordered by their first column, and the sums of its columns beyond `columns`."""
+        wanted = wanted.where(index.c.number + 0 <= last.completion)  # the index of the groups has their order
+        groups = [np.zeros(0, columns)]
+        sums = 0
         with self._trying("read"), self._engine.connect() as connection:
-            for rows in connection.execution_options(yield_per=_SCAN).execute(wanted).partitions():
-                *columns, expected = zip(*rows, strict=True)
-                columns = dict(zip(names, columns, strict=True))
+            rows = connection.execution_options(yield_per=_PAGE).execute(wanted.group_by(index.c.group_id))
+            for page in map(list, rows.partitions()):
+                size = len(columns)
                 try:
-                    bad = np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))
-                except ValueError as error:  # a text that should be a number
+                    groups.append(np.array([tuple(row[:size]) for row in page], columns))
+                except (ValueError, OverflowError) as error:  # a text that should be a number
                     raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
-                if len(bad):
-                    where = f"row {columns['number'][bad[0]]} of its table `{table.name}`"
-                    raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {RESTORE}")
-                seen += len(rows)
-                yield columns
-        self._check_count(began, seen, count, table.name)
+                sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
+        table = np.concatenate(groups)
+        return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
+
+    def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:
+        """The completions whose log-probs are of another distribution: the group's first number, and the own number."""
+        known = sql.and_(*(COMPLETIONS.c[name] == value for name, value in sampling._asdict().items()))
+        index = COMPLETIONS.alias()
+        first = sql.select(sql.func.min(index.c.number)).where(index.c.group_id == COMPLETIONS.c.group_id)
+        wanted = sql.select(first.scalar_subquery(), COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
+        wanted = wanted.where(COMPLETIONS.c.has_logprobs, sql.func.coalesce(known, sql.false()).is_(sql.false()))
+        after = 0
+        while rows := self._select(wanted.where(COMPLETIONS.c.number > after).limit(_TOGETHER)):
+            after = rows[-1][1]
+            yield from (tuple(row) for row in rows if row[1] <= last.completion)
+
+    def reward_ranges(self, grader: str = GIVEN) -> dict[str, tuple[float, float]]:
+        """The lowest and the highest reward of each source; empty if there is only one source."""
+        if len(self._select(sql.select(COMPLETIONS.c.source).distinct().limit(2))) < 2:
+            return {}
+        lowest, highest = sql.func.min(REWARDS.c.reward), sql.func.max(REWARDS.c.reward)
+        wanted = sql.select(COMPLETIONS.c.source, lowest, highest).group_by(COMPLETIONS.c.source)
+        wanted = wanted.join_from(COMPLETIONS, REWARDS, REWARDS.c.completion == COMPLETIONS.c.number)
+        wanted = wanted.where(REWARDS.c.grader == grader, REWARDS.c.reward.is_not(None))
+        return {source: (low, high) for source, low, high in self._select(wanted)}
 
     def older_than(self, time: datetime) -> list[int]:
         """The numbers of the completions with an earlier time.
@@ -500,8 +563,8 @@ class Store:
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
-        for part in _parts(numbers):
-            self.read(part, None)
+        for some in _parts(numbers):
+            self.read(some, None)
         return numbers
 
     def numbers(
@@ -523,8 +586,8 @@ class Store:
         wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
-        for value, number, own in self._select(wanted, COMPLETIONS.c[column], values, connection):
-            if own != value:
+        for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
+            if value_of_row != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
             numbers.setdefault(value, []).append(number)
         return numbers
@@ -536,8 +599,8 @@ class Store:
         """
         extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
         wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
-        rows = [self._select(one) for one in wanted]
-        return tuple(found[0].checksum.hex() if found else None for found in rows)
+        rows = [self._select(query) for query in wanted]
+        return tuple(rows_found[0].checksum.hex() if rows_found else None for rows_found in rows)
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """The given rewards after a number, each with its comment, by number of the completion.
@@ -630,9 +693,6 @@ class Store:
     ) -> Last:
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
         rows = [row_of(record, number) for record, number in zip(records, numbers, strict=True)]
-        sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
-        for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
-            row["scan_checksum"] = scan_checksum
         rows = [(*row.values(), _checksum(row.values())) for row in rows]
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
@@ -649,8 +709,8 @@ class Store:
         for number, record in zip(numbers, records, strict=True):
             if record.completion.grade and record.completion.grade.reward is not None:
                 graders[GIVEN][number] = record.completion.grade, record.completion.metadata.get("comment")
-            for grader, given in record.others.items():
-                graders.setdefault(grader, {})[number] = given
+            for grader, grade_and_comment in record.others.items():
+                graders.setdefault(grader, {})[number] = grade_and_comment
         for grader, grades in graders.items():
             last = self._add_rewards(connection, last, grades, grader)
         return last
@@ -666,14 +726,11 @@ class Store:
             "grader": [grader] * count,
             # SQLite does not keep the sign of -0.0.
             "reward": [None if grade.reward is None else float(grade.reward) + 0.0 for grade, _ in grades.values()],
-        }
-        columns["scan_checksum"] = _scan_checksums(columns).tolist()
-        columns |= {
-            "parts": [grade.reward_parts and _json(grade.reward_parts) for grade, _ in grades.values()],
+            "parts": [grade.reward_parts and to_json(grade.reward_parts) for grade, _ in grades.values()],
             "accurate": [None if grade.accurate is None else bool(grade.accurate) for grade, _ in grades.values()],
             "failure": [grade.failure for grade, _ in grades.values()],
             "comment": [comment for _, comment in grades.values()],
-            "turns": [_json(grade.turns) for grade, _ in grades.values()],
+            "turns": [to_json(grade.turns) for grade, _ in grades.values()],
             "time": [now] * count,
         }
         rows = [(*values, _checksum(values)) for values in zip(*columns.values(), strict=True)]
@@ -705,8 +762,8 @@ class Store:
             self._trying("read"),
             contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
         ):
-            parts = [wanted] if values is None else (wanted.where(column.in_(part)) for part in _parts(values))
-            return [row for part in parts for row in connection.execute(part).all()]
+            queries = [wanted] if values is None else (wanted.where(column.in_(some)) for some in _parts(values))
+            return [row for query in queries for row in connection.execute(query).all()]
 
     # --- From rows to records.
 
@@ -717,9 +774,9 @@ class Store:
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, "reward {0.number} of completion {0.completion}")
-        _, _, _, reward, _, parts, accurate, failure, comment, turns, *_ = row
-        parts = _from_json(parts, None)
-        turns = tuple(_from_json(turns, ()))
+        _, _, _, reward, parts, accurate, failure, comment, turns, *_ = row
+        parts = from_json(parts, None)
+        turns = tuple(from_json(turns, ()))
         return Grade(reward, parts, accurate, failure, turns), comment
 
     def _verify(self, row: Any, name: str) -> None:
@@ -779,35 +836,6 @@ def _last(row: Any) -> Last:
     return Last(*row[2:-1])
 
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
-
-
-def _json(value: Any) -> str | None:
-    return _encode(value) if value else None
-
-
-def _from_json(text: str | None, default: Any) -> Any:
-    return json.loads(text) if text else default
-
-
-def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def _scan_checksums(columns: Mapping[str, Sequence]) -> np.ndarray:
-    """Checksums of some columns, row by row, that NumPy computes fast: a sum modulo 2^64 with odd factors."""
-    total = np.zeros(len(columns["number"]), np.uint64)
-    for name, values in columns.items():
-        if name in ("group_id", "source", "tokenizer", "grader"):
-            hashes = {value: _hash(value or "") for value in dict.fromkeys(values)}
-            bits = np.fromiter(map(hashes.__getitem__, values), np.uint64, len(values))
-        else:
-            is_float = name in ("temperature", "top_k", "top_p", "min_p", "reward")  # or null, which becomes NaN
-            bits = np.array(values, np.float64 if is_float else np.int64).view(np.uint64)
-        total += bits * np.uint64(_hash(name) | 1)
-    return total.view(np.int64)
-
-
 def _checksum(values: Iterable[Any]) -> bytes:
     """The checksum of a row; of bytes, the values between them keep only the length."""
     blobs = []
@@ -816,195 +844,3 @@ def _checksum(values: Iterable[Any]) -> bytes:
     for blob in blobs:
         checksum.update(blob)
     return checksum.digest()
-
-
-# --- Completions as rows of the table.
-
-
-def row_of(record: Record, number: int) -> dict[str, Any]:
-    """The columns of a completion, in order, without `checksum`; `scan_checksum` is None."""
-    group = record.group
-    completion = record.completion
-    rows = completion.rows
-    sampling = completion.sampling
-    prompt = np.asarray(group.prompt_tokens, "<i4")
-    is_chat = not isinstance(group.prompt, str)
-    own = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
-    prompts = [prompt, *(tokens for tokens in own if tokens is not None)]
-    is_single = len(rows) <= 1 and len(prompts) == 1
-    tokens = [row.tokens for row in rows]
-    prompt_lengths = [len(row.prompt_tokens) for row in rows]
-    lengths = [*map(len, tokens)]
-    own_lengths = [None if one is None else len(one) for one in own]
-    has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
-    return {
-        "number": number,
-        "id": completion.id,
-        "group_id": group.id,
-        "source": completion.source,
-        "tokenizer": record.tokenizer if rows or len(prompt) else None,
-        "prompt_key": signed_hash(prompt.tobytes()),
-        "problem_key": signed_hash(problem_text(group.prompt, group.answer).encode()),
-        "prompt_length": max(prompt_lengths, default=len(prompt)),
-        "completion_length": sum(lengths),
-        "row_length": max(map(sum, zip(prompt_lengths, lengths, strict=True)), default=0),
-        "largest_token": max([int(np.max(one)) for one in (*prompts, *tokens) if len(one)], default=0),
-        "is_plain": is_single and len(rows) == 1 and bool(rows[0].mask.all()),
-        "has_logprobs": has_logprobs,
-        "temperature": sampling and float(sampling.temperature),
-        "top_k": sampling and int(sampling.top_k),
-        "top_p": sampling and float(sampling.top_p),
-        "min_p": sampling and float(sampling.min_p),
-        "scan_checksum": None,
-        "truncated": bool(completion.truncated),
-        "policy_version": None if completion.policy_version is None else int(completion.policy_version),
-        "time": record.time.timestamp(),
-        "prompt": None if is_chat else group.prompt,
-        "messages": _json(list(group.prompt)) if is_chat else None,
-        "completion": completion.text,
-        "answer": group.answer,
-        "metadata": _json(completion.metadata),
-        "token_versions": _json(completion.version_runs),
-        "turns": _json(completion.turns),
-        "row_lengths": None if is_single else _json([len(prompt), *zip(own_lengths, lengths, strict=True)]),
-        "prompt_tokens": _joined(prompts, "<i4"),
-        "completion_tokens": _joined(tokens, "<i4"),
-        "completion_mask": _joined([row.mask for row in rows], "bool"),
-        "behavior_logprobs": _joined([row.behavior_logprobs for row in rows], "<f4") if has_logprobs else None,
-        "recorded": recorded_to_bytes(rows),
-    }
-
-
-def _joined(arrays: Sequence[Any], dtype: str) -> bytes:
-    return b"".join([np.asarray(array, dtype).tobytes() for array in arrays])
-
-
-def signed_hash(content: bytes) -> int:
-    """A 64-bit checksum as a signed number."""
-    return xxhash.xxh3_64_intdigest(content) - 2**63
-
-
-def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None = None) -> Record:
-    """The completion of the columns from `row_of`, with its grade and the comment about it.
-
-    Raises:
-        ValueError: the columns contradict each other.
-    """
-    prompts = np.frombuffer(row["prompt_tokens"], "<i4")
-    tokens = np.frombuffer(row["completion_tokens"], "<i4")
-    mask = np.frombuffer(row["completion_mask"], bool)
-    logprobs = row["behavior_logprobs"]
-    logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
-    plain = [len(prompts), *([[None, len(tokens)]] if len(tokens) else [])]
-    size, *lengths = _from_json(row["row_lengths"], plain)
-    counts = len(tokens), len(mask), len(tokens if logprobs is None else logprobs), sum(length for _, length in lengths)
-    if len(set(counts)) > 1 or len(prompts) != size + sum(own or 0 for own, _ in lengths):
-        lengths_of = "completion_tokens, completion_mask, behavior_logprobs and row_lengths"
-        raise ValueError(f"columns {lengths_of}: have different lengths, {', '.join(map(str, counts))}")
-    recorded = recorded_from_bytes(row["recorded"], [length for _, length in lengths])
-    prompt = prompts[:size]
-    rows = []
-    begin = size
-    start = 0
-    for (own, length), of_sampler in zip(lengths, recorded, strict=True):
-        here = slice(start, start + length)
-        end = begin + (own or 0)
-        of_row = prompt if own is None else prompts[begin:end]
-        rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here], of_sampler))
-        begin = end
-        start = start + length
-    sampling = (row["temperature"], row["top_k"], row["top_p"], row["min_p"])
-    metadata = _from_json(row["metadata"], {})
-    completion = Completion(
-        id=row["id"],
-        source=row["source"],
-        text=row["completion"],
-        rows=tuple(rows),
-        sampling=None if None in sampling else Sampling(*sampling),
-        policy_version=row["policy_version"],
-        truncated=row["truncated"],
-        grade=grade,
-        version_runs=tuple(map(tuple, _from_json(row["token_versions"], ()))),
-        turns=tuple([Turn(*turn) for turn in _from_json(row["turns"], ())]),
-        metadata=metadata if comment is None else metadata | {"comment": comment},
-    )
-    chat_or_text = row["prompt"] if row["messages"] is None else json.loads(row["messages"])
-    group = Group(row["group_id"], prompt, (completion,), chat_or_text, row["answer"])
-    return Record(group, datetime.fromtimestamp(row["time"], UTC), row["tokenizer"], row["number"])
-
-
-def record_to_plain(record: Record) -> dict[str, Any]:
-    """Converts a completion to JSON data, without its grade; `record_from_plain` is the inverse."""
-    columns = row_of(record, 0).items()
-    return {name: base64.b64encode(one).decode() if isinstance(one, bytes) else one for name, one in columns}
-
-
-def record_from_plain(plain: Mapping[str, Any]) -> Record:
-    """Converts the JSON data of `record_to_plain` back to a completion."""
-    are_bytes = {column.name for column in COMPLETIONS.c if isinstance(column.type, sql.LargeBinary)}
-    columns = {name: base64.b64decode(plain[name]) for name in are_bytes & plain.keys() if plain[name] is not None}
-    return record_of({**plain, **columns}, None)
-
-
-def groups_of(records: Iterable[Record]) -> list[Group]:
-    """Joins the completions of each group, in order of the groups' first completions.
-
-    Raises:
-        ValueError: completions of a group have different prompts.
-    """
-    groups: dict[str, Group] = {}
-    for record in records:
-        group = groups.get(record.group.id)
-        if group is None:
-            groups[record.group.id] = record.group
-            continue
-        one = group.prompt_tokens
-        other = record.group.prompt_tokens
-        if len(one) and len(other) and (len(one) != len(other) or (one != other).any()):
-            raise ValueError(
-                f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
-                " prompts, and all completions in a group must answer the same prompt; import the rows as separate"
-                " groups"
-            )
-        groups[group.id] = group._replace(completions=(*group.completions, record.completion))
-    return list(groups.values())
-
-
-def records_of(groups: Iterable[Group], tokenizer: str | None, time: datetime) -> list[Record]:
-    """The completions of groups as records, in order.
-
-    Args:
-        tokenizer: name of the tokens' vocabulary.
-        time: time to record.
-    """
-    return [
-        Record(group._replace(completions=(completion,)), time, tokenizer)
-        for group in groups
-        for completion in group.completions
-    ]
-
-
-def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Converts groups to bytes, with the columns of a store; `groups_from_bytes` is the inverse."""
-    rows = []
-    for place, group in enumerate(groups):
-        for record in records_of([group], "", datetime.fromtimestamp(0, UTC)):
-            rows.append(row_of(record, place) | {"grade": _json(record.completion.grade)})
-    file = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
-    return file.getvalue().to_pybytes() if groups else b""
-
-
-def groups_from_bytes(content: bytes) -> list[Group]:
-    """Converts the bytes of `groups_to_bytes` back to groups.
-
-    Raises:
-        ValueError: the bytes have another format.
-    """
-    groups: dict[int, Group] = {}
-    for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():
-        grade = json.loads(row.pop("grade") or "null")
-        record = record_of(row, grade and Grade.from_json(grade))
-        group = groups.setdefault(record.number, record.group._replace(completions=()))
-        groups[record.number] = group._replace(completions=(*group.completions, record.completion))
-    return list(groups.values())

@@ -48,8 +48,8 @@ Rules = Iterator[tuple[str, Any, Any, str]]  # column, value, true if the value 
 def _rules(record: Any, ids: Container[str]) -> Rules:
     """The rules for a record in order; each may rely on earlier rules."""
     group = record.group
-    one = record.completion
-    texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text}
+    completion = record.completion
+    texts = {"id": completion.id, "group_id": group.id, "source": completion.source, "completion": completion.text}
     for column, value in (texts | {"time": record.time}).items():
         if value is None:
             yield column, value, False, "must be given in every row"
@@ -59,18 +59,27 @@ def _rules(record: Any, ids: Container[str]) -> Rules:
         if value is not None and not (value and _is_text(value)):  # a tuple for each valid text would take longer
             yield column, value, _is_text(value), "takes text in Unicode"
             yield column, value, column in ("completion", "answer"), "must not be empty"
-    yield "id", one.id, one.id not in ids, "is the id of an earlier row; ids must be unique"
-    yield "truncated", one.truncated, isinstance(one.truncated, bool | np.bool_), "takes true and false"
+    yield "id", completion.id, completion.id not in ids, "is the id of an earlier row; ids must be unique"
+    yield "truncated", completion.truncated, isinstance(completion.truncated, bool | np.bool_), "takes true and false"
     yield "prompt", None, group.prompt is not None, "give one of prompt and messages"
     if is_chat:
         turns = group.prompt if isinstance(group.prompt, list | tuple) else ()
         whole = [isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns]
         yield "messages", group.prompt, whole and all(whole), "takes one message or more, each with role and content"
-    yield from _rules_of_rows(group, one.rows, one.turns, record.tokenizer)
-    are_pairs = all(len(run) == 2 and all(map(_is_whole, run)) for run in one.version_runs)
-    are_runs = not one.version_runs or are_pairs and sum(count for _, count in one.version_runs) == one.sampled_tokens
-    yield "token_versions", one.version_runs, are_runs, "takes pairs of a policy version and a number of sampled tokens"
-    yield from _rules_of_numbers(one)
+    yield from _rules_of_rows(group, completion.rows, completion.turns, record.tokenizer)
+    are_pairs = all(len(run) == 2 and all(map(_is_whole, run)) for run in completion.version_runs)
+    are_runs = (
+        not completion.version_runs
+        or are_pairs
+        and sum(count for _, count in completion.version_runs) == completion.sampled_tokens
+    )
+    yield (
+        "token_versions",
+        completion.version_runs,
+        are_runs,
+        "takes pairs of a policy version and a number of sampled tokens",
+    )
+    yield from _rules_of_numbers(completion)
 
 
 def _is_text(value: Any) -> bool:
@@ -81,8 +90,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _rules_of_rows(group: Group, rows: Sequence[Row], turns: Sequence[Turn], tokenizer: str | None) -> Rules:
-    own = [row.prompt_tokens for row in rows if row.prompt_tokens is not group.prompt_tokens]
-    columns = [("prompt_tokens", tokens) for tokens in (group.prompt_tokens, *own)]
+    own_prompts = [row.prompt_tokens for row in rows if row.prompt_tokens is not group.prompt_tokens]
+    columns = [("prompt_tokens", tokens) for tokens in (group.prompt_tokens, *own_prompts)]
     for column, tokens in [*columns, *(("completion_tokens", row.tokens) for row in rows)]:
         tokens = np.asarray(tokens)
         are_ids = tokens.ndim == 1 and (not len(tokens) or tokens.dtype.kind in "iu" and tokens.min() >= 0)

@@ -9,8 +9,8 @@ import numpy as np
 from recjax.config import Config, TaskConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
+from recjax.experience.records import signed_hash
 from recjax.experience.sources import check_logprobs
-from recjax.experience.store import signed_hash
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.grading.reward import is_accurate
@@ -42,7 +42,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
 
     def of_this_run(group: Group, _: np.ndarray) -> Group:
         # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
-        versions = [0 if one.policy_version == 0 else None for one in group.completions]
+        versions = [0 if completion.policy_version == 0 else None for completion in group.completions]
         completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
         return group._replace(completions=tuple(completions))
 
@@ -50,11 +50,9 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         everything = load_groups(store, policy)
         if config.experience.regrade:
             everything = everything.graded(None)
-        index = everything.index
-        pending = np.isnan(index.rewards[everything.members])
-        is_whole = ~everything.any_in(pending)
-        waiting = everything.chosen(~is_whole)
-        whole = everything.chosen(is_whole)
+        pending = everything.sizes - everything.rewarded
+        waiting = everything.chosen(pending > 0)
+        whole = everything.chosen(pending == 0)
         if not len(whole):
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
@@ -66,12 +64,11 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         whole = whole.changed(of_this_run)
-        prompt, completion, row = (
-            int(lengths[whole.members].max())
-            for lengths in (index.prompt_lengths, index.completion_lengths, index.row_lengths)
-        )
+        columns = whole.table[whole.places]
+        names = ("prompt_length", "completion_length", "row_length")
+        prompt, completion, row = (int(columns[name].max()) for name in names)
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
-        if not index.is_plain[whole.members].all():
+        if columns["trajectories"].any():
             shape = Shape(shape.rows, None, row - 1, row - 1)
             if problem := config.algorithm.problem_with_trajectories():
                 raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
@@ -79,14 +76,14 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
-    left = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
-    left |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
+    skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
+    skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
     if not config.experience.regrade:
         _warn_of_little_to_compare(store, whole, config)
-    if any(left.values()):
-        counts = ", ".join(f"{count} {name}" for name, count in left.items())
+    if any(skipped.values()):
+        counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
-    return Stored(whole, shape, left, _digest(whole))
+    return Stored(whole, shape, skipped, _digest(whole))
 
 
 def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
@@ -109,24 +106,19 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
 
 
 def _digest(groups: StoredGroups) -> str:
-    """A digest of the completions and their rewards."""
+    """A digest of the completions and their rewards, which never change: their numbers, and the times of rewards."""
     digest = hashlib.sha256(groups.store.id.encode())
-    for values in (groups.sizes, groups.index.numbers[groups.members], groups.index.rewards[groups.members]):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    for name in ("first", "size"):
+        digest.update(groups.table[name][groups.places].tobytes())
+    if groups.rewards is not None:
+        digest.update(groups.rewards[groups.places].tobytes())
     return digest.hexdigest()[:16]
 
 
 def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config) -> None:
     """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
     sizes = groups.sizes
-    index = groups.index
-    ranges = {}
-    kinds = index.kinds[groups.members]
-    rewards = index.rewards[groups.members]
-    for place, (source, *_) in enumerate(index.origins):
-        if len(given := rewards[kinds == place]):
-            low, high = ranges.get(source, (np.inf, -np.inf))
-            ranges[source] = min(low, given.min()), max(high, given.max())
+    ranges = groups.store.reward_ranges(groups.grader)
     joined = config.experience.mix and config.experience.mix.of == "group"
     alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
@@ -138,9 +130,11 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
             len(sizes),
             config.algorithm.preset,
         )
-    lowest, highest = ([bounds[place] for bounds in ranges.values()] for place in (0, 1))
+    if len(ranges) < 2:
+        return
+    lowest, highest = zip(*ranges.values(), strict=True)
     spread = max(highest) - min(lowest)
-    if len(ranges) > 1 and max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
+    if max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
         listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
         logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
 
@@ -151,16 +145,16 @@ def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: 
     Raises:
         ValueError: no training prompt has stored completions.
     """
-    asked = [
+    of_task = [
         signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
-    if not (shared := int(np.isin(asked, groups.contents(of_problems)).sum())):
+    if not (shared := int(np.isin(of_task, groups.contents(of_problems)).sum())):
         raise ValueError(
-            f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"
+            f"experience.mix.store = {store!r}: has no completions of the task's {len(of_task)} training prompts, and"
             " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"
         )
-    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(asked))
+    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(of_task))
 
 
 def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Completion:

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import Row
-from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
+from recjax.experience.records import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
@@ -45,49 +45,51 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
         reply = {"role": "assistant", "content": "recjax-reply"}
         with contextlib.suppress(ValueError):
             prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
-            space, found, _ = chat.removeprefix(prompt).partition(reply["content"])
-            begin = space if found and chat.startswith(prompt) and not space.strip() else ""
+            space, text_of_reply, _ = chat.removeprefix(prompt).partition(reply["content"])
+            begin = space if text_of_reply and chat.startswith(prompt) and not space.strip() else ""
     # All completions of a group have the same prompt, so render each chat only once.
-    asked = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
-    chats = [one.group.prompt for one in asked.values()]
-    variables = [chat_template_of(one) for one in asked.values()]
-    texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
-    rendered = dict(zip(asked, texts, strict=True))
+    to_render = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
+    chats = [record.group.prompt for record in to_render.values()]
+    variables = [chat_template_of(record) for record in to_render.values()]
+    texts = render_chats(policy.tokenizer, chats, variables=variables) if to_render else []
+    rendered = dict(zip(to_render, texts, strict=True))
     for record in records:
         group = record.group
-        one = record.completion
-        place = f"row {one.id!r} of source {one.source!r}"
+        completion = record.completion
+        row_name = f"row {completion.id!r} of source {completion.source!r}"
         if record.tokenizer not in (None, name):
             raise ValueError(
-                f"{place} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train the"
-                " model with that vocabulary, or import the texts without tokens"
+                f"{row_name} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train"
+                " the model with that vocabulary, or import the texts without tokens"
             )
-        rows = one.rows
+        rows = completion.rows
         prompt_tokens = group.prompt_tokens
         if _lacks_prompt(record):
             if group.prompt == PROMPT_LEFT_OUT:
                 raise ValueError(
-                    f"{place}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
+                    f"{row_name}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
                     " prompts"
                 )
-            check_last_message(group.prompt, place)
+            check_last_message(group.prompt, row_name)
             text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
             if (text, _is_chat(record)) not in prompts:
                 try:
                     (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))
                 except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from error
+                    raise ValueError(f"{row_name}: {error}") from error
                 prompts[text, _is_chat(record)] = np.array(ids, np.int32)
             prompt_tokens = prompts[text, _is_chat(record)]
             rows = tuple(row._replace(prompt_tokens=prompt_tokens) for row in rows)
         if not rows:
-            is_whole = not _is_chat(record) or one.text.startswith(begin)
-            tokens = _completion_tokens(record, prompt_tokens, policy, one.text if is_whole else begin + one.text)
+            is_whole = not _is_chat(record) or completion.text.startswith(begin)
+            tokens = _completion_tokens(
+                record, prompt_tokens, policy, completion.text if is_whole else begin + completion.text
+            )
             rows = (Row(prompt_tokens, tokens, np.ones(len(tokens), bool), None),)
         for row in rows:
             for column, tokens in (("prompt_tokens", row.prompt_tokens), ("completion_tokens", row.tokens)):
-                check_embedded(policy.tokenizer, tokens, policy.vocabulary, f"{place}: {column}")
-        completions = (one._replace(rows=rows),)
+                check_embedded(policy.tokenizer, tokens, policy.vocabulary, f"{row_name}: {column}")
+        completions = (completion._replace(rows=rows),)
         group = group._replace(prompt_tokens=prompt_tokens, completions=completions)
         done.append(record._replace(group=group, tokenizer=name))
     return done
@@ -95,8 +97,8 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
 
 def chat_template_of(record: Record) -> dict[str, Any]:
     """The chat template variables in a completion's metadata; empty if the metadata has another format."""
-    found = record.completion.metadata.get(CHAT_TEMPLATE)
-    return found if isinstance(found, dict) else {}
+    variables = record.completion.metadata.get(CHAT_TEMPLATE)
+    return variables if isinstance(variables, dict) else {}
 
 
 def _is_chat(record: Record) -> bool:
@@ -113,17 +115,17 @@ def _chat_of(record: Record) -> str:
 
 
 def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text: str) -> np.ndarray:
-    one = record.completion
-    place = f"row {one.id!r} of source {one.source!r}"
+    completion = record.completion
+    row_name = f"row {completion.id!r} of source {completion.source!r}"
     try:
         tokens = encode_after(policy.tokenizer, prompt, text)
     except ValueError as error:
         raise ValueError(
-            f"{place}: completion {one.text!r:.80} has text outside the policy's vocabulary; remove the row, or train a"
-            " model with a larger vocabulary"
+            f"{row_name}: completion {completion.text!r:.80} has text outside the policy's vocabulary;"
+            " remove the row, or train a model with a larger vocabulary"
         ) from error
     end = turn_end(policy.tokenizer) if _is_chat(record) else None
-    tokens = [*tokens, *([] if one.truncated else policy.stop_ids[:1] if end is None else [end])]
+    tokens = [*tokens, *([] if completion.truncated else policy.stop_ids[:1] if end is None else [end])]
     if not tokens:
-        raise ValueError(f"{place}: the completion was cut off before its first token")
+        raise ValueError(f"{row_name}: the completion was cut off before its first token")
     return np.array(tokens, np.int32)

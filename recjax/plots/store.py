@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from recjax.experience.group import Completion, is_whole, reward_spread
-from recjax.experience.store import Record, groups_of
+from recjax.experience.records import Record, groups_of
 from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save_figure
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Row, sets_from_lists
-from recjax.experience.store import CHAT_TEMPLATE
+from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.rollout import dialects
 from recjax.rollout.collecting import problem_groups, sampled_completion

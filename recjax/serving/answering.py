@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from recjax.experience.group import Completion, Group, Row, runs_of
-from recjax.experience.store import PROMPT_LEFT_OUT, Record
+from recjax.experience.records import PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import LONG_TEXT, decode_after
 from recjax.rollout.trajectory import Trajectory

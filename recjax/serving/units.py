@@ -7,7 +7,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, join_recorded, runs_of
-from recjax.experience.store import PROMPT_LEFT_OUT, TURNS, Record
+from recjax.experience.records import PROMPT_LEFT_OUT, Record
+from recjax.experience.store import TURNS
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory

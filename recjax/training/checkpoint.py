@@ -20,7 +20,7 @@ from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
 from recjax.config import Config, TrainingConfig
 from recjax.experience.queue import from_plain, to_plain
-from recjax.experience.store import groups_from_bytes, groups_to_bytes
+from recjax.experience.records import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
 from recjax.training.literal_path import LiteralPath

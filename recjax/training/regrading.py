@@ -11,7 +11,7 @@ import numpy as np
 
 from recjax import hosts
 from recjax.experience.group import Completion, Group
-from recjax.experience.store import signed_hash
+from recjax.experience.records import signed_hash
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, content_of
 from recjax.files import read_sealed, write_sealed
@@ -44,15 +44,16 @@ def known_problems(setup: Setup) -> Known:
     reward = setup.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
-        own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
-        if own and group.answer is None and needs_answers(own):
+        # Grading refuses an unknown task.
+        reward_of_task = reward.of.get(task) if isinstance(reward, MixedReward) else reward
+        if reward_of_task and group.answer is None and needs_answers(reward_of_task):
             raise ValueError(
                 f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
                 " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
-        if own and own.columns:
+        if reward_of_task and reward_of_task.columns:
             rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
-            check_signature(own._replace(columns=()), rows)
+            check_signature(reward_of_task._replace(columns=()), rows)
     return known
 
 
@@ -77,47 +78,52 @@ def regraded(setup: Setup, known: Known) -> Setup:
 def _grade(setup: Setup, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
     groups = dataclasses.replace(setup.stored.groups, changes=())  # only training needs the changes
-    is_done = np.isin(groups.index.numbers, groups.store.scan_rewards(grader)[0])
+    graded = groups.rewards_of(grader)["graded"][groups.places]
+    sizes = groups.sizes
     hosts.wait_for_all("the known grades of a store")
 
     def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
-        lacking = groups.chosen(groups.any_in(~is_done[groups.members]))
-        numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
-        for group in lacking:
+        is_lacking = graded < sizes
+        for (group, numbers), count in zip(
+            groups.chosen(is_lacking).numbered(), graded[is_lacking].tolist(), strict=True
+        ):
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(content_of(group, setup.agents is not None)) or (
                 setup.policy.tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )
-            for one, (number, done) in zip(group.completions, numbers, strict=False):
-                if not done:
-                    yield number, one, text, problem, thoughts_opening(one, setup.policy.tokenizer)
+            done = groups.store.rewards(numbers.tolist(), grader) if count else ()
+            for completion, number in zip(group.completions, numbers.tolist(), strict=True):
+                if number not in done:
+                    yield number, completion, text, problem, thoughts_opening(completion, setup.policy.tokenizer)
 
-    left = rows()
+    ungraded = rows()
     weights = agent_weights(setup.config.task.reward_weights)
     size = (
         setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
     )  # one batch at a time, as in training
 
     def submitted() -> Iterator[tuple[list, Grades]]:
-        while batch := list(itertools.islice(left, size)):
-            own = [
-                Answered.to(problem, text, one.text, one.sampled_tokens, one.id, opening)
-                for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
+        while batch := list(itertools.islice(ungraded, size)):
+            answered = [
+                Answered.to(problem, text, completion.text, completion.sampled_tokens, completion.id, opening)
+                for _, completion, text, problem, opening in (batch[index] for index in hosts.share(len(batch)))
             ]
-            yield batch, Grades(setup.grading.submit(own), len(batch))
+            yield batch, Grades(setup.grading.submit(answered), len(batch))
 
-    with setup.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
+    with setup.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
         rewards = {}
         written = time.monotonic()
         # The workers grade a batch while the next one is read.
         for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
-            found = grades.result()
+            graded_batch = grades.result()
             if setup.agents:
-                counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
-                found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
+                counts = [(len(completion.turns), len(completion.rows)) for _, completion, *_ in batch]
+                graded_batch = [
+                    with_counts(grade, *each, weights) for grade, each in zip(graded_batch, counts, strict=True)
+                ]
             if hosts.is_first():
-                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
+                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, graded_batch, strict=True)}
                 if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
                     groups.store.add_rewards(rewards, grader)
                     rewards = {}

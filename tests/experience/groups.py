@@ -2,7 +2,7 @@
 
 from recjax.experience.group import Grade, Group
 from recjax.experience.queue import Queue
-from recjax.experience.store import groups_of
+from recjax.experience.records import groups_of
 from tests.experience.rows import experts, make_row, same
 
 

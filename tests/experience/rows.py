@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import Change, Record, Store
+from recjax.experience.records import Record
+from recjax.experience.store import Change, Store
 from recjax.models.sampling import Sampling
 
 TIME = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
@@ -211,6 +212,13 @@ def make_every_kind_of_page(path: Path) -> None:
         store.delete([*range(341, 401)])
 
 
+def grouped(store, *graders) -> str:
+    """All columns of a store's groups, and of their rewards by some graders."""
+    last = store.last()
+    rewards = [store.group_rewards(last, grader).tolist() for grader in graders or ["given"]]
+    return repr([store.groups(last, "digest of a vocabulary", 99), rewards])
+
+
 def everything_in(path: Path) -> list:
     """All answers of a store; lookups ask for the ids and groups of `make_every_kind_of_page`, and for others."""
     with Store(path) as store:
@@ -218,8 +226,7 @@ def everything_in(path: Path) -> list:
         return [
             store.last(),
             list(map(repr, store.records(others=True))),
-            list(store.scan()),
-            [values.tolist() for grader in ("given", "another") for values in store.scan_rewards(grader)],
+            grouped(store, "given", "another"),
             store.numbers("id", [f"row {number}" for number in range(400)]),
             store.numbers("id"),
             store.numbers("group_id", [f"group {number}" for number in range(99)]),

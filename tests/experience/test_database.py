@@ -18,7 +18,7 @@ from recjax.experience.feedback import give_rewards
 from recjax.experience.group import Grade
 from recjax.experience.store import Change, Store
 from tests import commands
-from tests.experience.rows import append, flipped_bits, make_every_kind_of_page, make_row, read, same
+from tests.experience.rows import append, flipped_bits, grouped, make_every_kind_of_page, make_row, read, same
 from tests.experience.test_store import ROWS, ids
 
 PENDING = [make_row(number, group=number // 3, reward=None, reward_parts=None, accurate=None) for number in range(9)]
@@ -59,6 +59,11 @@ INDEXES = {
         ["update completions set group_id = 'z' where number = 1"],
         {"group_id": "group 0"},
     ),
+    "a row has another prompt": (
+        "ix_completions_group_id",
+        ["update completions set prompt_key = 7 where number = 1"],
+        {"group_id": "group 0"},
+    ),
     "a reward is lost": ("sqlite_autoindex_rewards_1", ["delete from rewards"], {"id": "row 8"}),
     "a turn is lost": ("open_sessions", ["delete from session_turns"], {"id": "row 8"}),
 }
@@ -78,8 +83,12 @@ def test_a_damaged_index_gives_no_reward_and_is_made_again(db, name):
         if name in ("an id names another row", "a row is in another group"):  # by the lookup alone
             with pytest.raises(ValueError, match=f"completion . does not have the {column} '{value}'"):
                 opened.numbers(column, [value])
+        if index in ("ix_completions_group_id", "sqlite_autoindex_rewards_1"):  # a run reads groups by these
+            with pytest.raises(ValueError, match="is damaged"):
+                grouped(opened)
         assert opened.last().rewards == 1
         opened.rebuild_indexes()
+        assert grouped(opened)
         give_rewards(opened, [{**entry, "reward": 1.0}])
         rewarded = {number for number, record in enumerate(opened.records(), 1) if record.completion.grade}
         assert (
@@ -170,9 +179,9 @@ def test_a_foreign_database_is_refused_and_stays_as_it_is(db, name, create):
 
 
 STORES = {
-    "version 9, lacks a column": (
-        ["alter table store drop column turns", "update store set version = 9"],
-        "version 9",
+    "version 10, lacks a column": (
+        ["alter table store drop column turns", "update store set version = 10"],
+        "version 10",
     ),
     "no column": (["alter table completions drop column time"], "its table `completions` has no column `time`"),
     "a trigger": (["create trigger t before update on store begin select 1; end"], "is not an experience store"),

@@ -15,6 +15,7 @@ import pytest
 from recjax.config import load_config
 from recjax.experience import store
 from recjax.experience.following import Follower
+from recjax.experience.records import PROMPT_LEFT_OUT
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -222,7 +223,7 @@ def test_a_run_waits_for_a_database_that_is_away_and_reads_everything_once(follo
 
 def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
     rows = [
-        row(0, 0, prompt_tokens=None, prompt=store.PROMPT_LEFT_OUT),
+        row(0, 0, prompt_tokens=None, prompt=PROMPT_LEFT_OUT),
         row(1, 1, temperature=0.5),
         row(2, 2, behavior_logprobs=None),
         row(3, 3, length=11),

@@ -20,7 +20,7 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
-from recjax.experience.store import groups_of
+from recjax.experience.records import groups_of
 from tests.experience.groups import make_group, next_round, same_groups
 from tests.experience.rows import make_row, text_row
 

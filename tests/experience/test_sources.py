@@ -12,8 +12,8 @@ from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience import sources
 from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.group import Group
+from recjax.experience.records import groups_of
 from recjax.experience.sources import check_logprobs, groups_at, mixed, with_logprobs
-from recjax.experience.store import groups_of
 from recjax.experience.stored import check_prompts
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenizer_name

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from recjax.experience import database, store_checks
 from recjax.experience.group import Grade, Row, Turn
-from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
+from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes
+from recjax.experience.store import Change, Store
 from tests.experience.groups import make_group, same_groups
-from tests.experience.rows import TIME, Columns, append, columns_of, experts, make_row, read, same, text_row
+from tests.experience.rows import TIME, Columns, append, columns_of, experts, grouped, make_row, read, same, text_row
 from tests.marks import slow_except
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
@@ -111,8 +112,10 @@ def test_rewards_of_several_graders_stand_side_by_side(place):
         given = store.read([1, 3])
         assert given[0].completion.grade == ROWS[0].completion.grade
         assert given[1].completion.grade == Grade(5.0) and given[1].completion.metadata == {"comment": "late"}
-        numbers, rewards = store.scan_rewards("run")
-        assert numbers.tolist() == [1, 2] and rewards[0] == 0.25 and np.isnan(rewards[1])
+        (of_run,) = store.group_rewards(store.last(), "run")
+        assert of_run.tolist()[:-1] == (1, 2, 1, 0.25, 0.25)
+        (given,) = store.group_rewards(store.last())
+        assert given.tolist()[:3] == (1, 3, 3) and given["highest"] == 5
         for number, grader in ((1, "run"), (3, "given")):
             with pytest.raises(ValueError, match=f"already has a reward of '{grader}'; rewards cannot change"):
                 store.add_rewards({number: (Grade(1.0), None)}, grader)
@@ -153,11 +156,11 @@ def test_groups_with_two_prompts_are_refused():
 def test_damage_in_a_server_is_noticed(place, change):
     append(place, ROWS)
     with Store(place, create=True) as store:
-        list(store.scan())
+        grouped(store)
         with store._engine.begin() as connection:
             connection.execute(sql.text(f"update completions set {change}"))
         with pytest.raises(ValueError, match="is damaged"):
-            list(store.scan()), list(store.records())
+            grouped(store), list(store.records())
 
 
 WRITER = """
@@ -339,7 +342,7 @@ def test_what_is_no_store_is_refused(tmp_path, db):
     append(db, ROWS)
     with sqlite3.connect(db) as database:
         database.execute("update store set version = 6")
-    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 8; export it with"):
+    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 9; export it with"):
         Store(db)
 
 
@@ -422,8 +425,7 @@ def test_damage_is_noticed(db, name):
 
     def use():
         with Store(db) as store:
-            store.scan_rewards()
-            assert len(list(store.scan())) and len(list(store.records()))
+            assert grouped(store) and len(list(store.records()))
 
     with pytest.raises(ValueError, match="is damaged"):
         use()
@@ -446,8 +448,7 @@ def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
         other.write_bytes(changed)
         try:
             with Store(other) as store:
-                list(store.scan())
-                store.scan_rewards()
+                grouped(store)
                 found = list(store.records())
         except ValueError as error:
             assert "Traceback" not in str(error)

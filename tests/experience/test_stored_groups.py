@@ -13,8 +13,9 @@ from recjax.experience import sources, stored_groups
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Grade, Group, is_whole
 from recjax.experience.layout import score
+from recjax.experience.records import Record, groups_of
 from recjax.experience.sources import groups_at, with_initial_logprobs, with_logprobs
-from recjax.experience.store import Record, Store, groups_of
+from recjax.experience.store import Store
 from recjax.experience.stored import load_stored, with_rewards
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenized, tokenizer_name
@@ -263,6 +264,26 @@ def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
         copy.close()
         with pytest.raises(ValueError, match="is damaged"):
             load_groups(tmp_path / change, POLICY)
+
+
+def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
+    append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
+    with sqlite3.connect(tmp_path / "store") as database:
+        database.execute("update completions set row_length = 1 where number = 3")
+    groups = load_groups(tmp_path / "store", POLICY)
+    assert len(groups[0].completions) == 2
+    with pytest.raises(ValueError, match="is damaged: completion 3 .* does not match its checksum"):
+        groups[1]
+
+
+def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path):
+    append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
+    groups = load_groups(tmp_path / "store", POLICY)
+    with Store(tmp_path / "store") as store:
+        store.delete([2])
+    assert len(groups[1].completions) == 2
+    with pytest.raises(ValueError, match="completions of the group of number 1 are gone"):
+        groups[0]
 
 
 def test_what_is_held_is_an_index(place, tmp_path):

@@ -22,6 +22,7 @@ from recjax.models.trainable import fingerprint
 from recjax.training import checkpoint, run_folder
 from recjax.training.metrics import MetricsWriter
 from recjax.training.trained import run_config
+from tests.experience.rows import grouped
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run
@@ -72,9 +73,7 @@ def _cache(made: Subject) -> Any:
 
 def _record(made: Subject) -> Any:
     with Store(made.output / "experience.db") as store:
-        list(store.scan())
-        store.scan_rewards()
-        return [repr(record) for record in store.records()]
+        return [grouped(store), *map(repr, store.records())]
 
 
 def _exported(made: Subject) -> Any:

@@ -292,7 +292,7 @@ FAULTS = {
     # --- Store.
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
-        "recjax/experience/store.py",
+        "recjax/experience/records.py",
         "_joined([row.mask for row in rows]",
         "_joined([row.mask | True for row in rows]",
         ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
@@ -419,7 +419,7 @@ FAULTS = {
     "feedback-changes-rewards": Fault(
         "a second, different reward for a completion is no error",
         "recjax/experience/feedback.py",
-        "if earlier is not None and earlier[0] != own:",
+        "if earlier is not None and earlier[0] != grade:",
         "if False:",
         ("tests/experience/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
     ),

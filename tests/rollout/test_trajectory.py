@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.experience.batch import Shape, pad, row_places
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.packing import RowShape, pack
-from recjax.experience.store import groups_from_bytes, groups_of, groups_to_bytes, records_of
+from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes, records_of
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled

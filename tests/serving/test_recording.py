@@ -19,7 +19,8 @@ from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.following import Follower
 from recjax.experience.group import Grade, has_sets, sets_to_lists, turn_rewards
-from recjax.experience.store import PROMPT_LEFT_OUT, Change, Store
+from recjax.experience.records import PROMPT_LEFT_OUT
+from recjax.experience.store import Change, Store
 from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from recjax.experience.group import runs_of, token_staleness
-from recjax.experience.store import groups_of
+from recjax.experience.records import groups_of
 from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights

@@ -14,7 +14,8 @@ from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
 from recjax.experience.group import Completion, Group
-from recjax.experience.store import Store, groups_of
+from recjax.experience.records import groups_of
+from recjax.experience.store import Store
 from recjax.experience.stored import Stored, load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.generate_experience import generate
