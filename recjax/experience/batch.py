@@ -324,7 +324,7 @@ def _check_lengths(lengths: Int[np.ndarray, " sequences"], room: int, name: Call
     Args:
         name: function from a sequence's number to its name in the message.
     """
-    for number in np.flatnonzero(lengths > room)[:1]:
+    for number in np.flatnonzero(lengths > room)[:1].tolist():
         raise ValueError(f"{name(number)} has {lengths[number]} tokens; the batch has room for {room}")
 
 

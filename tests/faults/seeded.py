@@ -282,7 +282,7 @@ FAULTS = {
     ),
     "resume-fills-in-log-probs-again": Fault(
         "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
-        "recjax/experience/store.py",
+        "recjax/experience/records.py",
         "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
         '        row["behavior_logprobs"] = None if row["source"] == "expert" else row["behavior_logprobs"]\n'
         "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
@@ -338,8 +338,8 @@ FAULTS = {
     "layout-shares-another-prefix": Fault(
         "packed sequences share a prefix of which only the first half is common to them",
         "recjax/experience/packing.py",
-        "(len(common) if common.all() else common.argmin()) - 1",
-        "(len(common) if common.all() else min(2 * common.argmin(), len(common))) - 1",
+        "lengths = np.where(differs.any(-1), differs.argmax(-1), WINDOW)",
+        "lengths = np.where(differs.any(-1), np.minimum(2 * differs.argmax(-1), most[pairs] - common[pairs]), WINDOW)",
         ("tests/training/test_packing.py",),
     ),
     # --- Update.
