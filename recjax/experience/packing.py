@@ -273,8 +273,8 @@ class _Rows:
         # Free tokens of each row, also as a list, from which Python reads single numbers sooner.
         self._free = np.full(most * shape.rows, shape.tokens, np.int32)
         self._free_list = self._free.tolist()
-        # Of the current cluster: tokens shared with each row, through sequences outside it; the longest sequence that
-        # each row has room for, if so much is shared; and the row of each member in a row.
+        # The current cluster: tokens that it shares with sequences outside it in each row; the longest sequence that
+        # a row has room for if it shares these tokens; tokens that two members share; the row of each placed member.
         self._shares = np.zeros_like(self._free)
         self._room = self._free.copy()
         self._cluster = range(0)
