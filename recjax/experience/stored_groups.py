@@ -18,7 +18,7 @@ from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience.database import RESTORE
 from recjax.experience.group import Completion, Grade, Group
-from recjax.experience.records import Record, groups_of, signed_hash
+from recjax.experience.records import groups_of, signed_hash
 from recjax.experience.store import GIVEN, VERSION, Last, Store
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.files import locked_file, size_and_digest, writing
@@ -134,7 +134,7 @@ class StoredGroups(Sequence[Group]):
                 raise ValueError(
                     f"{self.store.contents.name}: completions of the group of number {first} are gone; {RESTORE}"
                 )
-            rewarded = [record for record in of_group if _has_reward(record)]
+            rewarded = [record for record in of_group if (record.completion.grade or Grade(None)).reward is not None]
             if self.rewards is not None and len(rewarded) < self.rewards["rewarded"][place]:
                 raise ValueError(
                     f"{self.store.name} is damaged: a completion of group {of_group[0].group.id!r} has lost its reward;"
@@ -149,11 +149,6 @@ class StoredGroups(Sequence[Group]):
                 group = change(group, numbers)
             groups.append((group, numbers))
         return groups
-
-
-def _has_reward(record: Record) -> bool:
-    grade = record.completion.grade
-    return grade is not None and grade.reward is not None
 
 
 def content_of(group: Group, of_problems: bool) -> bytes:
