@@ -122,8 +122,8 @@ class _Report:
         rows = [one.rows[0] for group in groups for one in group.completions]
         longest = max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows)
         batch = pad(groups, Shape(len(groups), len(groups[0].completions), *longest))._replace(**changes)
-        scorer = policy._replace(decoder=unrolled_for_training(policy.decoder))
-        laid_out = packed_layout(scorer.decoder, batch) if layout == "packed" else Layout()
+        scorer = unrolled_for_training(policy.decoder)
+        laid_out = packed_layout(scorer, batch) if layout == "packed" else Layout()
         scored = score(scorer, params, batch, sampling, self.config.model.logprob_chunk, laid_out)
         update, sampler = scored[batch.completion_mask], batch.behavior_logprobs[batch.completion_mask]
         depths = np.concatenate([len(row.prompt_tokens) + np.arange(len(row.tokens)) for row in rows])

@@ -1,6 +1,7 @@
 """Configures glibc's memory allocator for processes that compute on the CPU."""
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
@@ -60,6 +61,20 @@ def has_glibc() -> bool:
     names = ("malloc", "__libc_malloc", "mallinfo2")
     found = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names if hasattr(libc, name)]
     return len(found) == len(names) and found[0] == found[1]
+
+
+def settle_memory(steps: int) -> None:
+    """Closes the gaps that the first steps of a run left in the heap, and hides their objects from the collector.
+
+    A collection would otherwise look through all that JAX keeps of compiled programs, for a second. Only commands
+    prepare the heap; elsewhere nothing happens. `gc.unfreeze` undoes it for the collector.
+
+    Args:
+        steps: training steps that this process has made.
+    """
+    if steps <= SETTLING_STEPS and close_gaps():
+        gc.collect()
+        gc.freeze()
 
 
 def close_gaps() -> int:

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 import recjax
-from recjax import Config, api, open_run, run
+from recjax import Config, api, host_memory, open_run, run
 from recjax.config import GradingConfig, load_config
 from recjax.hub.policy import policy_alone
 from recjax.models.sampling import Sampling
@@ -26,7 +26,7 @@ from recjax.tasks.files import keep_rows
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import load_reward, passed_name
 from recjax.tasks.loading import load_task
-from recjax.training import loop
+from recjax.training import loop, start
 from recjax.training.checkpoint import best_step, steps_of
 from recjax.training.metrics import read_metrics
 from recjax.training.trained import OpenedPolicy
@@ -54,9 +54,7 @@ def digits(prompts, completions, answers) -> list[float]:
 def cached(tmp_path, monkeypatch):
     """A cache and figures of the test's own."""
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "recjax.training.loop.draw_training", lambda rows, title, path: path.parent.mkdir(exist_ok=True)
-    )
+    monkeypatch.setattr("recjax.training.log.draw_training", lambda rows, title, path: path.parent.mkdir(exist_ok=True))
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def counted(tmp_path, monkeypatch):
     def call(name, values=VALUES, problems=ROWS, learner=None, check=lambda run: None, **arguments):
         seams = {"learner": learner or CountingLearner(), "sources": sampled_by(prepared_batch)}
         monkeypatch.setattr(api, "warn_of_memory", check)  # it traces a decoder, which takes most of such a run
-        monkeypatch.setattr(api, "train", functools.partial(loop.train, **seams))
+        monkeypatch.setattr(api, "train", functools.partial(start.train, **seams))
         with one_device():
             values = values if isinstance(values, Config | Path) else {**values, "output": str(tmp_path / name)}
             return run(values, problems=problems, **arguments)
@@ -162,7 +160,7 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
 @pytest.mark.slow
 def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
     gc.unfreeze()
-    monkeypatch.setattr(loop, "close_gaps", lambda: 1)  # as in a command
+    monkeypatch.setattr(host_memory, "close_gaps", lambda: 1)  # as in a command
     frozen = []
     counted("run", on_step=lambda row: frozen.append(gc.get_freeze_count()))
     assert frozen[0] == 0 < frozen[-1] and gc.get_freeze_count() == 0

@@ -14,7 +14,7 @@ from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from recjax.training.trained import open_checkpoint
 from tests import commands
 from tests.commands import Command

@@ -59,7 +59,8 @@ def prepare(inputs: Inputs) -> System:
         setattr(importlib.import_module(module), name, value)
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
-    run, state, manager = begin(config, overwrite=True)
+    begun, state = begin(config, overwrite=True)
+    run, learner, _, manager = begun
     held, recipe = {"state": state, "steps": 0}, recipe_of(config, run.policy.decoder)
     sampling, numbers = config.rollout.sampling(), hyperparameters_of(config, config.optimizer.learning_rate)
     del state
@@ -74,17 +75,17 @@ def prepare(inputs: Inputs) -> System:
             trained,
             put_rows(batch._replace(reward_parts={})),
             layout,
-            UpdateContext(run.frozen, jax.random.key(number), hyperparameters=numbers),
+            UpdateContext(learner.frozen, jax.random.key(number), hyperparameters=numbers),
             recipe=recipe,
         )
         return trained, {name: float(value) for name, value in on_host(metrics).items()}
 
     def sampler_params():
-        return run.learner.sampler_params(run, held["state"])
+        return learner.behavior_params(held["state"])
 
     def sampled(number: int, behavior: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
         keys = row_keys(jax.random.fold_in(jax.random.key(config.seed), number), len(prompts.texts) * group_size)
-        params, about = combine(behavior, run.frozen), {"name": f"{number}", "source": "policy", "version": number}
+        params, about = combine(behavior, learner.frozen), {"name": f"{number}", "source": "policy", "version": number}
         return sample_groups(policy, params, prompts, keys, group_size, max_tokens, sampling, **about)
 
     def step(number: int) -> dict:
@@ -131,7 +132,7 @@ def prepare(inputs: Inputs) -> System:
 
     def logprobs() -> np.ndarray:
         given = (prompts.tokens, prompts.mask, inputs.completions, mask)
-        everything = combine(held["state"].trained.params, run.frozen)
+        everything = combine(held["state"].trained.params, learner.frozen)
         chunk = config.model.logprob_chunk
         return np.asarray(rescored(policy.decoder, everything, *given, sampling=sampling, chunk=chunk)[0])
 

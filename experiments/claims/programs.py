@@ -31,8 +31,8 @@ from recjax.rollout.keys_values import Memory, empty
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
 from recjax.training.learner import drop_key
-from recjax.training.run import prepare
-from recjax.training.sources import batch_key
+from recjax.training.prepare import prepare
+from recjax.training.sampling import batch_key
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
 

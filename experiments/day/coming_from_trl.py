@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from recjax.config import make_config
-from recjax.training.loop import train
+from recjax.training.start import train
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
 

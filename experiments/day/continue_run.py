@@ -18,7 +18,7 @@ def main(argv: list[str]) -> None:
     """Trains, continues and resumes; prints accuracy before and after each."""
     from recjax.cache import keep_compiled_programs
     from recjax.config import load_config
-    from recjax.training.loop import train
+    from recjax.training.start import train
 
     keep_compiled_programs()
     first, second = (str(Path(FLAGS.output) / name) for name in ("first", "second"))

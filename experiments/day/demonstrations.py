@@ -24,8 +24,8 @@ from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
-from recjax.training.loop import train
 from recjax.training.metrics import read_metrics
+from recjax.training.start import train
 
 FLAGS = flags.FLAGS
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}{%

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recjax.cache import keep_compiled_programs
 from recjax.config import load_config
-from recjax.training.loop import train
+from recjax.training.start import train
 
 BASE = Path(__file__).parents[1] / "quickstart.yaml"
 ALGORITHMS = ("reinforce", "rec_one_side_nois")

@@ -18,7 +18,7 @@ from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
 from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, WHOLE_BATCH
 from recjax.analysis.collect import read_runs, without_other_metrics
 from recjax.analysis.compare import estimate, final
 from recjax.plots.objectives import draw_coefficients
@@ -53,7 +53,7 @@ PAPERS = """\
 <!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
 
 Every preset with its source and a config to paste. Numbers are the paper's, unless a note says otherwise. Where two
-forms of an algorithm are in use, the note has the override that gives the other form: put `algorithm.` before each
+forms of an algorithm are in use, the note has the override that gives the second form: put `algorithm.` before each
 `AXIS={…}`. [Algorithms](objectives.md) explains the axes, and [off-policy regimes](regimes.md) the regimes.
 `experiments/` has the settings of 2509.24203 on GSM8K, MATH, Guru-Math and ToolACE.
 """
@@ -241,7 +241,7 @@ def preset_table(presets: dict[str, Preset]) -> str:
 def names_table() -> str:
     """Values that functions may read; values of the whole batch come last."""
     lines = ["| parameter | description |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in (EVERYWHERE | MICRO_BATCH | WHOLE_BATCH).items()]
+    lines += [f"| `{name}` | {text} |" for name, text in (EVERYWHERE | MICRO_BATCH | OF_TERMS | WHOLE_BATCH).items()]
     return "\n".join(lines) + "\n"
 
 

@@ -33,6 +33,7 @@ class Algorithm:
     token_weight: Callable | None = None
     correction: Callable | None = None
     regularizer: Callable | None = None
+    term: Callable | None = None
     reduction: Callable = token_mean
     reference_kl: Callable | None = None
     unbiased_reference_kl: Callable | None = None
@@ -42,14 +43,14 @@ class Algorithm:
     observations: Callable | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":
-        """The algorithm with these values of its functions' options, by axis, as arguments of a compiled program."""
+        """The algorithm with other option values, by axis; a compiled program may take them as arguments."""
         bound = {axis: functools.partial(getattr(self, axis), **values) for axis, values in options.items()}
         return dataclasses.replace(self, **bound)
 
     def reads(self, *names: str) -> bool:
         """True if the loss reads any of `names`."""
         axes = [self.selection, self.advantage, self.clip, self.mask, self.row_weight, self.token_weight]
-        axes += [self.correction, self.regularizer, self.unbiased_reference_kl]
+        axes += [self.correction, self.regularizer, self.term, self.unbiased_reference_kl]
         read = {name for axis in axes for name in names_read(axis)}
         if RATIO & read or self.correction is not None:
             read |= {*names_read(self.anchor)}
@@ -94,15 +95,21 @@ class Algorithm:
     def relates_rows(self) -> bool:
         """True if the loss relates the rows of a completion, which must then be in one micro-batch."""
         axes = [self.ratio, self.clip, self.mask, self.token_weight, self.correction or self.ratio]
-        axes += [self.regularizer, self.reduction]
+        axes += [self.regularizer, self.term, self.reduction]
         return self.compares_completions or any("trajectories" in names_read(axis) for axis in axes)
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss has a KL to a reference policy."""
-        return self.reference_kl is not None or self.unbiased_reference_kl is not None
+        """True if the loss reads the log-probs of a reference policy."""
+        has_kl = self.reference_kl is not None or self.unbiased_reference_kl is not None
+        return has_kl or "reference_logprobs" in names_read(self.term)
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher's log-probs add to the advantages, or its distributions to the loss."""
-        return self.distillation is not None or self.teacher_divergence is not None
+        """True if the loss or the advantages read a teacher's log-probs, or the loss its distributions."""
+        return self.reads_teacher_logprobs or self.teacher_divergence is not None
+
+    @property
+    def reads_teacher_logprobs(self) -> bool:
+        """True if the advantages or the loss read a teacher's log-probs of the sampled tokens."""
+        return self.distillation is not None or "teacher_logprobs" in names_read(self.term)

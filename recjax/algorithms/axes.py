@@ -15,7 +15,7 @@ from recjax.algorithms import (
     weighting,
 )
 from recjax.algorithms.options import did_you_mean, require, user_function
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, RESCORED, WHOLE_BATCH, check_names
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, RESCORED, WHOLE_BATCH, check_names
 
 _TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
@@ -104,6 +104,9 @@ AXES = {
         "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
         "effective_size_kl": regularizers.effective_size_kl_penalty,
     },
+    "term": {
+        "none": None,
+    },
     "reduction": {
         "token_mean": reduce.token_mean,
         "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
@@ -111,7 +114,8 @@ AXES = {
         "fixed_length": reduce.fixed_length,
     },
 }
-# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages, the others to the loss.
+# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages; every other term adds to
+# the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
@@ -133,6 +137,7 @@ READABLE = {
     "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "correction": [*EVERYWHERE, *MICRO_BATCH],
     "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behavior_logprobs"],
+    "term": [*EVERYWHERE, "logprobs", "behavior_logprobs", "ratio", *OF_TERMS],
     "reduction": ["per_token", "completion_mask", "trajectories"],
 }
 
@@ -157,7 +162,7 @@ def function_of(axis: str, name: Any) -> Callable | None:
         function = user_function(key, name)
         check_names(key, name, function, READABLE[axis])
         return function
-    known = isinstance(name, str) and name in table
+    is_known = isinstance(name, str) and name in table
     or_users = ", or your own module:function" if axis in READABLE else ""
-    require(known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
+    require(is_known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
     return table[name]

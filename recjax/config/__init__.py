@@ -24,6 +24,7 @@ from recjax.config.model import (
 )
 from recjax.config.schema import (
     KEYS,
+    MAY_CHANGE,
     AlgorithmConfig,
     Config,
     EvaluationConfig,

@@ -32,21 +32,21 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
 class EngineConfig(ConfigBlock):
-    """Another server that samples; a URL alone sets `url`."""
+    """Another server that samples; a plain URL sets `url`."""
 
-    url: checked(str, has_password) = key(..., "URL of the server")
-    model: str | None = key(None, "Its model; null: the only one")
+    url: checked(str, has_password) = key(..., "URL of the server", may_change=True)
+    model: str | None = key(None, "Its model; null: the only one", may_change=True)
     processed_logprobs: Bool = key(False, "true: the server's log-probs are after temperature, top_k, top_p and min_p")
-    folder: str | None = key(None, "Shared folder for weights; null: OUTPUT/pushed")
-    api_key_file: str | None = key(None, "File with the API key; null: $RECJAX_API_KEY")
-    concurrency: Int = key(8, "Parallel requests", ge=1)
-    reply_seconds: Float = key(600.0, "Time limit for a reply", ge=0.1)
-    retries: Int = key(6, "Retries after failures and unusable replies", ge=0)
+    folder: str | None = key(None, "Shared folder for weights; null: OUTPUT/pushed", may_change=True)
+    api_key_file: str | None = key(None, "File with the API key; null: $RECJAX_API_KEY", may_change=True)
+    concurrency: Int = key(8, "Parallel requests", ge=1, may_change=True)
+    reply_seconds: Float = key(600.0, "Time limit for a reply", ge=0.1, may_change=True)
+    retries: Int = key(6, "Retries after failures and unusable replies", ge=0, may_change=True)
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def from_url(cls, values: Any) -> Any:
-        """The keys of a URL alone."""
+        """The keys for a plain URL."""
         return {"url": values} if isinstance(values, str) else values
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
@@ -77,7 +77,9 @@ class RolloutConfig(ConfigBlock):
         must="be above rollout.max_completion_tokens",
         ge=2,
     )
-    slots: Int | None = key(None, "Completions in one decoding batch; null: as many as memory holds", ge=1)
+    slots: Int | None = key(
+        None, "Completions in one decoding batch; null: as many as memory holds", ge=1, may_change=True
+    )
     temperature: Float = key(1.0, "Sampling temperature", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
     top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
@@ -153,10 +155,10 @@ class ReplayConfig(ConfigBlock):
         sampled = config.sampled_groups
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
-        least = config.training.updates - 1
+        minimum = config.training.updates - 1
         limit = self.max_staleness
-        problem = f"must be at least {least}, the staleness of fresh groups in the last update of their batch"
-        yield limit is not None and limit < least, "experience.replay.max_staleness", problem
+        problem = f"must be at least {minimum}, the staleness of fresh groups in the last update of their batch"
+        yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
 
@@ -194,7 +196,7 @@ class RegimeConfig(ConfigBlock):
         required=_ASYNC,
         ge=0,
     )
-    generators: Int = key(1, "Processes that sample", needs=_ASYNC, excludes=_ENGINE, ge=1)
+    generators: Int = key(1, "Processes that sample", needs=_ASYNC, excludes=_ENGINE, ge=1, may_change=True)
     swap_within: Bool = key(
         False,
         "Generators take new weights in the middle of completions; false: only between batches",
@@ -202,10 +204,19 @@ class RegimeConfig(ConfigBlock):
         excludes=_ENGINE,
     )
     address: str | None = key(
-        None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC, excludes=_ENGINE
+        None,
+        "Address of a Ray cluster; null: recjax starts Ray on this machine",
+        needs=_ASYNC,
+        excludes=_ENGINE,
+        may_change=True,
     )
     generator_seconds: Float = key(
-        600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, excludes=_ENGINE, ge=1
+        600.0,
+        "Time limit for one batch; recjax restarts a slower generator",
+        needs=_ASYNC,
+        excludes=_ENGINE,
+        ge=1,
+        may_change=True,
     )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
@@ -218,10 +229,10 @@ class RegimeConfig(ConfigBlock):
             batches += replay.draw_every - 1
             why += f" and experience.replay.draw_every = {replay.draw_every}"
         updates = config.training.updates
-        least = batches * updates - 1
+        minimum = batches * updates - 1
         why = why + f" and {updates} updates of each batch" * (updates > 1)
-        problem = f"must be at least {least}, the staleness due to {why}"
-        yield self.max_staleness < least, "regime.max_staleness", problem
+        problem = f"must be at least {minimum}, the staleness due to {why}"
+        yield self.max_staleness < minimum, "regime.max_staleness", problem
 
 
 Grouping = spelled(
@@ -284,10 +295,10 @@ class ExperienceConfig(ConfigBlock):
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
         yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
-        least = config.training.checkpoint_every - 1 + config.training.updates - 1
+        minimum = config.training.checkpoint_every - 1 + config.training.updates - 1
         more = " plus the other updates of its batch" * (config.training.updates > 1)
-        problem = f"must be at least training.checkpoint_every - 1{more} = {least}, as a server that follows the run"
+        problem = f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows the run"
         problem += " samples with its checkpoints; raise it, or write checkpoints more often"
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
-            yield limit is not None and limit < least, name, problem
+            yield limit is not None and limit < minimum, name, problem

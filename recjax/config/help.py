@@ -5,13 +5,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from recjax.config.fields import ConfigBlock, block_of, takes
+from recjax.config.fields import RULES, ConfigBlock, block_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
 
 class Key(NamedTuple):
-    """A key that holds a value; `default` is YAML, or a dash where there is none; `takes` is a type or the choices."""
+    """A key that holds a value; `default` is YAML, or a dash for no default; `takes` is a type or the choices."""
 
     name: str
     default: str
@@ -26,7 +26,7 @@ def sections(
     keys = []
     nested = []
     for key, field in block.model_fields.items():
-        needs, excludes, required, must = field.json_schema_extra.values()
+        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
         words = [needs and f" Only with {needs}.", required not in ("", needs) and f" Required with {required}."]
         words += [excludes and f" Not with {excludes}.", must and f" Must {must}."]
         related = "".join(filter(None, words))

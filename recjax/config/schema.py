@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -51,6 +52,7 @@ class AlgorithmConfig(ConfigBlock):
     weight: dict[str, Any] = key(dict, "Weight of each token's gradient")
     correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behavior policy")
     regularizer: dict[str, Any] = key(dict, "Term added to the loss")
+    term: dict[str, Any] = key(dict, "Your own term, added to the loss as well")
     reduction: dict[str, Any] = key(dict, "Reduction of token losses to one loss")
     reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, or to model.reference")
     unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")
@@ -76,9 +78,8 @@ class AlgorithmConfig(ConfigBlock):
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
         algorithm = self.build()
-        agent = config.task.agent
         teacher = config.model.teacher
-        place = "algorithm.advantage" if self.advantage else "algorithm.preset"
+        advantage_key = "algorithm.advantage" if self.advantage else "algorithm.preset"
         problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
         problem += " coefficient of one, or remove this key"
         yield teacher and not algorithm.needs_teacher, "model.teacher", problem
@@ -97,10 +98,10 @@ class AlgorithmConfig(ConfigBlock):
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
         problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture; use another advantage"
-        yield config.task.mixture and algorithm.reads("reward_parts"), place, problem
+        yield config.task.mixture and algorithm.reads("reward_parts"), advantage_key, problem
         stores = config.experience and (config.experience.store or config.experience.mix)
         problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
-        yield of_turns and not (agent or stores), place, problem
+        yield of_turns and not (config.task.agent or stores), advantage_key, problem
         axes = self.resolved()
         stored = config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
@@ -110,7 +111,7 @@ class AlgorithmConfig(ConfigBlock):
         )
         yield always_zero, "rollout.group_size", problem
         problem = self.problem_with_trajectories()
-        yield config.has_trajectories and problem, place, problem
+        yield config.has_trajectories and problem, advantage_key, problem
 
     def problem_with_trajectories(self) -> str:
         """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
@@ -177,24 +178,24 @@ class OptimizerConfig(ConfigBlock):
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
 
         Args:
-            steps: number of updates, over which a schedule without a length of its own extends.
+            steps: number of updates, over which a schedule without its own length extends.
         Raises:
             ValueError: a schedule that optax lacks, or arguments that it does not take.
         """
         import optax  # imported here, so that grading workers start without JAX
 
         options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
-        place = "optimizer.schedule"
+        schedule_key = "optimizer.schedule"
         name = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
-        require(name in known, f"{place}.name", name, remedy)
+        require(name in known, f"{schedule_key}.name", name, remedy)
         parameters = inspect.signature(getattr(optax.schedules, name)).parameters
         for option, value in options.items():
             remedy = f"is no argument of {name}, which takes {', '.join(parameters)}{did_you_mean(option, parameters)}"
-            require(option in parameters, f"{place}.{option}", value, remedy)
+            require(option in parameters, f"{schedule_key}.{option}", value, remedy)
             if not isinstance(value, dict | list):
-                options[option] = checked_value(f"{place}.{option}", parameters[option].annotation, value)
+                options[option] = checked_value(f"{schedule_key}.{option}", parameters[option].annotation, value)
         peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
         remedy = f"{name} has its own peak; set only one of the two"
         has_own = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
@@ -203,11 +204,11 @@ class OptimizerConfig(ConfigBlock):
         remedy = f"{name} has its own warm-up; remove one of them"
         has_own = self.warmup_steps and peak not in ("value", "init_value")
         require(not has_own, "optimizer.warmup_steps", self.warmup_steps, remedy)
-        rest = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
-        defaults = {peak: self.learning_rate, "decay_steps": rest, "transition_steps": rest}
+        remaining_steps = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
+        defaults = {peak: self.learning_rate, "decay_steps": remaining_steps, "transition_steps": remaining_steps}
         options = {option: value for option, value in defaults.items() if option in parameters} | options
         missing = [each.name for each in parameters.values() if each.default is each.empty and each.name not in options]
-        require(not missing, place, self.schedule, f"{name} needs {', '.join(missing)} too")
+        require(not missing, schedule_key, self.schedule, f"{name} needs {', '.join(missing)} too")
         after = getattr(optax.schedules, name)(**options)
         if self.warmup_steps == 0:
             return after
@@ -220,7 +221,7 @@ class OptimizerConfig(ConfigBlock):
 class TrainingConfig(ConfigBlock):
     """Length of the run, micro-batches and checkpoints."""
 
-    steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0)
+    steps: Int = key(100, "Optimizer steps; 0: only the warm start on demonstrations", ge=0, may_change=True)
     updates_per_batch: Int = key(
         1,
         "Passes over each batch, with one optimizer step on each minibatch; the proximal policy is the policy before"
@@ -236,33 +237,40 @@ class TrainingConfig(ConfigBlock):
         excludes="training.tokens_per_micro_batch",
         must="divide rollout.prompts_per_step",
         ge=1,
+        may_change=True,
     )
     tokens_per_micro_batch: Int | None = key(
         None,
         "Tokens of a micro-batch that recjax packs completions into; null: recjax packs completions if that saves much"
         " work",
         ge=1,
+        may_change=True,
     )
     expert_balance: Float = key(0.0, "Weight of the loss that balances the loads of experts; 0: none", ge=0)
-    checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
+    checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1, may_change=True)
     resume_with: list[str] = key(
         list,
         "Keys of optimizer and algorithm, such as optimizer.learning_rate, whose values may differ from the stored run"
         " when it resumes; environment.json records each change",
+        may_change=True,
     )
     impossible_tokens: Literal["error", "drop"] = key(
         "error",
         "Treatment of tokens with probability 0, log-prob −inf, under a policy. error: end the run; drop: exclude them"
         " from the loss and count them",
+        may_change=True,
     )
-    keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
+    keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1, may_change=True)
     keep_best: str | None = key(
         None,
         "Metric, such as evaluation/accuracy, by which recjax also keeps the best checkpoint, and saves at every"
         " evaluation; with - in front, lower is better",
+        may_change=True,
     )
     profile_steps: list[Int] | None = key(
-        None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
+        None,
+        "[first, last] step of a profiler trace in the run's folder; null: no trace",
+        may_change=True,
     )
 
     @property
@@ -370,7 +378,7 @@ class Config(ConfigBlock):
         ge=0,
         le=2**32 - 1,
     )
-    output: str = key(..., "Folder of the run; a stopped run resumes from it")
+    output: str = key(..., "Folder of the run; a stopped run resumes from it", may_change=True)
     model: ModelConfig = key(ModelConfig)
     task: Annotated[TaskConfig, pydantic.BeforeValidator(named_task)] = key(TaskConfig)
     grading: GradingConfig = key(GradingConfig)
@@ -381,21 +389,21 @@ class Config(ConfigBlock):
     algorithm: AlgorithmConfig = key(AlgorithmConfig)
     optimizer: OptimizerConfig = key(OptimizerConfig)
     training: TrainingConfig = key(TrainingConfig)
-    evaluation: EvaluationConfig = key(EvaluationConfig)
-    samples: SamplesConfig = key(SamplesConfig)
-    tracking: TrackingConfig = key(TrackingConfig)
-    mesh: MeshConfig = key(MeshConfig)
+    evaluation: EvaluationConfig = key(EvaluationConfig, may_change=True)
+    samples: SamplesConfig = key(SamplesConfig, may_change=True)
+    tracking: TrackingConfig = key(TrackingConfig, may_change=True)
+    mesh: MeshConfig = key(MeshConfig, may_change=True)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
-        """Refuses settings that contradict each other or that nothing would read."""
+        """Refuses settings that contradict each other or have no effect."""
         for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
-            given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
+            chosen = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
             # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
-            if len(given) != 1 and (given or name != "model" or not (self.model.run or self.model.adapter)):
-                found = f"found {' and '.join(given) or 'none'}"
+            if len(chosen) != 1 and (chosen or name != "model" or not (self.model.run or self.model.adapter)):
+                listed = f"found {' and '.join(chosen) or 'none'}"
                 raise ValueError(
-                    f"{name}: give exactly one of {', '.join(f'{name}.{one}' for one in choices)}; {found}"
+                    f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in choices)}; {listed}"
                 )
         blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
         for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
@@ -425,10 +433,36 @@ class Config(ConfigBlock):
 
     @property
     def sampled_groups(self) -> int:
-        """Number of groups in a batch that come from no store, in a run that samples."""
+        """Number of groups in a batch that a sampling run takes from no store."""
         count = self.rollout.prompts_per_step
         mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
+
+    @property
+    def stored_groups(self) -> int:
+        """Number of groups in a batch that come whole from a store at rest."""
+        count = self.rollout.prompts_per_step
+        if self.experience and self.experience.store and not self.follows:
+            return count
+        mix = self.experience and self.experience.mix
+        return round(mix.share * count) if mix and mix.of == "batch" else 0
+
+    @property
+    def own_counts(self) -> tuple[int, int]:
+        """Number of groups in a batch, and of completions in each of them, that come from no store at rest."""
+        mix = self.experience and self.experience.mix
+        in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
+        return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group
+
+    @property
+    def samples_training_data(self) -> bool:
+        """True if the policy samples any of the data that it trains on."""
+        return self.own_counts[0] > 0 and not self.follows
+
+    @property
+    def record_file(self) -> Path | None:
+        """The store in which the run records the completions that the policy samples; None if it records none."""
+        return Path(self.output) / "experience.db" if self.experience and self.experience.record else None
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:
         """Number of micro-batches of a step whose completions are not packed.
@@ -455,6 +489,13 @@ def resumable_keys(config: Config) -> list[str]:
 
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
+# The keys with which a run may resume although they differ, by themselves or as keys of such a block; see `key`.
+MAY_CHANGE = frozenset(
+    name
+    for name in KEYS
+    for block in itertools.accumulate(name.split("."), "{}.{}".format)
+    if KEYS[block].json_schema_extra["may_change"]
+)
 # Blocks that a text stands for, and the function from the text to the block's keys.
 SHORT_FORMS = {
     "task": named_task,

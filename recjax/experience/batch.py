@@ -179,6 +179,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     Raises:
         ValueError: a group that does not fit the shape, or a completion that the shape has no place for.
     """
+    # First, because with a group size a row's place follows from its group: one row too many would overwrite another.
     if shape.group is not None:
         _check_groups(groups, shape)
     numbered = [
@@ -213,6 +214,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         batch = batch._replace(token_mask=real, trajectories=trajectories)
     if turns is None:
         return batch
+    # Doubled for the same reason as the rows.
     while turns < max((len(completion_turns(row.completion)) for row in rows), default=0):
         turns *= 2
     rewards = np.full((shape.rows, turns), np.nan, np.float32)
@@ -289,6 +291,7 @@ def minibatch_rows(
     """
     if training.minibatches == 1:
         return None
+    # Cut by groups and not by rows: advantages compare the completions of a group.
     pass_, minibatch = divmod(index, training.minibatches)
     order = np.random.default_rng([seed, 7, pass_]).permutation(groups)
     order = [*order.tolist(), *range(groups, batch.shape.prompts)]

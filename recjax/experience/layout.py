@@ -14,7 +14,6 @@ from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_shape, shape_for
-from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import Load
@@ -219,7 +218,7 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
     """The layout of a batch whose rows have prompts of their own, for an algorithm that relates no rows.
 
     Args:
-        tokens: tokens of a micro-batch, if the longest sequence has no more; None: LEAST_TOKENS on each device.
+        tokens: tokens of a micro-batch, at least as many as in the longest sequence; None: LEAST_TOKENS on each device.
     """
     shape = batch.shape
     shards = row_shards()
@@ -234,19 +233,19 @@ def _shares_beginnings(decoder: Decoder) -> bool:
 
 
 def score(
-    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int, layout: Layout | None = None
+    decoder: Decoder, params: dict, batch: Batch, sampling: Sampling, chunk: int, layout: Layout | None = None
 ) -> Float[np.ndarray, "batch time"]:
     """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
 
     Args:
-        params: all parameters of the policy.
+        params: all parameters of the decoder.
         sampling: the distribution that sampled the tokens.
         chunk: token positions whose logits exist at the same time.
         layout: None: packed if rows have prompts of their own.
     """
     if layout is None:
-        layout = Layout() if batch.shape.group else packed_layout(policy.decoder, batch)
-    return on_host(score_batch(layout, policy.decoder, params, put_rows(batch), sampling, chunk)[0])
+        layout = Layout() if batch.shape.group else packed_layout(decoder, batch)
+    return on_host(score_batch(layout, decoder, params, put_rows(batch), sampling, chunk)[0])
 
 
 def choose_layout(

@@ -19,7 +19,6 @@ from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import replay
 from recjax.experience.group import Grade, Group, oldest_version, with_grades
 from recjax.experience.replay import Entry, Judge
-from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.tasks.problems import problem_key
 
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
@@ -353,8 +352,8 @@ def counts(queue: Queue) -> dict[str, int]:
     }
 
 
-def to_plain(queue: Queue) -> tuple[bytes, dict[str, Any]]:
-    """Converts a queue to the bytes of all its groups, and JSON data; `from_plain` is the inverse.
+def to_plain(queue: Queue) -> tuple[list[Group], dict[str, Any]]:
+    """Splits a queue into its groups and JSON data; `from_plain` is the inverse.
 
     Args:
         queue: queue between two steps, after waiting for all grades.
@@ -363,17 +362,13 @@ def to_plain(queue: Queue) -> tuple[bytes, dict[str, Any]]:
         "waiting": [[entry.due, entry.round] for entry in queue.waiting],
         "ready": [[entry.added, entry.used] for entry in queue.ready],
     }
-    return groups_to_bytes([entry.group for entry in (*queue.waiting, *queue.ready)]), queue._asdict() | plain
+    return [entry.group for entry in (*queue.waiting, *queue.ready)], queue._asdict() | plain
 
 
-def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
-    """Converts the bytes and JSON data of `to_plain` back to a queue.
-
-    Raises:
-        ValueError: the bytes are damaged.
-    """
+def from_plain(groups: Sequence[Group], plain: dict[str, Any]) -> Queue:
+    """Joins the groups and the JSON data of `to_plain` to a queue."""
     numbers = [*plain["waiting"], *plain["ready"]]
-    entries = list(zip(groups_from_bytes(groups), numbers, strict=True))
+    entries = list(zip(groups, numbers, strict=True))
     count = len(plain["waiting"])
     waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in entries[:count])
     ready = tuple(Entry(group, *uses) for group, uses in entries[count:])

@@ -111,7 +111,7 @@ def with_logprobs(
     filled = {}
     for start in range(0, len(lacking), size):
         batch = lacking[start : start + size]
-        scored = iter(score(policy, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
+        scored = iter(score(policy.decoder, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
         for group in batch:
             completions = []
             for completion in group.completions:

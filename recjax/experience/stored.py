@@ -28,16 +28,6 @@ class Stored(NamedTuple):
     digest: str
 
 
-def stored_per_batch(config: Config) -> int:
-    """The number of groups in a batch that come whole from a store."""
-    experience = config.experience
-    count = config.rollout.prompts_per_step
-    if experience and experience.store and not experience.follow:
-        return count
-    mix = experience and experience.mix
-    return round(mix.share * count) if mix and mix.of == "batch" else 0
-
-
 def load_stored(config: Config, policy: Policy) -> Stored:
     """Loads the groups of `experience.store` or `experience.mix.store` with all their rewards, and checks them.
 
@@ -69,10 +59,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
             )
-        if len(whole) < stored_per_batch(config):
+        if len(whole) < config.stored_groups:
             raise ValueError(
                 f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
-                f" {stored_per_batch(config)} that each batch takes from the store; add groups, or lower"
+                f" {config.stored_groups} that each batch takes from the store; add groups, or lower"
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         whole = whole.changed(of_this_run)
@@ -109,10 +99,10 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
     groups = stored.groups.graded(grader)
     if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
         logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
-    if len(groups) < stored_per_batch(config):
+    if len(groups) < config.stored_groups:
         raise ValueError(
             f"experience.regrade: the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
-            f" {stored_per_batch(config)} that each batch takes from the store; correct the reward function"
+            f" {config.stored_groups} that each batch takes from the store; correct the reward function"
         )
     _warn_of_little_to_compare(store, groups, config)
     return stored._replace(groups=groups, digest=_digest(groups))

@@ -23,7 +23,6 @@ from recjax.console import plain_console
 from recjax.experience.batch import sampled_shape
 from recjax.experience.database import MAKE
 from recjax.experience.packing import shape_for
-from recjax.experience.stored import stored_per_batch
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
@@ -35,7 +34,7 @@ from recjax.planning.targets import ACCELERATORS, GIB, MEMORY_FRACTION, Devices,
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.run import Run
+from recjax.training.prepare import Setup
 from recjax.training.schedule import expected_staleness
 
 logger = logging.getLogger(__name__)
@@ -338,14 +337,14 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
     return 0
 
 
-def warn_of_memory(run: Run) -> None:
+def warn_of_memory(setup: Setup) -> None:
     """Logs a warning if the estimated memory of a run exceeds that of a device of the mesh in context."""
-    config = run.config
-    decoder = run.policy.decoder
+    config = setup.config
+    decoder = setup.policy.decoder
     available = device_memory()
     model = Model(decoder, *split_params(abstract_params(decoder.config), config.model))
     try:
-        items, _ = memory_items(config, model, run.train.tokens.shape[1], jax.sharding.get_mesh(), available)
+        items, _ = memory_items(config, model, setup.train.tokens.shape[1], jax.sharding.get_mesh(), available)
     except Exception:  # an accelerator's kernel may refuse to be traced alone, and an estimate must not stop a run
         logger.debug("no estimate of the run's memory", exc_info=True)
         return
@@ -405,7 +404,7 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     flops = devices.count * devices.kind.teraflops * 1e12
     bandwidth = devices.kind.bandwidth * 1e9
     seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
-    sampled = 0 if config.follows else rollout.prompts_per_step - stored_per_batch(config)
+    sampled = 0 if config.follows else config.own_counts[0]
     if sampled:
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
         plan = sampling_of(config, decoder, result.mesh, prompt, free, devices.platform)

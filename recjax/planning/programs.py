@@ -19,7 +19,6 @@ from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, shape_for
-from recjax.experience.stored import stored_per_batch
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -35,7 +34,7 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.run import characters
+from recjax.training.prepare import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.trained import check_teacher, teacher_decoder, with_start
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
@@ -189,8 +188,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
 
 def keeps_copy(config: Config) -> bool:
     """True if the sampler keeps its own copy of the weights during updates."""
-    sampled = config.rollout.prompts_per_step - stored_per_batch(config)
-    return sampled > 0 and not config.follows and outlives_updates(config.regime)
+    return config.samples_training_data and outlives_updates(config.regime)
 
 
 def sampled_from(config: Config, model: Model) -> tuple[str, dict]:

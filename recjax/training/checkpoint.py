@@ -21,13 +21,14 @@ from etils import epath
 
 from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
-from recjax.config import TrainingConfig
+from recjax.config import Config, TrainingConfig
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.store import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
-from recjax.training.metrics import read_metrics
+from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics
 from recjax.training.run import State
+from recjax.training.run_lock import RunLock
 from recjax.training.update import TrainState
 
 LAYOUT = 7  # format version
@@ -60,7 +61,8 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
         ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
             `training.keep_best`.
     """
-    groups, queue = to_plain(state.queue)
+    waiting, queue = to_plain(state.queue)
+    groups = groups_to_bytes(waiting)
     plain = {"layout": LAYOUT, "version": state.version, "source": state.source, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
@@ -92,6 +94,44 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
     for step in sorted(manager.all_steps())[: -training.keep_checkpoints]:
         if step != best and step not in older:
             manager.delete(step)
+
+
+class Saver:
+    """The lock and the checkpoints of a run folder, for the loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        manager: ocp.CheckpointManager,
+        lock: RunLock,
+        metrics: MetricsWriter,
+        phases: PhaseSeconds,
+    ):
+        """Takes what the run has open."""
+        self._config = config
+        self._manager = manager
+        self._lock = lock
+        self._metrics = metrics
+        self._phases = phases
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint; None before the first."""
+        return self._manager.latest_step()
+
+    def check(self) -> None:
+        """Checks that this process still holds the run folder; see `RunLock.check`."""
+        self._lock.check()
+
+    def save(self, state: State) -> State:
+        """Writes a checkpoint of a state with all grades; returns the state that it holds, with the run's seconds."""
+        with self._phases.phase("checkpoint"):
+            seconds = {"seconds": dict(self._phases.totals), "wall_seconds": self._phases.wall_seconds}
+            state = state._replace(totals=state.totals | seconds | {"metrics": self._metrics.written})
+            oldest = max(state.version - (self._config.regime.max_staleness or 0), 0)
+            older = self._config.task.older_versions(range(oldest, state.step + 1))
+            save(self._manager, state, self._config.training, older)
+        return state
 
 
 def best_step(run: Path, metric: str) -> int:
@@ -152,7 +192,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained=restored["state"],
         behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
-        queue=from_plain(groups, plain["queue"]),
+        queue=from_plain(groups_from_bytes(groups), plain["queue"]),
         source=plain["source"],
         totals=plain["totals"],
         groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())) if batch else (),

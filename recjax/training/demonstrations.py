@@ -21,7 +21,8 @@ from recjax.models.unrolling import unrolled_for_training
 from recjax.tasks.prompts import batch_indices
 from recjax.training import checkpoint
 from recjax.training.metrics import MetricsWriter, step_bar
-from recjax.training.run import Run, State
+from recjax.training.prepare import Setup
+from recjax.training.run import State
 from recjax.training.update import Recipe, TrainState, UpdateContext, first_state, make_optimizer, update
 from recjax.training.warm_start import FOLDER, supervised_rates
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 _LOSSES = ("loss", "held_out_loss")
 
 
-def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, float]]:
+def train_on_demonstrations(setup: Setup, params: dict) -> tuple[dict, dict[str, float]]:
     """Trains on the demonstrations with the update of the run: REINFORCE with a reward of 1 is maximum likelihood.
 
     A finished stage is read from the run folder, and an interrupted one resumes from its last state.
@@ -44,10 +45,10 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
         ValueError: the demonstrations have changed since the stage began, or a state cannot be read or written.
         FloatingPointError: a loss or gradient that is not finite.
     """
-    config = run.config
-    shown = run.demonstrations
-    settings = run.config.warm_start
-    decoder = run.policy.decoder
+    config = setup.config
+    shown = setup.demonstrations
+    settings = setup.config.warm_start
+    decoder = setup.policy.decoder
     folder = Path(config.output) / FOLDER
     steps = settings.steps
     chunk = config.model.logprob_chunk
@@ -84,7 +85,7 @@ def train_on_demonstrations(run: Run, params: dict) -> tuple[dict, dict[str, flo
             params = combine(trained.params, frozen)
             for start in range(0, len(shown.held_out), size):
                 batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
-                logprobs = score(run.policy, params, batch, Sampling(), chunk)
+                logprobs = score(decoder, params, batch, Sampling(), chunk)
                 total -= logprobs[batch.completion_mask].sum(dtype=np.float64).item()
                 tokens += int(batch.completion_mask.sum())
             return row | ({"held_out_loss": total / tokens} if tokens else {})

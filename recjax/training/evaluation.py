@@ -83,33 +83,33 @@ def answered(
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
     for start in (start for start in range(0, count, size) if start not in done):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
-        asked = prompts.take(np.arange(start, start + size) % count)
+        batch = prompts.take(np.arange(start, start + size) % count)
         problems = min(size, count - start)
         key = part_key(config.seed, step, start)
         sampling = settings.sampling()
         names = {"name": f"{start:06d}", "source": "policy", "version": step if version is None else version}
         if agents:
-            asked = asked.take(np.arange(problems))
+            batch = batch.take(np.arange(problems))
             groups, pending = agents.sample_groups(
-                policy, params, asked, key, settings.samples, sampling, grading, **names, fatal=False
+                policy, params, batch, key, settings.samples, sampling, grading, **names, fatal=False
             )
-            asked = asked.take(np.repeat(np.arange(problems), seats))
+            batch = batch.take(np.repeat(np.arange(problems), seats))
         else:
             longest = config.rollout.max_completion_tokens
             keys = row_keys(key, size * settings.samples)
-            groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
+            groups = sample_groups(policy, params, batch, keys, settings.samples, longest, sampling, **names)
             groups = groups[:problems]
-            asked = asked.take(np.arange(problems))
-            pending = submit(groups, asked, grading)
-        part = AnsweredPart(start, asked, with_grades(groups, pending.result()), seats)
-        grades = [completion.grade for group in part.groups for completion in group.completions]
+            batch = batch.take(np.arange(problems))
+            pending = submit(groups, batch, grading)
+        answers = AnsweredPart(start, batch, with_grades(groups, pending.result()), seats)
+        grades = [completion.grade for group in answers.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
-            held.append(part)
+            held.append(answers)
         else:
             yield from held or ()
             held = None
-            yield part
-    if held and sum(len(part.groups) for part in held) * settings.samples > 1:
+            yield answers
+    if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
         raise ValueError(
             f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
             f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
@@ -127,13 +127,13 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
     """One row per completion: the problem's index, the prompt, the completion and its grade."""
     return [
         {
-            "problem": done.first * done.seats + place,
-            "prompt": done.prompts.texts[place],
+            "problem": done.first * done.seats + index,
+            "prompt": done.prompts.texts[index],
             **{name: completion.metadata[name] for name in ("task", "seat") if name in completion.metadata},
-            "question": question_of(done.prompts.problems[place].prompt),
+            "question": question_of(done.prompts.problems[index].prompt),
             "completion": completion.text,
             "answer": group.answer,
-            "difficulty": done.prompts.problems[place].difficulty,
+            "difficulty": done.prompts.problems[index].difficulty,
             "reward": completion.grade.reward,
             **{f"reward/{name}": value for name, value in (completion.grade.reward_parts or {}).items()},
             "accurate": completion.grade.accurate,
@@ -141,7 +141,7 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
             "truncated": completion.truncated,
             "tokens": completion.sampled_tokens,
         }
-        for place, group in enumerate(done.groups)
+        for index, group in enumerate(done.groups)
         for completion in group.completions
     ]
 
@@ -149,13 +149,13 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
 def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
     """Logs how many completions could not be graded and so count as wrong, if there are any."""
     reasons = list(reasons)
-    found = Counter(reason for reason in reasons if isinstance(reason, str))
-    if found:
-        counts = ", ".join(f"{reason} {count}" for reason, count in found.items())
+    failures = Counter(reason for reason in reasons if isinstance(reason, str))
+    if failures:
+        counts = ", ".join(f"{reason} {count}" for reason, count in failures.items())
         logger.warning(
             "%d of %d held-out completions could not be graded and count as wrong: %s; see grading.seconds and"
             " grading.max_characters",
-            found.total(),
+            failures.total(),
             len(reasons),
             counts,
         )
@@ -212,7 +212,7 @@ def evaluate_policy(
                 config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
             )
             batch = pad(done.groups, shape)
-            initial = score(policy, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
+            initial = score(policy.decoder, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
             mask = batch.completion_mask
             divergence += float((batch.behavior_logprobs - initial)[mask].sum())
             tokens += int(mask.sum())
@@ -262,15 +262,17 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
             shown = hosts.is_first()
             bar = stack.enter_context(progress_bar("pass rates", count, before, unit="problem", shown=shown))
             options = {"step": _PASS_RATES, "agents": agents, "done": {*known}}
-            for part in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):
-                found = [sum(bool(one.grade.accurate) for one in group.completions) for group in part.groups]
-                known[part.first] = found
+            for answers in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):
+                accurate = [
+                    sum(bool(completion.grade.accurate) for completion in group.completions) for group in answers.groups
+                ]
+                known[answers.first] = accurate
                 if hosts.is_first():
                     with writing(path):
                         path.parent.mkdir(parents=True, exist_ok=True)
                         with path.open("ab") as file:  # a kill may have left half a line
-                            file.write(f"\n{json_text({'first': part.first, 'accurate': found})}\n".encode())
-                bar.update(len(found))
+                            file.write(f"\n{json_text({'first': answers.first, 'accurate': accurate})}\n".encode())
+                bar.update(len(accurate))
     rates = np.concatenate([known[start] for start in sorted(known)]) / keep.samples
     low, high = keep.pass_rate
     chosen = np.flatnonzero((low <= rates) & (rates <= high))
@@ -278,7 +280,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
         "task.keep: keeping %d of %d train problems; the pass rates of %d are below %g, of %d above %g; %s",
         *(len(chosen), count, (rates < low).sum(), low, (rates > high).sum(), high, path),
     )
-    require_enough([train.problems[place] for place in chosen], config, "widen task.keep.pass_rate, or add problems")
+    require_enough([train.problems[index] for index in chosen], config, "widen task.keep.pass_rate, or add problems")
     return train.take(chosen)
 
 
@@ -300,9 +302,9 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
     """A digest of everything that determines the pass rates."""
     rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
     sources = []
-    for one in rewards:
+    for each_reward in rewards:
         with contextlib.suppress(OSError, TypeError):  # functions without a source
-            sources.append(inspect.getsource(one.function))
+            sources.append(inspect.getsource(each_reward.function))
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards
@@ -323,9 +325,9 @@ def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
         return "".join(f"    {line}\n" for line in text.splitlines() or [""])
 
     return "\n".join(
-        f"**{place}. reward {sample['reward']}**, answer {sample['answer']}\n\n"
+        f"**{number}. reward {sample['reward']}**, answer {sample['answer']}\n\n"
         f"{indented(sample['question'])}\n{indented(sample['completion'])}"
-        for place, sample in enumerate(evaluation.samples[:count], 1)
+        for number, sample in enumerate(evaluation.samples[:count], 1)
     )
 
 

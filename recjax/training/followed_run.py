@@ -47,10 +47,10 @@ class FollowedRun:
         Raises:
             ValueError: the config of the run cannot be used.
         """
-        said = time.monotonic() - LINE_SECONDS
+        logged_at = time.monotonic() - LINE_SECONDS
         while (weights := self.newer()) is None:
-            if time.monotonic() - said >= LINE_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - logged_at >= LINE_SECONDS:
+                logged_at = time.monotonic()
                 logger.info("waits for the first checkpoint of %s", self._run)
             time.sleep(FIRST_SECONDS)
         return weights
@@ -73,9 +73,9 @@ class FollowedRun:
             try:
                 step = stamp[0]
                 check_manifest(self._folder / str(step))
-                said = progress(self._folder, step)
-                check_config_file(self._run, self._config, said)
-                weights = Weights(self._read_params(step), step, said.get("totals", {}).get("run"))
+                checkpoint_progress = progress(self._folder, step)
+                check_config_file(self._run, self._config, checkpoint_progress)
+                weights = Weights(self._read_params(step), step, checkpoint_progress.get("totals", {}).get("run"))
             except Exception as error:  # Orbax raises its own exception types
                 if stamp not in self._stamps():
                     continue  # the run deleted it during the read
@@ -88,11 +88,11 @@ class FollowedRun:
 
     def _stamps(self) -> list[Stamp]:
         """Stamps of the checkpoints that have a manifest, which is written last; newest first."""
-        found = []
+        stamps = []
         for step in reversed(steps_of(self._folder)):
             try:
                 status = (self._folder / str(step) / MANIFEST).stat()
             except OSError:
                 continue
-            found.append((step, status.st_ino, status.st_mtime_ns))
-        return found
+            stamps.append((step, status.st_ino, status.st_mtime_ns))
+        return stamps

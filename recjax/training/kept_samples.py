@@ -1,7 +1,7 @@
 """Saves completions of training batches in the run folder, with rewards and per-token results of the update."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
 from recjax.models.placement import on_host
 from recjax.tasks.problems import question_of
-from recjax.training.run import Run
-from recjax.training.update import Learned
+from recjax.training.prepare import Setup
+from recjax.training.run import Update
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +26,20 @@ def folder_of(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: np.ndarray | None = None) -> None:
+def keep(setup: Setup, update: Update) -> None:
     """Saves the first groups of an update if `samples.every` says so, up to the size limit of the config.
 
     Every process must call it.
-
-    Args:
-        groups: groups of the batch.
-        learned: per-token results of the update.
-        rows: mask of the update's rows in the batch; None: all rows.
     """
-    config = run.config.samples
-    tokenizer = run.policy.tokenizer
+    config = setup.config.samples
+    tokenizer = setup.policy.tokenizer
+    step = update.step
     if not config.every or (step > 1 and step % config.every):
         return
-    learned = on_host(learned)
+    tokens = on_host(update.tokens)
     if not hosts.is_first():
         return
-    folder = folder_of(Path(run.config.output))
+    folder = folder_of(Path(setup.config.output))
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
     if held >= config.megabytes * 2**20:
@@ -52,23 +48,31 @@ def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned, rows: n
         )
         return
     saved = []
-    terms = learned.terms
+    terms = tokens.terms
     columns = {
-        "probability_now": np.exp(learned.logprobs),
+        "probability_now": np.exp(tokens.logprobs),
         "advantage": np.broadcast_to(terms.advantages, terms.ratio.shape),
         "kept": terms.clip,
         "coefficient": terms.coefficients,
     }
-    places = iter(row_places(groups, run.shape))
-    placed = [(group, [[next(places) for _ in one.rows] for one in group.completions]) for group in groups]
+    places = iter(row_places(update.groups, setup.shape))
+    placed = [
+        (group, [[next(places) for _ in completion.rows] for completion in group.completions])
+        for group in update.groups
+    ]
+    rows = update.layout.rows  # of a minibatch; None: all
     if rows is not None:
-        placed = [(group, of_group) for group, of_group in placed if all(rows[place].all() for place in of_group)]
+        placed = [
+            (group, of_group) for group, of_group in placed if all(rows[row_index].all() for row_index in of_group)
+        ]
     for group, of_group in placed[: config.groups]:
         for completion, of_completion in zip(group.completions, of_group, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [(place, len(each.tokens)) for place, each in zip(of_completion, completion.rows, strict=True)]
+            lengths = [
+                (row_index, len(each.tokens)) for row_index, each in zip(of_completion, completion.rows, strict=True)
+            ]
             for name, values in columns.items():
-                values = _joined(values[place, :length] for place, length in lengths)
+                values = _joined(values[row_index, :length] for row_index, length in lengths)
                 row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
             saved.append(row)
     with writing(folder):
@@ -84,7 +88,9 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
     turns = {
         "turns": [starts[turn.row] + turn.end for turn in completion.turns],
         "turn_rewards": list(grade.turns),
-        "contexts": {starts[place]: tokenizer.decode(rows[place].prompt_tokens) for place in range(1, len(rows))},
+        "contexts": {
+            starts[row_index]: tokenizer.decode(rows[row_index].prompt_tokens) for row_index in range(1, len(rows))
+        },
     }
     return {
         "step": step,

@@ -10,16 +10,20 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
+from recjax.console import under_way
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
+from recjax.hub.policy import Teacher
 from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
+from recjax.training import schedule
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
-from recjax.training.run import Run, State
+from recjax.training.prepare import Setup
+from recjax.training.run import State
 from recjax.training.trained import load_teacher, reference_params, starting_policy
 from recjax.training.update import (
-    Learned,
+    TokenResults,
     TrainState,
     UpdateContext,
     first_state,
@@ -30,58 +34,80 @@ from recjax.training.update import (
 
 
 class Learner:
-    """Computes with JAX. Tests of the loop give `train` a subclass that only counts."""
+    """Computes with JAX. Tests of the loop give `train` a subclass that only counts.
+
+    Attributes:
+        frozen: parameters that are not trained, in the compute dtype.
+        initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
+        reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
+        teacher: the model that `model.teacher` names; None without one.
+    """
 
     initial_policy = staticmethod(starting_policy)
+    frozen: dict = {}
+    initial: dict | None = None
+    reference: dict | None = None
+    teacher: Teacher | None = None
 
-    def begin(self, run: Run, params: dict) -> tuple[Run, TrainState]:
-        """The run with its frozen, initial, reference and teacher parameters, and the state before the first step.
+    def begin(self, setup: Setup, params: dict) -> TrainState:
+        """Takes the policy's parameters and reads those of other models; returns the state before the first step.
 
         Args:
             params: all of the policy's parameters in float32.
         """
-        config = run.config
-        decoder = run.policy.decoder
-        params, frozen = split_params(params, config.model)
-        teacher = load_teacher(config, run.policy)
-        self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
+        config = setup.config
+        decoder = setup.policy.decoder
         steps = config.training.steps
+        params, frozen = split_params(params, config.model)
+        self._setup = setup
+        self.teacher = load_teacher(config, setup.policy)
+        self._recipe = recipe_of(config, decoder, self.teacher and self.teacher.decoder)
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
+        self.frozen = in_compute_dtype(decoder, frozen, copy=False)
         needs_reference = self._recipe.algorithm.needs_reference
-        reads_initial = (needs_reference and not config.model.reference) or config.evaluation.initial_kl
-        frozen = in_compute_dtype(decoder, frozen, copy=False)
-        initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
-        reference = initial if needs_reference else None
-        if needs_reference and config.model.reference:
-            reference = reference_params(config, run.policy)
-        run = run._replace(frozen=frozen, initial=initial, reference=reference, teacher=teacher)
+        if (needs_reference and not config.model.reference) or config.evaluation.initial_kl:
+            self.initial = in_compute_dtype(decoder, params, copy=True)
+        # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
+        if needs_reference:
+            self.reference = reference_params(config, setup.policy) if config.model.reference else self.initial
         trained = first_state(self._recipe.optimizer, params)
+        # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:
             folder, step = split_step(config.model.run)
             trained = trained._replace(optimizer_state=optimizer_state_of(folder, int(step), trained.optimizer_state))
-        return run, trained
+        return trained
 
-    def sampler_params(self, run: Run, state: State, copy: bool = False) -> dict:
-        """The sampler's parameters, in the dtype of the computation: the trained parameters, or the state's copy.
+    def behavior_params(self, state: State, copy: bool = False) -> dict:
+        """The sampler's values of the trained parameters, in the compute dtype: the state's copy, or the current ones.
 
         Args:
             copy: return no array of the trained parameters.
         """
         if state.behavior_params is not None:
             return state.behavior_params
-        if copy and state.version == 0 and run.initial is not None:
-            return run.initial
-        return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
+        # The first copy exists already: the KL to the initial policy reads it.
+        if copy and state.version == 0 and self.initial is not None:
+            return self.initial
+        return in_compute_dtype(self._setup.policy.decoder, state.trained.params, copy=copy)
 
-    def layout(self, run: Run, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
+    def sampler_params(self, state: State) -> dict:
+        """All parameters of the sampler, in the compute dtype."""
+        return combine(self.behavior_params(state), self.frozen)
+
+    def current_params(self, state: State) -> dict:
+        """All parameters after the latest update: the trained ones in float32, the frozen ones in the compute dtype."""
+        return combine(state.trained.params, self.frozen)
+
+    def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
-        return choose_layout(run.config, self._recipe.algorithm, self._recipe.decoder, batch, rows, doublings)
+        recipe = self._recipe
+        return choose_layout(self._setup.config, recipe.algorithm, recipe.decoder, batch, rows, doublings)
 
     def proximal_logprobs(
-        self, run: Run, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
+        self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
     ) -> Float[Array, "batch time"] | None:
         """Log-probs of a batch before its first update; None if the algorithm reads none.
 
@@ -89,48 +115,60 @@ class Learner:
             layouts: layouts of a pass over the batch, which score it one minibatch after the other.
         """
         recipe = self._recipe
-        params = combine(trained.params, run.frozen)
         if not recipe.algorithm.needs_proximal:
             return None
+        params = combine(trained.params, self.frozen)
         options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk
         # Log-probs are 0 outside a layout's minibatch.
         return sum(score_batch(layout, *options)[0] for layout in layouts)
 
     def update(
         self,
-        run: Run,
         trained: TrainState,
         batch: Batch,
         layout: Layout,
         step: int,
         proximal_logprobs: Float[Array, "batch time"] | None = None,
-    ) -> tuple[TrainState, dict, Learned]:
+    ) -> tuple[TrainState, dict, TokenResults]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        # An argument of the program and not a constant in it: runs with other rates share the compiled update.
         _, rate = _rates_of(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
-        trained, metrics, learned = update(
+        # By batch, so that all updates of a batch drop the same completions.
+        batch_number = schedule.batch_of(step, self._setup.config.training.updates)
+        trained, metrics, tokens = update(
             trained,
             put_rows(batch),
             layout,
             UpdateContext(
-                run.frozen,
-                jax.random.fold_in(self._drop_key, run.batch_of(step)),
-                reference_params=run.reference,
-                teacher_params=run.teacher and run.teacher.params,
+                self.frozen,
+                jax.random.fold_in(self._drop_key, batch_number),
+                reference_params=self.reference,
+                teacher_params=self.teacher and self.teacher.params,
                 proximal_logprobs=proximal_logprobs,
                 hyperparameters=numbers,
             ),
             recipe=self._recipe,
         )
-        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, learned
+        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, tokens
 
-    def evaluate(self, run: Run, state: State) -> Evaluation:
+    def evaluate(self, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""
-        initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
-        params = combine(state.trained.params, run.frozen)
-        return evaluate_policy(
-            run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents
-        )
+        setup = self._setup
+        config = setup.config
+        initial = combine(self.initial, self.frozen) if config.evaluation.initial_kl else None
+        problems = len(setup.held_out.texts)
+        with under_way(f"evaluating the initial policy: {problems} problems", state.step == 0):
+            return evaluate_policy(
+                config,
+                setup.policy,
+                self.current_params(state),
+                setup.held_out,
+                setup.grading,
+                state.step,
+                initial,
+                setup.agents,
+            )
 
 
 def drop_key(seed: int | Array) -> Key[Array, ""]:

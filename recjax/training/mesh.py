@@ -25,14 +25,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
     count = devices if is_absent else len(devices)
     sizes = {name: size for name, size in config.model_dump().items() if name != "expert" or size != 1}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    given = math.prod(size for size in sizes.values() if size != -1)
-    rest = -1 in sizes.values()
-    if count % given or (not rest and given != count):
+    product = math.prod(size for size in sizes.values() if size != -1)
+    has_rest = -1 in sizes.values()
+    if count % product or (not has_rest and product != count):
         raise ValueError(
-            f"mesh: {shown}: {given} does not {'divide' if rest else 'equal'} the number of devices, {count};"
+            f"mesh: {shown}: {product} does not {'divide' if has_rest else 'equal'} the number of devices, {count};"
             " set sizes with this product, or set one of them to -1 for the remaining devices"
         )
-    shape = tuple(count // given if size == -1 else size for size in sizes.values())
+    shape = tuple(count // product if size == -1 else size for size in sizes.values())
     axes = {"axis_names": tuple(sizes), "axis_types": (AxisType.Auto,) * len(sizes)}
     return AbstractMesh(shape, **axes) if is_absent else jax.make_mesh(shape, **axes, devices=list(devices))
 

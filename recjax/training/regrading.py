@@ -22,12 +22,12 @@ from recjax.tasks.grading.custom import Answered, check_signature, needs_answers
 from recjax.tasks.grading.reward import MixedReward, agent_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
-from recjax.training.run import Run
+from recjax.training.prepare import Setup
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 
 
-def known_problems(run: Run) -> Known:
+def known_problems(setup: Setup) -> Known:
     """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
 
     Raises:
@@ -35,13 +35,13 @@ def known_problems(run: Run) -> Known:
     """
     # agents make prompts of their own
     known = {}
-    of_problems = run.agents is not None
-    for prompts in (run.held_out, run.train):
+    of_problems = setup.agents is not None
+    for prompts in (setup.held_out, setup.train):
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             group = Group("", tokens[mask], (), problem.prompt, problem.answer)
             known[content_of(group, of_problems)] = (text, problem)
-    groups = run.stored.groups
-    reward = run.grading.reward
+    groups = setup.stored.groups
+    reward = setup.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
         own = reward.of.get(task) if isinstance(reward, MixedReward) else reward  # grading refuses an unknown task
@@ -56,26 +56,27 @@ def known_problems(run: Run) -> Known:
     return known
 
 
-def regraded(run: Run, known: Known) -> Run:
-    """The run with its own rewards for stored completions, which are computed once and kept in the store.
+def regraded(setup: Setup, known: Known) -> Setup:
+    """The setup with the run's own rewards for stored completions, which are computed once and kept in the store.
 
     Raises:
         ValueError: the reward function fails, or the store cannot be written.
     """
-    path = Path(run.config.output) / "grader.json"
+    path = Path(setup.config.output) / "grader.json"
     if hosts.is_first() and not path.exists():
         write_sealed(path, {"grader": f"run {uuid.uuid4().hex}"})
     hosts.wait_for_all("the name of a grader")
     grader = read_sealed(path)["grader"]
-    _grade(run, known, grader)
+    _grade(setup, known, grader)
     hosts.wait_for_all("the grades of a store")
-    stored = with_rewards(run.stored, grader, run.config)
-    return run._replace(stored=stored, others=ByPrompt(stored.groups, run.agents is not None) if run.others else None)
+    stored = with_rewards(setup.stored, grader, setup.config)
+    others = ByPrompt(stored.groups, setup.agents is not None) if setup.others else None
+    return setup._replace(stored=stored, others=others)
 
 
-def _grade(run: Run, known: Known, grader: str) -> None:
+def _grade(setup: Setup, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
-    groups = dataclasses.replace(run.stored.groups, changes=())  # only training needs the changes
+    groups = dataclasses.replace(setup.stored.groups, changes=())  # only training needs the changes
     is_done = np.isin(groups.index.numbers, groups.store.scan_rewards(grader)[0])
     hosts.wait_for_all("the known grades of a store")
 
@@ -84,17 +85,19 @@ def _grade(run: Run, known: Known, grader: str) -> None:
         numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
         for group in lacking:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
-            text, problem = known.get(content_of(group, run.agents is not None)) or (
-                run.policy.tokenizer.decode(group.prompt_tokens),
+            text, problem = known.get(content_of(group, setup.agents is not None)) or (
+                setup.policy.tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
             )
             for one, (number, done) in zip(group.completions, numbers, strict=False):
                 if not done:
-                    yield number, one, text, problem, thoughts_opening(one, run.policy.tokenizer)
+                    yield number, one, text, problem, thoughts_opening(one, setup.policy.tokenizer)
 
     left = rows()
-    weights = agent_weights(run.config.task.reward_weights)
-    size = run.config.rollout.prompts_per_step * run.config.rollout.group_size  # one batch at a time, as in training
+    weights = agent_weights(setup.config.task.reward_weights)
+    size = (
+        setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
+    )  # one batch at a time, as in training
 
     def submitted() -> Iterator[tuple[list, Grades]]:
         while batch := list(itertools.islice(left, size)):
@@ -102,15 +105,15 @@ def _grade(run: Run, known: Known, grader: str) -> None:
                 Answered.to(problem, text, one.text, one.sampled_tokens, one.id, opening)
                 for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
-            yield batch, Grades(run.grading.submit(own), len(batch))
+            yield batch, Grades(setup.grading.submit(own), len(batch))
 
-    with run.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
+    with setup.grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
         rewards = {}
         written = time.monotonic()
         # The workers grade a batch while the next one is read.
         for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
             found = grades.result()
-            if run.agents:
+            if setup.agents:
                 counts = [(len(one.turns), len(one.rows)) for _, one, *_ in batch]
                 found = [with_counts(grade, *each, weights) for grade, each in zip(found, counts, strict=True)]
             if hosts.is_first():

@@ -1,141 +1,23 @@
-"""The two data structures of a run: its constants (`Run`) and the content of a checkpoint (`State`)."""
+"""The settings and objects that the loop uses (`Run`), and the content of a checkpoint (`State`).
 
-import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+The classes here name the methods that the loop calls, and no others. `recjax.training.start` fills a `Run` with the
+objects of the package. A test, or a program with its own loop, may pass other objects.
+"""
 
-import jax
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
 import numpy as np
-import orbax.checkpoint as ocp
-from jaxtyping import Array, Float
-from transformers import PreTrainedTokenizerBase
+from jaxtyping import Array, Bool, Float
 
-from recjax import hosts
-from recjax.config import Config, RolloutConfig, TrainingConfig
-from recjax.console import under_way
-from recjax.experience.batch import Shape, sampled_shape
+from recjax.algorithms.algorithm import Algorithm
+from recjax.config import Config
+from recjax.experience.batch import Batch, Shape
 from recjax.experience.group import Group
-from recjax.experience.packing import shape_for
-from recjax.experience.queue import Queue, Settings, settings_of
-from recjax.experience.replay import Judge, judge_of
-from recjax.experience.sources import with_initial_logprobs
-from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch
-from recjax.experience.stored_groups import ByPrompt
-from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
-from recjax.hub.weights import load_adapter
-from recjax.models.decoder import abstract_params
-from recjax.models.placement import put_params, row_shards
-from recjax.models.trainable import combine, in_compute_dtype, split_params, with_adapters
-from recjax.rollout.agents import Agents
-from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import agent_weights
-from recjax.tasks.loading import load_task, require_enough
-from recjax.tasks.problems import Problem, Task, problem_key
-from recjax.tasks.prompts import Prompts, encode_problems, fitting
-from recjax.training import schedule
-from recjax.training.evaluation import kept_prompts, prompts_digest
-from recjax.training.mesh import check_fits
-from recjax.training.metrics import MetricsWriter, PhaseSeconds
-from recjax.training.run_lock import RunLock
-from recjax.training.tracking import Trackers
-from recjax.training.update import TrainState
-from recjax.training.warm_start import Demonstrations, load_demonstrations, warm_start
-
-logger = logging.getLogger(__name__)
-
-
-class Run(NamedTuple):
-    """The constant parts of a run.
-
-    train, held_out: prompts to train on, and to evaluate on.
-    grading: workers that grade completions; open during the run.
-    phases: the clock of the phases.
-    stored: groups of the store that the run trains on.
-    others: completions of a store that join the policy's groups, by prompt.
-    demonstrations: chats that the warm start trains on.
-    frozen: parameters that are not trained, in the compute dtype.
-    initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
-    reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
-    teacher: the model that `model.teacher` names.
-    agents: programs that talk to the policy; open during the run.
-    learner: the `Learner`.
-    source: the `Source` of the groups.
-    judge: how the updates read the rewards of a group.
-    manager, lock, metrics, trackers: the checkpoints, the lock of the folder, and receivers of metrics; open during the
-        run.
-    stopping: numbers of the received signals that stop the run.
-    """
-
-    config: Config
-    policy: Policy
-    train: Prompts
-    held_out: Prompts
-    grading: Grading
-    phases: PhaseSeconds
-    stored: Stored | None = None
-    others: ByPrompt | None = None
-    demonstrations: Demonstrations | None = None
-    frozen: dict = {}
-    initial: dict | None = None
-    reference: dict | None = None
-    teacher: Teacher | None = None
-    agents: Agents | None = None
-    learner: Any = None
-    source: Any = None
-    judge: Judge = Judge()
-    manager: ocp.CheckpointManager | None = None
-    lock: RunLock | None = None
-    metrics: MetricsWriter | None = None
-    trackers: Trackers | None = None
-    stopping: Sequence[int] = ()
-
-    @property
-    def part_weights(self) -> dict[str, float]:
-        """Weights of the reward's parts; a part without an entry has weight 1."""
-        chosen = self.config.task.reward_weights
-        return {**self.grading.reward.weights, **(agent_weights(chosen) if self.agents else chosen)}
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the batches."""
-        return batch_shape(self.config, self.train, self.stored)
-
-    @property
-    def padded_shape(self) -> Shape:
-        """The shape of the batches with equal shares for micro-batches and devices."""
-        minibatches = self.config.training.minibatches
-        shards = row_shards()
-        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
-        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
-
-    @property
-    def own(self) -> tuple[int, int]:
-        """Number of prompts in a batch, and of completions of each prompt, that the policy samples itself."""
-        rollout = self.config.rollout
-        mix = self.config.experience and self.config.experience.mix
-        in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
-        return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
-
-    def batch_of(self, step: int) -> int:
-        """The number of the batch that a step trains on, from 1."""
-        return schedule.batch_of(step, self.config.training.updates)
-
-    @property
-    def samples(self) -> bool:
-        """True if the policy samples any training data."""
-        return self.own[0] > 0 and not self.config.follows
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the queue."""
-        return settings_of(self.config)._replace(judge=self.judge)
-
-    @property
-    def record(self) -> Path | None:
-        """File of the store that records the policy's completions."""
-        experience = self.config.experience
-        return Path(self.config.output) / "experience.db" if experience and experience.record else None
+from recjax.experience.layout import Layout
+from recjax.experience.queue import Arrival, Queue, Settings
+from recjax.training.update import TokenResults, TrainState
 
 
 class State(NamedTuple):
@@ -148,7 +30,7 @@ class State(NamedTuple):
     version: optimizer steps of the sampler's weights.
     queue: sampled groups that the run may still train on.
     source: JSON data of the run's source.
-    groups: groups of a batch that the run makes further updates of.
+    groups: groups of the batch that the run trains on; between steps, of a batch that it makes further updates of.
     proximal_logprobs: log-probs of that batch before its first update; None if the algorithm reads none.
     totals: the run's seconds by phase, wall seconds and tokens; `Layout.doublings` of its updates; a digest of the
         store; size and checksum of metrics.jsonl; the config; if the run follows a store, the run's unique id.
@@ -165,173 +47,151 @@ class State(NamedTuple):
     proximal_logprobs: Float[Array, "batch time"] | None = None
 
 
-def initial_policy(
-    config: Config, policy: Policy, train: Prompts | None, params: dict | None = None
-) -> tuple[Policy, dict]:
-    """The policy with its adapters, and all of its parameters before the first step, in float32.
+class Source:
+    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest.
 
-    Args:
-        policy: the result of `policy_alone`.
-        train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
-            `recjax.training.demonstrations`.
-        params: parameters to start from; None: the parameters that `model` describes.
+    Attributes:
+        endless: True if a step may wait for groups without a limit, until a signal stops the run.
     """
-    if params is None:
-        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-            params = load_params(config, policy.decoder.config)
-    if config.warm_start and not config.demonstrations:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
-    if config.model.adapter and not config.model.merge_adapter:
-        params = combine(params, put_params(load_adapter(config.model.adapter, policy.decoder.config)[1]))
-    return policy, params
+
+    endless = False
+
+    def opened(self, state: State) -> AbstractContextManager:
+        """A context for the time of the run. It begins with `state.source`, or anew if that is empty."""
+        return nullcontext()
+
+    def begin_step(self, state: State) -> None:
+        """Called before the first round of each step, with the sampler's weights of the step."""
+
+    def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
+        """The groups that arrive in a round.
+
+        Args:
+            step: number of the next training step.
+            wait: False in the first poll of a round, True in the second, which comes if there are too few groups.
+        """
+        return []
+
+    def must_wait(self, queue: Queue, step: int) -> bool:
+        """True if training on `queue` at `step` would be too late for groups that the source has not given yet."""
+        return False
+
+    def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
+        """The groups of a step's batch: those from the queue, and those that join them without waiting there."""
+        return groups
+
+    def record(self, batches: Sequence[list[Group]]) -> None:
+        """Records graded batches in the run's store, if the run has one."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON data for the checkpoint, with which `opened` continues after the groups that the queue has."""
+        return {}
+
+    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Metrics of a step that trains on `groups`."""
+        return {}
 
 
-def prepare(config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None) -> tuple[Run, dict]:
-    """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
+class Computes(Protocol):
+    """The methods of a learner that the loop calls; `recjax.training.learner.Learner` documents them."""
 
-    Args:
-        make_policy: `initial_policy`, or a function with its arguments and results.
-        reward: reward function that a program passed; None without one.
-    Returns:
-        The run, without the fields that depend on parameters, and all of the initial policy's parameters in float32.
-    Raises:
-        ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
+    def behavior_params(self, state: State, copy: bool = False) -> dict: ...
+
+    def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout: ...
+
+    def proximal_logprobs(
+        self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
+    ) -> Float[Array, "batch time"] | None: ...
+
+    def update(
+        self,
+        trained: TrainState,
+        batch: Batch,
+        layout: Layout,
+        step: int,
+        proximal_logprobs: Float[Array, "batch time"] | None = None,
+    ) -> tuple[TrainState, dict, TokenResults]: ...
+
+    def evaluate(self, state: State) -> Any: ...
+
+
+class Update(NamedTuple):
+    """A step of the optimizer, for the log.
+
+    step: its number.
+    groups: groups of the batch.
+    batch: the groups, padded.
+    learned_from: the batch as the update reads it.
+    layout: the micro-batches.
+    metrics: the update's metrics; the device may still compute them.
+    tokens: the update's per-token results.
+    queue_before: the queue before the groups left it; None after the first update of the batch.
     """
-    phases = PhaseSeconds()
-    with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
-        task = load_task(config, function=reward)
-    check_problems(config, task)
-    policy = policy_alone(config, characters([*task.train, *task.evaluation]))
-    agents = Agents(config, policy) if config.task.agent else None
-    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    train, held_out = prompts_of(config, policy, task)
-    experience = config.experience
-    reads = experience is not None and not experience.follow and (experience.store or experience.mix)
-    stored = load_stored(config, policy) if reads else None
-    joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
-    if joins:
-        check_prompts(stored.groups, agents is not None, experience.mix.store, train)
-    if config.training.tokens_per_micro_batch:
-        shape_for(config, batch_shape(config, train, stored), row_shards())
-    if config.model.freeze:
-        split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
-    demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
-    if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
-        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
-        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
-    policy, params = make_policy(config, policy, train)
-    if config.task.keep:
-        initial = in_compute_dtype(policy.decoder, params, copy=False)
-        train = kept_prompts(config, policy, initial, train, task.reward)
-        del initial
-    if config.task.curriculum:
-        train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
-    if stored and experience.missing_logprobs == "initial":
-        initial = in_compute_dtype(policy.decoder, params, copy=False)
-        sampling = config.rollout.sampling()
-        options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
-        stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
-    phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
-    grading = Grading(config, task.reward)
-    run = Run(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents=agents)
-    return run._replace(judge=judge_of(config, run.part_weights)), params
+
+    step: int
+    groups: tuple[Group, ...]
+    batch: Batch
+    learned_from: Batch
+    layout: Layout
+    metrics: dict
+    tokens: TokenResults
+    queue_before: Queue | None
 
 
-def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
-    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
+class Logs(Protocol):
+    """The methods of a run's log that the loop calls; `recjax.training.log.RunLog` documents them."""
 
-    Raises:
-        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
+    def begin(self, state: State, measured: dict[str, float]) -> None: ...
+
+    def row(self, update: Update, state: State) -> dict[str, Any]: ...
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]: ...
+
+    def evaluation(self, evaluation: Any, step: int, name: str) -> dict[str, float]: ...
+
+    def hold(self, row: dict[str, Any], state: State) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class Saves(Protocol):
+    """The members of a run folder that the loop uses; `recjax.training.checkpoint.Saver` documents them."""
+
+    newest: int | None
+
+    def check(self) -> None: ...
+
+    def save(self, state: State) -> State: ...
+
+
+class Run(NamedTuple):
+    """The settings and objects that the loop uses; none of them changes during a run.
+
+    config: the config.
+    algorithm: its algorithm.
+    shape: the shape of its batches.
+    settings: the settings of the queue.
+    part_weights: weights of the reward's parts, if the algorithm reads the parts.
+    failures: see `Setup.failures`.
+    source: gives groups to the queue.
+    learner: computes on the devices.
+    log: metrics, saved completions and samples.
+    saver: the lock and the checkpoints of the run folder.
+    phase: context manager that adds the seconds of a `with` block to a phase's name.
+    after_step: called with the number of steps made in this process, when a step has ended.
+    stopping: numbers of the received signals that stop the run.
     """
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    if task.reward:
-        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    train = everything.take(np.arange(len(task.train)))
-    return train, everything.take(np.arange(len(task.train), len(problems)))
 
-
-def check_problems(config: Config, task: Task) -> None:
-    """Compares the problems of all processes; every process must call it.
-
-    Raises:
-        ValueError: they differ; the message names files and tasks.
-    """
-    if jax.process_count() == 1:
-        return
-    pools = (task.train, task.evaluation)
-    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
-    hosts.agree("data", data_digests(config, *prompts, None))
-
-
-def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
-    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
-    digests = {}
-    if stored:
-        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
-    of_evaluation = f"first {config.evaluation.most_problems} held-out"
-    for name, task in config.task.tasks().items():
-        block = getattr(task, task.chosen())
-        place = f"task.mixture.{name}" if name else "task"
-        train_file = getattr(block, "train", None)
-        other_file = getattr(block, "evaluation", None) or train_file
-        for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
-            source = f"{place}.{task.chosen()}" + (f" = {file!r}" if file else "")
-            count = sum(problem.task == name for problem in prompts.problems)
-            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
-    return digests
-
-
-def untrained(config: Config) -> Config:
-    """The config's policy and task, without the settings that only training reads and that `prepare` would check."""
-    return config.model_copy(update={"experience": None, "training": TrainingConfig()})
-
-
-def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
-    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
-
-    Raises:
-        ValueError: too few problems remain.
-    """
-    if rollout.long_prompts == "refuse":
-        return task
-    train, evaluation = (
-        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
-    )
-    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
-    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
-    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
-        raise ValueError(
-            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
-            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
-        )
-    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
-    return task._replace(train=train, evaluation=evaluation)
-
-
-def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
-    """The batch shape that fits both sampled and stored groups."""
-    experience = config.experience
-    if experience and experience.store and not experience.follow:
-        return stored.shape
-    shape = sampled_shape(config, train.tokens.shape[1])
-    if stored is None:
-        return shape
-    other = stored.shape
-    if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
-        other = other._replace(prompts=1, group=other.group and 1)
-    if None in (shape.group, other.group):
-        shape = shape.of_rows()
-        other = other.of_rows()
-    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
-
-
-def characters(problems: Sequence[Problem]) -> str:
-    """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
-    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
+    config: Config
+    algorithm: Algorithm
+    shape: Shape
+    settings: Settings
+    part_weights: Mapping[str, float] | None
+    failures: Mapping[str, Sequence[str]]
+    source: Source
+    learner: Computes
+    log: Logs
+    saver: Saves
+    phase: Callable[[str], AbstractContextManager]
+    after_step: Callable[[int], None]
+    stopping: Sequence[int]

@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 
 import recjax
 from recjax import hosts
-from recjax.config import KEYS, Config, resumable_keys, stored_values, to_yaml, unknown_keys
+from recjax.config import KEYS, MAY_CHANGE, Config, resumable_keys, stored_values, to_yaml, unknown_keys
 from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
@@ -34,16 +34,6 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
-# Settings that do not change a training step's numbers, except for the rounding of sums in another order.
-_MAY_CHANGE = {
-    *"output model.remat model.logprob_chunk model.attention rollout.slots rollout.engine.url".split(),
-    *"rollout.engine.model rollout.engine.folder rollout.engine.api_key_file rollout.engine.concurrency".split(),
-    *"rollout.engine.reply_seconds rollout.engine.retries grading.workers task.reward_seconds".split(),
-    *"task.reward_retries regime.generators regime.address regime.generator_seconds training.steps".split(),
-    *"training.checkpoint_every training.keep_checkpoints training.keep_best training.impossible_tokens".split(),
-    *"training.resume_with training.profile_steps training.micro_batch_prompts training.tokens_per_micro_batch".split(),
-    *(key for key in KEYS if key.startswith(("evaluation.", "samples.", "tracking.", "mesh."))),
-}
 
 
 def check_processes(config: Config) -> None:
@@ -187,7 +177,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
     gone = tuple(".".join(map(str, key)) for key in unknown_keys(theirs))
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
-    if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone | _chosen(config, theirs)):
+    if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | _chosen(config, theirs)):
         raise ValueError(
             f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
         )
@@ -196,7 +186,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
 def _check_same_config(config: Config, output: Path) -> None:
     ours = config.model_dump()
     theirs = stored_config(output)
-    fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
+    fixed = MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     fixed |= _chosen(config, theirs)
     if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
         of_start = ("model.run", "model.path", "model.decoder")
@@ -324,10 +314,10 @@ def code_digests(config: Config) -> dict[str, str]:
 def starts(output: Path) -> list[dict]:
     """The entries of environment.json in a run folder; an empty list if the file is missing or damaged."""
     try:
-        found = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
+        entries = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    return entries if isinstance(entries, list) else []
 
 
 @functools.cache  # a process runs the code of one commit
@@ -336,8 +326,8 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         folder = Path(recjax.__file__).parent
-        asked = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         # A package installed inside another repository does not belong to that repository's commit.

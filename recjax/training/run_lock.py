@@ -54,15 +54,15 @@ class RunLock:
         output = str(self._path.parent)
         try:
             with self._path.open(encoding="utf-8") as file:
-                found = _holder_in(file)
+                holder = _holder_in(file)
         except OSError as error:
             raise ValueError(
                 f"output = {output!r}: the folder, or {NAME} in it, was deleted during the run ({error.strerror}); the"
                 " run ends and writes nothing more. The same command continues from the remaining files"
             ) from error
-        if found != self._holder:
+        if holder != self._holder:
             raise ValueError(
-                f"output = {output!r}: another process has taken over the folder ({found or 'it left no name'}); this"
+                f"output = {output!r}: another process has taken over the folder ({holder or 'it left no name'}); this"
                 " process ends and leaves the files of the other process alone"
             )
 
@@ -99,20 +99,20 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
         output.mkdir(parents=True, exist_ok=True)
         file, locked = _opened(path)
     with file:
-        found = _holder_in(file)
+        holder = _holder_in(file)
         # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
         # file is new; both times come from the file system, so this host's clock does not matter.
         is_alive = locked is False
-        if not is_alive and found and not (locked and found.host == socket.gethostname()):
+        if not is_alive and holder and not (locked and holder.host == socket.gethostname()):
             with tempfile.TemporaryFile(dir=output) as now:
                 is_alive = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < STALE_SECONDS
         if is_alive:
             raise ValueError(
-                f"output = {str(output)!r} is in use: {found or 'another process'} is writing a run there; wait for it,"
-                f" stop it, or give another output=…. If you are sure that it is dead, delete {path}"
+                f"output = {str(output)!r} is in use: {holder or 'another process'} is writing a run there; wait for"
+                f" it, stop it, or give another output=…. If you are sure that it is dead, delete {path}"
             )
-        if found:
-            logger.info("%s: took over the lock of %s, which has died", path, found)
+        if holder:
+            logger.info("%s: took over the lock of %s, which has died", path, holder)
         holder = Holder(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
         with writing(path):
             file.truncate(0)
@@ -162,7 +162,7 @@ def _holder_in(file: TextIO) -> Holder | None:
     """The process that the file names; None if it names none."""
     try:
         file.seek(0)
-        found = json.loads(file.read(4096))
-        return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
+        entry = json.loads(file.read(4096))
+        return Holder(str(entry["host"]), int(entry["pid"]), str(entry["since"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -6,12 +6,24 @@ two batches can the sampler get new weights.
 
 from collections.abc import Sequence
 
-from recjax.config import RegimeConfig
+from recjax.config import Config, RegimeConfig
 
 
 def batch_of(step: int, updates: int) -> int:
     """The number of the batch that a step trains on."""
     return (step - 1) // updates + 1
+
+
+def evaluates(step: int, config: Config) -> bool:
+    """True if the policy is evaluated after a step."""
+    every = config.evaluation.every
+    return step == config.training.steps or bool(every and step % every == 0)
+
+
+def saves(step: int, config: Config) -> bool:
+    """True if the run writes a checkpoint after a step; `keep_best` needs one at every evaluation."""
+    is_due = step == config.training.steps or step % config.training.checkpoint_every == 0
+    return is_due or (config.training.keep_best is not None and evaluates(step, config))
 
 
 def is_sync(batch: int, regime: RegimeConfig) -> bool:
@@ -78,4 +90,4 @@ def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfi
     """
     last = step - 1 + updates - 1
     turns = enumerate(sorted(versions))
-    return all(last + place // groups * updates - version <= regime.max_staleness for place, version in turns)
+    return all(last + position // groups * updates - version <= regime.max_staleness for position, version in turns)

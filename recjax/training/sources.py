@@ -6,22 +6,18 @@ A source gives groups to the queue, round by round. Groups of a store at rest jo
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import logging
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.config import Config
@@ -29,9 +25,7 @@ from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
-from recjax.experience.store import Record, Store, records_of
-from recjax.experience.stored import stored_per_batch
-from recjax.experience.tokenize import tokenizer_name
+from recjax.experience.store import Store
 from recjax.files import whole_folder
 from recjax.hub.export import export_model, write_adapters, write_base
 from recjax.hub.policy import Policy
@@ -39,212 +33,181 @@ from recjax.hub.tokenizers import model_folder
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine, merged
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
+from recjax.rollout.collecting import Grades, submit
 from recjax.rollout.generators import AT_A_TIME, Generators
 from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.tasks.problems import question_of
-from recjax.tasks.prompts import Prompts, batch_prompts
+from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
+from recjax.training.learner import Learner
 from recjax.training.metrics import PhaseSeconds
-from recjax.training.run import Run, State
+from recjax.training.prepare import Setup
+from recjax.training.run import Source, State
+from recjax.training.sampling import BatchSampler
 from recjax.training.trained import older_params
 
-_TOGETHER = 32  # batches whose keys are made at once
 POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits
 
 logger = logging.getLogger(__name__)
 
 
-class Source:
-    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest.
+class StoreSource(Source):
+    """The groups of a store at rest join each batch; nothing else arrives. The base of all other sources."""
 
-    Attributes:
-        endless: True if a step may wait for groups without a limit, until a signal stops the run.
+    def __init__(self, setup: Setup, learner: Learner):
+        """Takes the run's data, and the learner that computes log-probs which completions of a store lack."""
+        self._setup = setup
+        self._config = setup.config
+        self._learner = learner
+
+    def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
+        """The groups from the queue, then those of the store, which depend only on the step."""
+        config = self._config
+        count = config.stored_groups
+        if count:
+            # They skip the queue: their rewards are known, and the checkpoint need not hold them.
+            batch = schedule.batch_of(step, config.training.updates)
+            with self._setup.phases.phase("sample"):
+                groups = groups + groups_at(self._setup.stored.groups, count, batch, config.seed)
+        return self._with_missing_logprobs(state, groups)
+
+    def record(self, batches: Sequence[list[Group]]) -> None:
+        """Adds graded batches to the run's store, if it records."""
+        path = self._config.record_file
+        if not (path and batches and hosts.is_first()):
+            return
+        with Store(path, create=True) as store:
+            for groups in batches:
+                records = self._setup.sampler.records(groups)
+                # A run that resumed from before this batch has recorded it already.
+                if records and not store.numbers("id", [records[0].completion.id]):
+                    store.append(records)
+
+    def _mixed(self, state: State, groups: list[Group], number: int) -> list[Group]:
+        """The groups of a sampled batch, with completions of the store mixed in if the config says so."""
+        others = self._setup.others
+        if not others:
+            return groups
+        _, sampled_count = self._config.own_counts
+        # By the batch's number and not by the step, so that a batch that arrives late gets the same completions.
+        with self._setup.phases.phase("sample"):
+            groups = mixed(groups, others, self._config.rollout.group_size - sampled_count, number, self._config.seed)
+        return self._with_missing_logprobs(state, groups)
+
+    def _with_missing_logprobs(self, state: State, groups: list[Group]) -> list[Group]:
+        """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
+        config = self._config
+        if config.experience is None or config.experience.missing_logprobs != "current":
+            return groups
+        with self._setup.phases.phase("sample"):
+            params = self._learner.current_params(state)
+            sampling = config.rollout.sampling()
+            shape = self._setup.shape
+            return with_logprobs(groups, shape, self._setup.policy, params, sampling, config.model.logprob_chunk)
+
+
+def check_source(config: Config) -> None:
+    """Refuses sources that several processes cannot share.
+
+    Raises:
+        ValueError: several processes would follow a store, or train with another engine.
     """
-
-    endless = False
-
-    def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
-        """A context for the time of the run. It begins with `state.source`, or anew if that is empty."""
-        return contextlib.nullcontext()
-
-    def begin_step(self, run: Run, state: State) -> None:
-        """Called before the first round of each step, with the sampler's weights of the step."""
-
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
-        """The groups that arrive in a round.
-
-        Args:
-            step: number of the next training step.
-            wait: False in the first poll of a round, True in the second, which comes if there are too few groups.
-        """
-        return []
-
-    def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
-        """True if training on `queue` at `step` would be too late for groups that the source has not given yet."""
-        return False
-
-    def state(self) -> dict[str, Any]:
-        """JSON data for the checkpoint, which says what the source has given to the queue."""
-        return {}
-
-    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
-        """Metrics of a step that trains on `groups`."""
-        return {}
+    if jax.process_count() == 1:
+        return
+    if config.follows:
+        raise ValueError(
+            "experience.follow = true: only one process can follow a store, and this run has"
+            f" {jax.process_count()}; start a single process"
+        )
+    if config.rollout.engine:
+        raise ValueError(
+            f"rollout.engine.url = {config.rollout.engine.url!r}: only one process can train with another engine,"
+            f" and this run has {jax.process_count()}; start a single process"
+        )
 
 
-def source_of(run: Run, sample: Callable | None = None) -> Source:
+def source_of(setup: Setup, learner: Learner, sample: Callable | None = None) -> Source:
     """The source of a run.
 
     Args:
         sample: see `PolicySource`.
-    Raises:
-        ValueError: several processes cannot follow a store.
     """
-    if run.config.follows:
-        if jax.process_count() > 1:
-            raise ValueError(
-                "experience.follow = true: only one process can follow a store, and this run has"
-                f" {jax.process_count()}; start a single process"
-            )
-        return FollowedSource()
-    if run.config.rollout.engine and jax.process_count() > 1:
-        raise ValueError(
-            f"rollout.engine.url = {run.config.rollout.engine.url!r}: only one process can train with another engine,"
-            f" and this run has {jax.process_count()}; start a single process"
-        )
-    if run.config.regime.mode == "async":
-        return GeneratorSource(EngineBatches(run) if run.config.rollout.engine else Generators(run.config.regime))
-    if run.config.rollout.engine and run.own[0]:
-        return EngineSource()
-    return PolicySource(sample) if run.own[0] else Source()
+    config = setup.config
+    if config.follows:
+        return FollowedSource(setup, learner)
+    if config.regime.mode == "async":
+        generators = EngineBatches(setup.sampler) if config.rollout.engine else Generators(config.regime)
+        return GeneratorSource(setup, learner, generators)
+    if not config.samples_training_data:
+        return StoreSource(setup, learner)
+    if config.rollout.engine:
+        return EngineSource(setup, learner)
+    return PolicySource(setup, learner, sample)
 
 
 # --- The policy samples.
 
 
-class PolicySource(Source):
+class PolicySource(StoreSource):
     """The policy samples a batch when it is due, in this process."""
 
     _warns = True  # of problems that a curriculum avoids, once
 
-    def __init__(self, sample: Callable | None = None):
-        """Takes a function with the first four arguments and the results of `sample_batch`, to sample instead of it."""
-        self.sample_batch = sample or sample_batch
+    def __init__(self, setup: Setup, learner: Learner, sample: Callable | None = None):
+        """Takes a function that samples instead of `BatchSampler.sample`, with its first four arguments and results."""
+        super().__init__(setup, learner)
+        self.sample = sample or BatchSampler.sample
 
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+    def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
         """Samples the batches due in this round.
 
         It samples the next round's batch early, during the grading of this one, if both use the same weights.
         """
-        config = run.config
+        config = self._config
+        updates = config.training.updates
         queue = state.queue
-        interval = run.settings.sampling_interval
+        interval = self._setup.settings.sampling_interval
         arrivals = []
-        if self._warns and None in queue.rates.values():
-            self._warns = False
-            avoided = [
-                question_of(problem.prompt)
-                for key, problem in zip(run.train.keys, run.train.problems, strict=True)
-                if queue.rates.get(key, 0.0) is None
-            ]
-            logger.warning(
-                "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
-                " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
-                " agent/…",
-                *(len(avoided), ", ".join(map(repr, avoided)), config.task.curriculum.uniform),
-            )
-        # Log-probs of the current policy equal those of the round.
+        self._warn_of_avoided_problems(queue)
+        # Log-probs of the current policy are those of the round; a batch sampled ahead would get them a round early.
         of_now = config.experience is not None and config.experience.missing_logprobs == "current"
-        batches = run.batch_of(config.training.steps)
-        last = queue.round + (not of_now and schedule.samples_ahead(run.batch_of(step), batches, config.regime))
+        batches = schedule.batch_of(config.training.steps, updates)
+        last = queue.round + (
+            not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, config.regime)
+        )
         for number in range(queue.counts["batches"] + 1, (last - 1) // interval + 2):
-            weights = run.learner.sampler_params(run, state)
+            params = self._learner.sampler_params(state)
             rates = {"rates": queue.rates} if config.task.curriculum else {}
-            groups, grades = self.sample_batch(run, weights, state.version, number, **rates)
-            groups = _joined(run, state, groups, number)
+            groups, grades = self.sample(self._setup.sampler, params, state.version, number, **rates)
+            groups = self._mixed(state, groups, number)
             arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
         return arrivals
 
-    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    def _warn_of_avoided_problems(self, queue: Queue) -> None:
+        """Logs the problems whose completions got no reward, once; the curriculum rarely draws them again."""
+        if not self._warns or None not in queue.rates.values():
+            return
+        self._warns = False
+        avoided = [
+            question_of(problem.prompt)
+            for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
+            if queue.rates.get(key, 0.0) is None
+        ]
+        logger.warning(
+            "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
+            " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
+            " agent/…",
+            *(len(avoided), ", ".join(map(repr, avoided)), self._config.task.curriculum.uniform),
+        )
+
+    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The curriculum's problems with a recent pass rate, and the mean of these rates."""
         rates = [rate for rate in queue.rates.values() if rate is not None]
         return {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
-
-
-def sample_batch(
-    run: Run,
-    weights: dict,
-    version: int,
-    number: int,
-    prefix: str = "",
-    source: str = "policy",
-    newer: Callable[[], Weights | None] | None = None,
-    rates: Mapping[str, float | None] | None = None,
-) -> tuple[list[Group], Grades]:
-    """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
-
-    Args:
-        weights: parameters with the structure of the trained parameters.
-        version: the weights' policy version.
-        prefix: prefix of the completions' ids, before the batch's number.
-        source: the completions' source.
-        newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
-        rates: see `batch_prompts`.
-    """
-    config = run.config
-    count, group_size = run.own
-    prompts = batch_prompts(run.train, config, count // len(config.task.trained_seats), number, rates)
-    names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
-    with run.phases.phase("sample"):
-        params = combine(weights, run.frozen)
-        if run.agents:
-            key = batch_key(config.seed, number)
-            return run.agents.sample_groups(
-                run.policy,
-                params,
-                prompts,
-                key,
-                group_size,
-                config.rollout.sampling(),
-                run.grading,
-                **names,
-                newer=newer,
-            )
-        keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
-        longest = config.rollout.max_completion_tokens
-        groups = sample_groups(
-            run.policy, params, prompts, keys, group_size, longest, config.rollout.sampling(), **names, newer=newer
-        )
-        return groups, submit(groups, prompts, run.grading)
-
-
-def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
-    """The random key for the completions of a batch; batches count from 1."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
-
-
-@functools.lru_cache(maxsize=2)
-def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches batch words"]:
-    """Key data for the completions of several consecutive batches.
-
-    They are computed together, as the host would otherwise wait for them behind the running update in each step.
-    """
-    numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
-    return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
-
-
-def kept_records(run: Run, groups: list[Group]) -> list[Record]:
-    """The completions of graded groups for a store, without those of agents that failed and got no reward."""
-    records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
-    if run.agents:
-        graded = [(record, record.completion) for record in records]
-        records = [record for record, one in graded if one.rows and one.grade and one.grade.reward is not None]
-    return records
 
 
 # --- Another engine samples for the policy.
@@ -259,9 +222,9 @@ class EngineSampler:
         counts: the pushes, the seconds of the last one, and the server's unusable replies, as metrics.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, sampler: BatchSampler):
         """Connects to no server yet."""
-        self._run = run
+        self._sampler = sampler
         self._pushes = 0
         self._push_seconds = 0.0
 
@@ -271,8 +234,8 @@ class EngineSampler:
         Raises:
             ValueError: the server does not answer, or takes no weights although the sampler's weights change.
         """
-        config = self._run.config
-        self.engine = engine = RemoteEngine.of_config(config, self._run.policy)
+        config = self._sampler.config
+        self.engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
         takes_adapters = engine.api == "vllm" and config.model.lora is not None and config.model.path is not None
         self.takes_weights = engine.takes_folders or takes_adapters
         if not (self.takes_weights or config.regime.offline):
@@ -298,20 +261,20 @@ class EngineSampler:
             "engine/unusable": self.engine.left_out.total(),
         }
 
-    def sample(self, prompts: Prompts, weights: dict, version: int, number: int) -> list[Group]:
-        """The groups of a batch, without grades; see `sample_batch`.
+    def sample(self, prompts: Prompts, params: dict, version: int, number: int) -> list[Group]:
+        """The groups of a batch, without grades; see `BatchSampler.sample`.
 
         Raises:
             ValueError: the server keeps losing the weights, or sends no usable replies.
         """
-        config = self._run.config
-        count, group_size = self._run.own
+        config = self._sampler.config
+        count, group_size = config.own_counts
         engine = self.engine
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
                 if self.takes_weights and engine.version != version:
-                    self.push(weights, version)
+                    self.push(params, version)
                 names = {"name": f"{number:06d}", "source": "policy", "version": version}
                 return engine.sample_tokens(prompts, group_size, seed, **names)
             except LostWeightsError as error:
@@ -323,22 +286,22 @@ class EngineSampler:
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
 
-    def push(self, weights: dict, version: int) -> None:
+    def push(self, params: dict, version: int) -> None:
         """Writes the weights to a folder and gives them to the server.
 
         Raises:
             ValueError: the server does not take them.
         """
         began = time.monotonic()
-        config = self._run.config
-        decoder = self._run.policy.decoder.config
+        config = self._sampler.config
+        decoder = self._sampler.policy.decoder.config
         # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
-        dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._run.policy.decoder.dtype).name
-        place = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
-        folder = place / str(version)
+        dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
+        shared_folder = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
+        folder = shared_folder / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), combine(weights, self._run.frozen))
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
         is_adapter = config.model.lora is not None and self.engine.api != "recjax" and path is not None
         if is_adapter:
             with whole_folder(folder) as partial:
@@ -348,12 +311,12 @@ class EngineSampler:
             decoder = dataclasses.replace(decoder, lora=None)
             with tempfile.TemporaryDirectory() as base:
                 if path is None:
-                    write_base(Path(base), decoder, self._run.policy.tokenizer, self._run.policy.stop_ids)
+                    write_base(Path(base), decoder, self._sampler.policy.tokenizer, self._sampler.policy.stop_ids)
                 export_model(folder, decoder, params, model_folder(path) if path else Path(base), dtype)
         self.engine.push(folder, version, is_adapter)
         self._pushes += 1
         self._push_seconds = time.monotonic() - began
-        for older in place.iterdir():  # the server has acknowledged the newest
+        for older in shared_folder.iterdir():  # the server has acknowledged the newest
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)
 
@@ -361,27 +324,32 @@ class EngineSampler:
 class EngineSource(PolicySource):
     """A server samples a batch when it is due."""
 
-    def __init__(self):
+    def __init__(self, setup: Setup, learner: Learner):
         """Connects to no server yet."""
+        super().__init__(setup, learner, self._sampled)
 
     @contextlib.contextmanager
-    def opened(self, run: Run, state: State) -> Iterator[None]:
+    def opened(self, state: State) -> Iterator[None]:
         """Connects to the server."""
-        with EngineSampler(run) as self._sampler:
+        with EngineSampler(self._setup.sampler) as self.engine:
             yield
 
-    def sample_batch(
-        self, run: Run, weights: dict, version: int, number: int, rates: Mapping[str, float | None] | None = None
+    def _sampled(
+        self,
+        sampler: BatchSampler,
+        params: dict,
+        version: int,
+        number: int,
+        rates: Mapping[str, float | None] | None = None,
     ) -> tuple[list[Group], Grades]:
-        """The groups of a batch and their pending grades; see `sample_batch`."""
-        prompts = batch_prompts(run.train, run.config, run.own[0], number, rates)
-        with run.phases.phase("sample"):
-            groups = self._sampler.sample(prompts, weights, version, number)
-            return groups, submit(groups, prompts, run.grading)
+        prompts = sampler.batch_prompts(number, rates)
+        with sampler.phases.phase("sample"):
+            groups = self.engine.sample(prompts, params, version, number)
+            return groups, submit(groups, prompts, sampler.grading)
 
-    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The metrics of `PolicySource` and of the server."""
-        return super().metrics(queue, groups, step) | self._sampler.counts
+        return super().metrics(queue, groups, step) | self.engine.counts
 
 
 class EngineBatches(EngineSampler):
@@ -393,9 +361,9 @@ class EngineBatches(EngineSampler):
         in_flight, waited_seconds: see `Generators`.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, sampler: BatchSampler):
         """Connects to no server yet."""
-        super().__init__(run)
+        super().__init__(sampler)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._futures = {}
         self.in_flight = {}
@@ -407,16 +375,16 @@ class EngineBatches(EngineSampler):
         super().__exit__(*exception)
         self._thread.shutdown()
 
-    def publish(self, version: int, weights: dict) -> None:
+    def publish(self, version: int, params: dict) -> None:
         """Sets the weights, held on the host, for batches issued from here on."""
-        self._newest = version, weights
+        self._newest = version, params
 
     def issue(self, number: int) -> None:
         """Samples a batch after all batches that were issued before."""
-        prompts = batch_prompts(self._run.train, self._run.config, self._run.own[0], number)
-        version, weights = self._newest
+        prompts = self._sampler.batch_prompts(number)
+        version, params = self._newest
         self.in_flight = {**self.in_flight, number: version}
-        self._futures[number] = prompts, self._thread.submit(self.sample, prompts, weights, version, number)
+        self._futures[number] = prompts, self._thread.submit(self.sample, prompts, params, version, number)
 
     @property
     def are_busy(self) -> bool:
@@ -435,7 +403,7 @@ class EngineBatches(EngineSampler):
         for number in done:
             prompts, future = futures.pop(number)
             groups = future.result()
-            received.append((number, (groups, submit(groups, prompts, self._run.grading))))
+            received.append((number, (groups, submit(groups, prompts, self._sampler.grading))))
         self.in_flight = {number: version for number, version in self.in_flight.items() if number not in done}
         return received
 
@@ -445,20 +413,21 @@ class EngineBatches(EngineSampler):
 Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
 
 
-class GeneratorSource(Source):
+class GeneratorSource(StoreSource):
     """Other processes or a server sample, at the same time as the updates.
 
     Attributes:
         generators: the processes, or the server.
     """
 
-    def __init__(self, generators: Generators | EngineBatches):
+    def __init__(self, setup: Setup, learner: Learner, generators: Generators | EngineBatches):
         """Starts no process."""
+        super().__init__(setup, learner)
         self.generators = generators
         self._published = None
 
     @contextlib.contextmanager
-    def opened(self, run: Run, state: State) -> Iterator[None]:
+    def opened(self, state: State) -> Iterator[None]:
         """Starts the generators on the batches that were in flight at the checkpoint.
 
         Batches sampled after the checkpoint leave the record and are sampled again, as their weights no longer exist.
@@ -466,63 +435,72 @@ class GeneratorSource(Source):
         in_flight = state.source.get("in_flight", [])
         with self.generators as generators:
             if isinstance(generators, Generators):
-                frozen = params_on_host(run.frozen)
-                generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, frozen)
-            self.begin_step(run, state)
+                setup = self._setup
+                frozen = params_on_host(self._learner.frozen)
+                generators.start(open_generator, setup.config, setup.policy, setup.train, setup.grading.reward, frozen)
+            self.begin_step(state)
             issued = state.queue.counts["batches"] + len(in_flight)
-            if run.record and hosts.is_first():
-                with Store(run.record, create=True) as store:
+            record = self._config.record_file
+            if record and hosts.is_first():
+                with Store(record, create=True) as store:
                     batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
                     store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
             for number in in_flight:
                 generators.issue(number)
-            del state  # a reference would keep its weights in memory
+            del state  # a reference would keep its weights in memory during the whole run
             yield
 
-    def begin_step(self, run: Run, state: State) -> None:
+    def begin_step(self, state: State) -> None:
         """Gives new weights to the generators."""
         self.generators.waited_seconds = 0.0
         if state.version != self._published:
             self._published = state.version
-            self.generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
+            # Processes have the frozen parameters since their start; a server gets all of them with each push.
+            has_frozen = isinstance(self.generators, Generators)
+            params = self._learner.behavior_params(state) if has_frozen else self._learner.sampler_params(state)
+            self.generators.publish(state.version, params_on_host(params))
 
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+    def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
         """Issues batches that the run could train on in time, up to the last step; returns finished batches."""
-        config = run.config
+        config = self._config
+        count, _ = config.own_counts
         queue = state.queue
         generators = self.generators
-        every = run.settings.sampling_interval
+        every = self._setup.settings.sampling_interval
         updates = config.training.updates
+        # In the first poll of a round only: in the second one the step waits, and nothing has changed since.
         while not wait and not generators.are_busy:
             number = queue.counts["batches"] + len(generators.in_flight) + 1
-            ahead = self._versions_ahead(run, queue)
-            has_turn = step + len(ahead) // run.own[0] * every * updates <= config.training.steps
-            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, run.own[0], config.regime, updates)
+            ahead = self._versions_ahead(queue)
+            has_turn = step + len(ahead) // count * every * updates <= config.training.steps
+            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime, updates)
             due = number, queue.round, every, state.version, step
             if not (has_turn and schedule.is_wanted(*due, config.regime, updates)):
                 break
             generators.issue(number)
-        with run.phases.phase("sample"):
+        with self._setup.phases.phase("sample"):
             done = generators.receive(wait)
-        return [Arrival(_joined(run, state, groups, number), grades, number) for number, (groups, grades) in done]
+        return [Arrival(self._mixed(state, groups, number), grades, number) for number, (groups, grades) in done]
 
-    def must_wait(self, run: Run, queue: Queue, step: int) -> bool:
+    def must_wait(self, queue: Queue, step: int) -> bool:
         """True if a batch that generators sample would exceed `regime.max_staleness` at its turn after `step`."""
-        ahead = self._versions_ahead(run, queue)
-        updates = run.config.training.updates
+        ahead = self._versions_ahead(queue)
+        updates = self._config.training.updates
+        count, _ = self._config.own_counts
         in_flight = self.generators.in_flight
-        return bool(in_flight) and not schedule.in_time(ahead, step + updates, run.own[0], run.config.regime, updates)
+        return bool(in_flight) and not schedule.in_time(ahead, step + updates, count, self._config.regime, updates)
 
-    def _versions_ahead(self, run: Run, queue: Queue) -> list[int]:
+    def _versions_ahead(self, queue: Queue) -> list[int]:
         """Policy versions of the groups in the queue and of the groups that generators sample."""
-        coming = [version for version in self.generators.in_flight.values() for _ in range(run.own[0])]
-        return [*queued_versions(queue, run.settings), *coming]
+        count, _ = self._config.own_counts
+        coming = [version for version in self.generators.in_flight.values() for _ in range(count)]
+        return [*queued_versions(queue, self._setup.settings), *coming]
 
     def state(self) -> dict[str, Any]:
         """The numbers of the batches that the generators sample."""
         return {"in_flight": [*self.generators.in_flight]}
 
-    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The generators' work, and the staleness of the step's tokens."""
         of_tokens = token_staleness(groups, step)
         return {
@@ -534,7 +512,7 @@ class GeneratorSource(Source):
 
 
 @contextlib.contextmanager
-def sampler(
+def open_generator(
     config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
     """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
@@ -545,7 +523,7 @@ def sampler(
     agents = Agents(config, policy) if config.task.agent else None
     with Grading(config, reward) as grading, agents or contextlib.nullcontext():
         frozen = jax.tree.map(jnp.asarray, frozen)
-        run = Run(config, policy, prompts, prompts, grading, PhaseSeconds(), frozen=frozen, agents=agents)
+        batches = BatchSampler(config, policy, prompts, grading, PhaseSeconds(), agents)
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
@@ -553,16 +531,17 @@ def sampler(
 
             def newer() -> Weights | None:
                 nonlocal latest
-                found = newest()
-                if found is None or found[0] <= latest:
+                published = newest()
+                if published is None or published[0] <= latest:
                     return None
-                latest = found[0]
-                return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), latest)
+                latest = published[0]
+                return Weights(combine(jax.tree.map(jnp.asarray, published[1]), frozen), latest)
 
             with one_at_a_time:
                 if agents:
-                    agents.older_params = older_params(run, weights)
-                groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
+                    agents.older_params = older_params(config, policy, frozen, weights)
+                params = combine(jax.tree.map(jnp.asarray, weights), frozen)
+                groups, grades = batches.sample(params, version, number, newer=newer)
             return groups, grades.result()
 
         yield sample
@@ -571,30 +550,30 @@ def sampler(
 # --- A store that grows.
 
 
-class FollowedSource(Source):
+class FollowedSource(StoreSource):
     """A store that another process writes; a step waits until it has enough groups, and takes each group once."""
 
     endless = True
 
-    def opened(self, run: Run, state: State) -> contextlib.AbstractContextManager:
+    def opened(self, state: State) -> contextlib.AbstractContextManager:
         """Continues after the completions that were taken before the checkpoint."""
-        self._follower = Follower(run.config, run.policy, state.totals["run"], state.source)
+        self._follower = Follower(self._config, self._setup.policy, state.totals["run"], state.source)
         return contextlib.nullcontext()
 
-    def begin_step(self, run: Run, state: State) -> None:
+    def begin_step(self, state: State) -> None:
         """Begins to count the groups and seconds of a step."""
         self._admitted = 0
         self._began = time.monotonic()
         self._said = time.monotonic() - LINE_SECONDS + 1
 
-    def poll(self, run: Run, state: State, step: int, wait: bool) -> list[Arrival]:
+    def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
         """Takes groups, at most as many as the step lacks, with the oldest weights first."""
         follower = self._follower
-        count = run.own[0]
+        count, _ = self._config.own_counts
         ready = len(state.queue.ready)
         # A step adds one batch to a replay buffer, and more only if it has too few groups. Without replay, groups stay
         # in the store until their turn.
-        room = count - (min(ready, self._admitted) if run.settings.replay else ready)
+        room = count - (min(ready, self._admitted) if self._setup.settings.replay else ready)
         if wait and time.monotonic() - self._said >= LINE_SECONDS:
             self._said = time.monotonic()
             waiting, completions, pending = follower.waiting
@@ -602,7 +581,7 @@ class FollowedSource(Source):
             logger.info(
                 "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
             )
-        with run.phases.phase("sample"):
+        with self._setup.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)
         self._admitted = self._admitted + len(arrival.groups)
@@ -613,7 +592,7 @@ class FollowedSource(Source):
         """The completions that were taken."""
         return self._follower.state()
 
-    def metrics(self, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The store's completions that were not taken, and the staleness of the step's tokens."""
         of_tokens = token_staleness(groups, step)
         waiting, completions, pending = self._follower.waiting
@@ -626,35 +605,3 @@ class FollowedSource(Source):
             "follow/waiting_completions": completions,
             "follow/pending_completions": pending,
         }
-
-
-# --- A store at rest.
-
-
-def stored_groups(run: Run, step: int) -> list[Group]:
-    """The groups of a store that join the batch of a step, after those from the queue; they depend only on the step."""
-    if not (count := stored_per_batch(run.config)):
-        return []
-    with run.phases.phase("sample"):
-        return groups_at(run.stored.groups, count, run.batch_of(step), run.config.seed)
-
-
-def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
-    """The groups of a batch, with completions of the store mixed in if the config says so."""
-    if not run.others:
-        return groups
-    count = run.config.rollout.group_size - run.own[1]
-    with run.phases.phase("sample"):
-        groups = mixed(groups, run.others, count, number, run.config.seed)
-    return with_missing_logprobs(run, state, groups)
-
-
-def with_missing_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
-    """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
-    config = run.config
-    sampling = run.config.rollout.sampling()
-    if config.experience is None or config.experience.missing_logprobs != "current":
-        return groups
-    with run.phases.phase("sample"):
-        everything = combine(state.trained.params, run.frozen)
-        return with_logprobs(groups, run.shape, run.policy, everything, sampling, config.model.logprob_chunk)

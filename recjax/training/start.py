@@ -1,30 +1,37 @@
-"""Starts a run before its first step, or resumes it at its newest checkpoint."""
+"""Opens a run before its first step, or at its newest checkpoint, and trains."""
 
 import contextlib
+import gc
+import json
 import logging
 import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
+from recjax import hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
-from recjax.training import checkpoint, run_lock
+from recjax.host_memory import settle_memory
+from recjax.training import checkpoint, loop, run_lock
+from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
 from recjax.training.learner import Learner
+from recjax.training.log import RunLog
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
+from recjax.training.prepare import Setup, data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
-from recjax.training.run import Run, State, data_digests, prepare
+from recjax.training.run import Run, Source, State
 from recjax.training.run_folder import check_processes, check_run_folder, open_run_folder, with_chat_date
 from recjax.training.signs import Watched, look
-from recjax.training.sources import source_of
+from recjax.training.sources import check_source, source_of
 from recjax.training.tracking import Trackers
 from recjax.training.trained import older_params, with_start
 
@@ -33,35 +40,76 @@ STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked 
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def start_run(
+def train(
     config: Config,
-    overwrite: bool,
+    overwrite: bool = False,
+    *,
     reward: Callable | None = None,
     on_step: Callable[[dict], Any] | None = None,
-    sources: Callable | None = None,
+    sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
-) -> Iterator[tuple[Run, State]]:
-    """Opens everything that a run needs: mesh, folder, lock, trackers, workers, signals, checkpoints and metrics.
+    check: Callable[[Setup], None] = lambda setup: None,
+) -> dict[str, Any]:
+    """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run folder, if any.
 
-    Takes the arguments of `train`.
+    It uses the mesh in context. Without one, it activates a mesh of `config.mesh`.
 
+    Args:
+        overwrite: delete the run that the folder holds.
+        reward: the function whose `passed_name` is `task.reward`; None without one.
+        on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns a
+            true value.
+        sources: function that makes the source of groups.
+        learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
+        check: called with what the run has read, before the first evaluation or step.
     Raises:
-        ValueError: see `begin`; also a folder that cannot be used or that another process holds.
+        FloatingPointError, RuntimeError, Preempted: see `loop.train_steps`.
+        ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_processes(config)
     check_run_folder(config, overwrite)
     config = with_chat_date(with_start(config, overwrite), overwrite)
+    output = Path(config.output)
     with contextlib.ExitStack() as stack:
         if jax.sharding.get_mesh().empty:
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
         trackers = stack.enter_context(contextlib.closing(Trackers(config)))
-        lock = stack.enter_context(run_lock.held(Path(config.output)))
-        run, state, manager = begin(config, overwrite, reward, sources, learner)
-        stack.callback(manager.close)
-        resumed = manager.latest_step() is not None
+        lock = stack.enter_context(run_lock.held(output))
+        begun, state = begin(config, overwrite, reward, sources, learner or Learner())
+        stack.callback(begun.manager.close)
+        run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
+        stack.callback(gc.unfreeze)  # of what `settle_memory` froze
+        check(begun.setup)
+        first = [state]
+        del state  # another reference would keep its weights in memory during the loop
+        loop.train_steps(run, first.pop())
+        if hosts.is_first():
+            run.log.finish()
+        hosts.wait_for_all("the summary")
+    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+
+class Started(NamedTuple):
+    """A run before it is open: what it has read, what computes, what gives groups, and its checkpoints."""
+
+    setup: Setup
+    learner: Learner
+    source: Source
+    manager: ocp.CheckpointManager
+
+
+@contextlib.contextmanager
+def opened_run(
+    begun: Started, state: State, trackers: Trackers, lock: run_lock.RunLock, on_step: Callable[[dict], Any] | None
+) -> Iterator[Run]:
+    """Opens workers, signals and metrics for the time of the run, and hands everything to the loop."""
+    setup, learner, source, manager = begun
+    config = setup.config
+    algorithm = config.algorithm.build()
+    resumed = manager.latest_step() is not None
+    with contextlib.ExitStack() as stack:
         # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs recjax's handler.
-        for workers in filter(None, (run.grading, run.source.opened(run, state), run.agents)):
+        for workers in filter(None, (setup.grading, source.opened(state), setup.agents)):
             stack.enter_context(workers)
         stopping = stack.enter_context(stop_requests())
         if not resumed:
@@ -77,22 +125,34 @@ def start_run(
             if on_step and on_step(row):
                 stopping.append(STOPPED)
 
-        metrics = MetricsWriter(
+        writer = MetricsWriter(
             Path(config.output),
             state.step if resumed else -1,
             state.totals["metrics"],
             trackers,
             bar=bar,
             watch=watch,
-            phases=run.phases,
+            phases=setup.phases,
             manager=manager,
             refuses_impossible=config.training.impossible_tokens == "error",
         )
-        opened = {"manager": manager, "lock": lock, "stopping": stopping, "trackers": trackers}
-        run = run._replace(metrics=stack.enter_context(metrics), **opened)
-        first = [state]
+        metrics = stack.enter_context(writer)
         del state  # another reference would keep its weights in memory
-        yield run, first.pop()
+        yield Run(
+            config,
+            algorithm,
+            setup.padded_shape,
+            setup.settings,
+            setup.part_weights if algorithm.reads("reward_parts") else None,
+            setup.failures,
+            source,
+            learner,
+            RunLog(setup, source, metrics, trackers),
+            Saver(config, manager, lock, metrics, setup.phases),
+            setup.phases.phase,
+            settle_memory,
+            stopping,
+        )
 
 
 @contextlib.contextmanager
@@ -128,10 +188,10 @@ def begin(
     config: Config,
     overwrite: bool,
     reward: Callable | None = None,
-    sources: Callable | None = None,
+    sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
-) -> tuple[Run, State, ocp.CheckpointManager]:
-    """The run, its state and its checkpoints, on the mesh in context, also if the run was on another mesh before.
+) -> tuple[Started, State]:
+    """The run and its state, on the mesh in context, also if the run was on another mesh before.
 
     Args:
         overwrite: delete the run that the folder holds.
@@ -140,37 +200,45 @@ def begin(
         ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
     """
     learner = learner or Learner()
-    run, params = prepare(config, learner.initial_policy, reward)
-    run = run._replace(learner=learner, source=(sources or source_of)(run))
+    setup, params = prepare(config, learner.initial_policy, reward)
+    check_source(config)
     regrades = config.experience is not None and config.experience.regrade
-    known = known_problems(run) if regrades else {}
+    known = known_problems(setup) if regrades else {}
     output = open_run_folder(config, overwrite)
     if regrades:
-        run = regraded(run, known)
+        setup = regraded(setup, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
-    data = data_digests(config, run.train, run.held_out, run.stored)
+    data = data_digests(config, setup.train, setup.held_out, setup.stored)
     if manager.latest_step() is not None:
         check_data(config, manager.latest_step(), data)
-    params, losses = train_on_demonstrations(run, params) if run.demonstrations else (params, {})
-    run, trained = learner.begin(run, params)
-    if run.agents:
-        run.agents.older_params = older_params(run, trained.params)
+    params, losses = train_on_demonstrations(setup, params) if setup.demonstrations else (params, {})
+    trained = learner.begin(setup, params)
     del params
-    totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "data": data}
-    totals |= {"config": config.model_dump(), "metrics": None, "warm_start": losses}
-    totals |= {"run": uuid.uuid4().hex} if config.follows else {}
+    if setup.agents:
+        setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)
+    begun = Started(setup, learner, sources(setup, learner), manager)
+    totals = {
+        "seconds": {},
+        "wall_seconds": 0.0,
+        "tokens": 0,
+        "data": data,
+        "config": config.model_dump(),
+        "metrics": None,
+        "warm_start": losses,
+        **({"run": uuid.uuid4().hex} if config.follows else {}),
+    }
     state = State(0, trained, None, 0, Queue(), {}, totals)
     if manager.latest_step() is None:
-        return run, state, manager
-    like = (state.trained, learner.sampler_params(run, state))
+        return begun, state
+    like = (state.trained, learner.behavior_params(state))
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     del trained, state  # the restored arrays need their memory
     state = checkpoint.restore(manager, *like)
     state = state._replace(totals=totals | state.totals | {"config": totals["config"], "data": data})
     logger.info("resuming from the checkpoint of step %d", state.step)
-    run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
-    return run, state, manager
+    setup.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
+    return begun, state
 
 
 def check_data(config: Config, step: int, data: dict[str, str]) -> None:

@@ -39,7 +39,7 @@ from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.run import Run, characters, initial_policy, prompts_of
+from recjax.training.prepare import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
 from recjax.training.warm_start import FOLDER
 
@@ -130,7 +130,9 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         options = {"step": 0, "agents": agents, "version": evaluated.version}
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             rows += sample_rows(done)
-            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
+            openings += [
+                thoughts_opening(completion, tokenizer) for group in done.groups for completion in group.completions
+            ]
             unplayed += sum(not group.completions for group in done.groups)
             bar.update(len(done.groups) // done.seats)
         if unplayed:
@@ -138,23 +140,24 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         frame = pd.DataFrame(rows).assign(parsed=None)
         tasks = np.array([row.get("task", "") for row in rows])
         for name in np.unique(tasks) if hosts.is_first() else ():
-            own = np.flatnonzero(tasks == name)
-            texts, opened = ([column[place] for place in own] for column in (frame["completion"], openings))
-            frame.loc[own, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), own, dtype=object)
+            of_task = np.flatnonzero(tasks == name)
+            texts, opened = ([column[index] for index in of_task] for column in (frame["completion"], openings))
+            frame.loc[of_task, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), of_task, dtype=object)
     return frame
 
 
-def older_params(run: Run, like: dict) -> Callable[[int], dict]:
+def older_params(config: Config, policy: Policy, frozen: dict, like: dict) -> Callable[[int], dict]:
     """A function that reads all parameters after an earlier step of a run, in the compute dtype, from its checkpoint.
 
     Args:
+        frozen: parameters that are not trained.
         like: trained parameters, or arrays of their shapes.
     """
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
 
     def read(step: int) -> dict:
-        trained = put_params(_restored(Path(run.config.output), step, like))
-        return combine(in_compute_dtype(run.policy.decoder, trained, copy=False), run.frozen)
+        trained = put_params(_restored(Path(config.output), step, like))
+        return combine(in_compute_dtype(policy.decoder, trained, copy=False), frozen)
 
     return read
 
@@ -293,12 +296,12 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     if name is None:
         return None
     opened = open_policy(name, config)
-    place = f"model.teacher = {name!r}"
+    key = f"model.teacher = {name!r}"
     theirs = opened.policy.tokenizer.get_vocab()
     ours = policy.tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
-            f"{place}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
+            f"{key}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
             " teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
         )
     check_teacher(config, opened.policy.decoder.config, policy.decoder.config)
@@ -461,10 +464,10 @@ def _restored(run: Path, step: int, like: dict) -> dict:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         params = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute(), args=arguments)["params"]
     for path, leaf in flatten(like).items():
-        found = flatten(params)[path].shape
-        if found != leaf.shape:
+        shape = flatten(params)[path].shape
+        if shape != leaf.shape:
             raise ValueError(
-                f"{run}, step {step}: {path} has shape {found} in the checkpoint, but the model that config.yaml"
+                f"{run}, step {step}: {path} has shape {shape} in the checkpoint, but the model that config.yaml"
                 f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
             )
     return params
@@ -495,8 +498,10 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
             base = model_folder(config.model.path, _WITH_CARD)
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
-        beside = _card_files(run, config, step, base, output.name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=beside, stop_ids=policy.stop_ids)
+        card_files = _card_files(run, config, step, base, output.name)
+        export_model(
+            output, policy.decoder.config, params, base, dtype, extra_files=card_files, stop_ids=policy.stop_ids
+        )
     return f"{run} after step {step}"
 
 

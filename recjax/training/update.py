@@ -138,7 +138,7 @@ class UpdateContext(NamedTuple):
     hyperparameters: dict[str, dict[str, Any]] = {}
 
 
-class Learned(NamedTuple):
+class TokenResults(NamedTuple):
     """Per-token results of an update for the whole batch; undefined where masked and outside the minibatch.
 
     logprobs: log-probs before the update.
@@ -201,7 +201,7 @@ def update(
     *,
     recipe: Recipe,
     axis_name: str | None = None,
-) -> tuple[TrainState, dict, Learned]:
+) -> tuple[TrainState, dict, TokenResults]:
     """Makes one optimizer step on a batch, or on a minibatch.
 
     Advantages, weights and drops are computed over the whole batch. Gradients are summed over micro-batches as
@@ -220,6 +220,7 @@ def update(
     algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
+    # Of the whole batch even for a minibatch: a group's mean must not depend on how the batch is cut.
     all_rows = losses.row_terms(algorithm, _batch_values(recipe, state, batch, layout, context, devices))
     rows = jax.tree.map(devices.share, all_rows)
     sums, scores = _summed(recipe, state, batch, rows, layout, context)
@@ -235,8 +236,8 @@ def update(
     for term in (*terms_of(algorithm), *_model_terms(recipe)):
         if term.metrics is not None:
             metrics |= call(term.metrics, measured)
-    learned = Learned(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
-    return new_state, metrics, learned
+    tokens = TokenResults(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
+    return new_state, metrics, tokens
 
 
 def _batch_values(
@@ -270,11 +271,12 @@ def _batch_values(
         values = values._replace(observation_mask=observed)
     # The key is equal on all devices and has no rows.
     values = jax.tree.map(devices.whole, values._replace(key=None))._replace(key=context.key)
+    # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
     if algorithm.needs_scoring if context.proximal_logprobs is None else algorithm.needs_rescoring:
         scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
-    if algorithm.distillation is not None:
+    if algorithm.reads_teacher_logprobs:
         values = values._replace(teacher_logprobs=scored_by(recipe.teacher, context.teacher_params).logprobs)
     return values
 

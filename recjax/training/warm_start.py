@@ -90,9 +90,9 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
-        for left in folder.parent.glob(f"{digest}*"):
-            if left.is_dir():  # damaged, or left by a killed process
-                shutil.rmtree(left)
+        for leftover in folder.parent.glob(f"{digest}*"):
+            if leftover.is_dir():  # damaged, or left by a killed process
+                shutil.rmtree(leftover)
         try:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
@@ -149,13 +149,13 @@ def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -
     """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
     end = policy.stop_ids[0]
     encoded = {}
-    end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
+    end_of_turn = end if (turn_token := turn_end(policy.tokenizer)) is None else turn_token
     chosen = [*zip(answers, are_chats, strict=True)]
     for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
         ids = [*encode_after(policy.tokenizer, (), answer, "answer"), end_of_turn if is_chat else end]
         check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80} with its end")
         encoded[answer, is_chat] = ids
-    rows = [encoded[one] for one in chosen]
+    rows = [encoded[pair] for pair in chosen]
     lengths = np.array([len(ids) for ids in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
@@ -174,10 +174,10 @@ def _with_slips(
     if len(known) < 2:
         return tokens
     wrong = np.flatnonzero((generator.random(len(tokens)) < wrong_fraction) & (mask.sum(-1) > 1))
-    place = generator.integers(mask[wrong].sum(-1) - 1)
-    index = np.searchsorted(known, tokens[wrong, place])
+    slip = generator.integers(mask[wrong].sum(-1) - 1)
+    index = np.searchsorted(known, tokens[wrong, slip])
     slipped = tokens.copy()
-    slipped[wrong, place] = known[(index + generator.integers(1, len(known), len(wrong))) % len(known)]
+    slipped[wrong, slip] = known[(index + generator.integers(1, len(known), len(wrong))) % len(known)]
     return slipped
 
 
@@ -211,7 +211,7 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     else:
         order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
         count = min(len(train) // 10, _MOST_HELD_OUT)
-        train, held_out = ([train[index] for index in sorted(part)] for part in (order[count:], order[:count]))
+        train, held_out = ([train[index] for index in sorted(indices)] for indices in (order[count:], order[:count]))
     rows = [row for group in (*train, *held_out) for row in group.completions[0].rows]
     digest = hashlib.sha256()
     for array in (array for row in rows for array in (row.prompt_tokens, row.tokens, row.mask)):
@@ -226,13 +226,13 @@ def _tokenized(path: str, key: str, policy: Policy, most: int | None) -> list[Gr
     def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
         return [demonstration(row, policy) for row in rows]
 
-    found = hosts.shared_out(of_rows, read_file(Path(path), key))
-    lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in found]
-    kept = [group for group, length in zip(found, lengths, strict=True) if most is None or length <= most]
+    groups = hosts.shared_out(of_rows, read_file(Path(path), key))
+    lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
+    kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
     if not kept:
         raise ValueError(f"warm_start.max_tokens = {most}: the shortest chat of {path} has {min(lengths)}; raise it")
-    if len(kept) < len(found):
-        logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(found) - len(kept), len(found), most)
+    if len(kept) < len(groups):
+        logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(groups) - len(kept), len(groups), most)
     return kept
 
 
@@ -258,32 +258,32 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         end = turn_end(tokenizer)
         ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
-        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        places = [place for place in replies if messages[place].get("weight", 1) and messages[place].get("train", True)]
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        places = [index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)]
         if not places:
             raise ValueError("messages: no assistant's message has a weight above 0; give one, or remove the chat")
-        chats, replied = ([messages[: place + more] for place in places] for more in (0, 1))
+        chats, replied = ([messages[: index + more] for index in places] for more in (0, 1))
         prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
         texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
-        for place, prompt, text in zip(places, prompts, texts, strict=True):
-            reply, found, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
-            if not (text.startswith(prompt) and found):
+        for index, prompt, text in zip(places, prompts, texts, strict=True):
+            reply, has_end, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
+            if not (text.startswith(prompt) and has_end):
                 raise ValueError(
-                    f"message {place}: the chat template writes no reply, with an end, after its prompt for this turn;"
+                    f"message {index}: the chat template writes no reply, with an end, after its prompt for this turn;"
                     " remove the chat, or take a model whose template does"
                 )
             ids = trajectory.tokens_of(prompt, rendered=True)
             last = policy.stop_ids[0] if end is None else end
             tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
             trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
-        for one in trajectory.rows:
-            check_embedded(tokenizer, np.append(one.prompt_tokens, one.tokens), policy.vocabulary, "messages")
+        for row_part in trajectory.rows:
+            check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
     except ValueError as error:
-        raise ValueError(f"{row.place}: {error}") from error
-    rows = tuple(one._replace(behavior_logprobs=None) for one in trajectory.rows)
+        raise ValueError(f"{row.location}: {error}") from error
+    rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
-    shown = Completion(row.place, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
-    return Group(row.place, rows[0].prompt_tokens, (shown,), messages)
+    shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
+    return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
 
 
 _AFTER = {  # roles that a message may follow; None is the beginning of the chat
@@ -298,16 +298,16 @@ def _demonstrated(messages: Any) -> list[dict[str, Any]]:
     """The messages of a row, in an order in which the assistant replies."""
     messages = checked_messages(messages, "messages")
     before = None
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role = message["role"]
         if role not in _AFTER:
-            raise ValueError(f"message {place}: role = {role!r:.80}: takes {', '.join(_AFTER)}")
+            raise ValueError(f"message {index}: role = {role!r:.80}: takes {', '.join(_AFTER)}")
         for name in ("weight", "train"):
             if message.get(name) not in (None, 0, 1):
-                raise ValueError(f"message {place}: {name} = {message[name]!r:.80}: takes 0 (excluded) and 1")
+                raise ValueError(f"message {index}: {name} = {message[name]!r:.80}: takes 0 (excluded) and 1")
         if before not in _AFTER[role]:
             where = f"follows a message of role {before}" if before else "begins the chat"
-            raise ValueError(f"message {place}: role = {role!r}: it {where}; correct the order of the messages")
+            raise ValueError(f"message {index}: role = {role!r}: it {where}; correct the order of the messages")
         before = role
     if before != "assistant":
         raise ValueError(f"message {len(messages) - 1}: role = {before!r}: the last message must be the assistant's")

@@ -37,6 +37,18 @@ def pull_while_stale(logprobs, behavior_logprobs, completion_mask, effective_sha
     return (1 - effective_share[:, None]) * pull(logprobs, behavior_logprobs, completion_mask, strength=1.0)
 
 
+def anchored_entropy(logprobs, reference_logprobs, entropy, completion_mask, *, strength: float = 0.1):
+    """A bonus for entropy, smaller where the policy has moved from the reference."""
+    distance = jnp.where(completion_mask, jnp.abs(logprobs - reference_logprobs), 0.0)
+    return -strength * entropy * jnp.exp(-distance)
+
+
+def to_teacher(logprobs, teacher_logprobs, advantages, ratio, completion_mask):
+    """A squared distance to a teacher, at tokens with a positive advantage, weighted by the ratio."""
+    distance = jnp.where(completion_mask & (advantages > 0), logprobs - teacher_logprobs, 0.0)
+    return ratio * distance**2
+
+
 def misspelt(ratio, advantage):
     """A parameter that is nothing."""
     return ratio * advantage

@@ -47,6 +47,37 @@ def test_other_axes_take_ones_own(axis, block):
     assert algorithm.needs_scoring == algorithm.needs_rescoring == (axis == "mask" or "stale" in block["name"])
 
 
+def test_a_term_of_ones_own_is_added_to_the_loss_with_its_gradient():
+    """By a double loop: −s · H · exp(−|log π − log π_ref|), reduced with the policy gradient."""
+    plain, own = (
+        build_algorithm("reinforce", {**block, "reduction": {"name": "token_mean"}})
+        for block in ({}, {"term": {"name": f"{MINE}:anchored_entropy", "strength": 0.3}})
+    )
+    assert own.needs_reference and not own.needs_behavior_logprobs and not own.needs_teacher
+    (before, count), gradients_before = loss_and_gradient(plain, EXAMPLE)
+    (after, same_count), gradients = loss_and_gradient(own, EXAMPLE)
+    added, by_logprob = 0.0, np.zeros(EXAMPLE.logprobs.shape)
+    for row, time in np.argwhere(EXAMPLE.completion_mask):
+        distance = float(EXAMPLE.logprobs[row, time]) - float(EXAMPLE.reference_logprobs[row, time])
+        value = -0.3 * float(EXAMPLE.entropy[row, time]) * np.exp(-abs(distance))
+        added += value
+        by_logprob[row, time] = -value * np.sign(distance)
+    assert count == same_count
+    np.testing.assert_allclose(after - before, added, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0] - gradients_before[0], by_logprob, atol=1e-6)
+    assert np.abs(gradients[1]).max() > 0 == np.abs(gradients_before[1]).max()
+
+
+def test_a_term_decides_what_an_update_computes():
+    to_teacher = build_algorithm("reinforce", {"term": {"name": f"{MINE}:to_teacher"}})
+    assert to_teacher.needs_teacher and to_teacher.reads_ratio and to_teacher.needs_behavior_logprobs
+    assert not to_teacher.needs_reference
+    with pytest.raises(ValueError, match="term.name = .*its parameter 'rewards' is not a value of this axis"):
+        build_algorithm("reinforce", {"term": {"name": f"{MINE}:above_median"}})
+    with pytest.raises(ValueError, match="term = .*'pairwise_consistency' does not read this axis"):
+        build_algorithm("pairwise_consistency", {"term": {"name": f"{MINE}:pull"}})
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [

@@ -15,8 +15,8 @@ from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.rewards import last_number_match
-from recjax.training.loop import train
 from recjax.training.metrics import read_metrics
+from recjax.training.start import train
 
 pytestmark = pytest.mark.campaign
 

@@ -24,10 +24,10 @@ from recjax.experience.group import Row
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
-from recjax.training import loop
+from recjax.training import loop, start
 from recjax.training.checkpoint import newest_whole, progress
 from recjax.training.metrics import read_metrics
-from recjax.training.run import characters
+from recjax.training.prepare import characters
 from tests.experience.rows import Columns, read_columns
 from tests.faults.database import Database
 from tests.faults.outcomes import Outcome
@@ -339,4 +339,4 @@ def _train(arguments: list[str], log: str, folder: str) -> None:
     config, *options = arguments
     flags.FLAGS(["train"])
     with contextlib.suppress(loop.Preempted):
-        command(lambda argv: loop.train(load_config(config, options)))([])
+        command(lambda argv: start.train(load_config(config, options)))([])

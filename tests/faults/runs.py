@@ -19,8 +19,9 @@ from absl import flags
 from recjax.config import load_config
 from recjax.console import command
 from recjax.generate_experience import generate
-from recjax.training import loop, sources
+from recjax.training import sampling
 from recjax.training.metrics import read_metrics
+from recjax.training.start import train
 from tests.commands import forks
 from tests.experience.rows import read_columns
 from tests.training.counting import CountingLearner, prepared_batch, sampled_by
@@ -171,7 +172,7 @@ def _train(
         _set_clock_back()
     flags.FLAGS(["train"])
     replaced = {"learner": _SlowlyCounting(), "sources": sampled_by(prepared_batch)} if counts else {}
-    command(lambda argv: loop.train(load_config(config, overrides), **replaced))([])
+    command(lambda argv: train(load_config(config, overrides), **replaced))([])
 
 
 class _SlowlyCounting(CountingLearner):
@@ -192,4 +193,4 @@ def _set_clock_back() -> None:
         def now(cls, zone=None):
             return clock.datetime.fromtimestamp(back(), zone)
 
-    time.time, sources.datetime = back, Clock
+    time.time, sampling.datetime = back, Clock

@@ -27,7 +27,7 @@ from recjax.serving.guards import Guarded
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
-from recjax.training.run import Run
+from recjax.training.sampling import BatchSampler
 from recjax.training.sources import EngineSampler
 from tests.commands import ROOT
 from tests.serving.some_server import POLICY, SHAPE, listening, post, serve
@@ -381,11 +381,11 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
     with fake(answer, owner=api) as url:
         engine = EngineConfig(url=url, retries=0)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
-        run = Run(config, policy_of(config), None, None, None, None)
+        batches = BatchSampler(config, policy_of(config), None, None, None)
         with pytest.raises(ValueError, match=f"{api} cannot take whole weights over HTTP.*{remedy}"):
-            EngineSampler(run).__enter__()
+            EngineSampler(batches).__enter__()
         offline = config.model_copy(update={"regime": RegimeConfig(offline=True)})
-        with EngineSampler(run._replace(config=offline)) as sampler:
+        with EngineSampler(batches._replace(config=offline)) as sampler:
             assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 

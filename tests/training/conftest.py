@@ -3,7 +3,7 @@
 import pytest
 
 from recjax.config import load_config
-from recjax.training import loop
+from recjax.training import log
 from tests import commands
 from tests.training.tiny_run import TINY
 
@@ -42,5 +42,5 @@ def quick_figures(request, monkeypatch):
         path.write_bytes(b"")
 
     if "figures" not in request.fixturenames:
-        monkeypatch.setattr(loop, "draw_training", draw)
-        monkeypatch.setattr(loop, "draw_experience", draw)
+        monkeypatch.setattr(log, "draw_training", draw)
+        monkeypatch.setattr(log, "draw_experience", draw)

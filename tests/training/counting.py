@@ -17,7 +17,7 @@ from recjax.tasks.prompts import batch_prompts
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
 from recjax.training.sources import source_of
-from recjax.training.update import Learned, TrainState
+from recjax.training.update import TokenResults, TrainState
 from tests.training.tiny_run import train
 
 
@@ -30,19 +30,20 @@ class CountingLearner(Learner):
     def initial_policy(self, config, policy, train):
         return policy, {"checksum": np.zeros(1, np.float32)}
 
-    def begin(self, run, params):
-        return run._replace(frozen={}), TrainState(params, ())
+    def begin(self, setup, params):
+        self._setup = setup
+        return TrainState(params, ())
 
-    def sampler_params(self, run, state, copy=False):
+    def behavior_params(self, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def layout(self, run, batch, rows, doublings):
+    def layout(self, batch, rows, doublings):
         return Layout(rows=rows)
 
-    def proximal_logprobs(self, run, trained, batch, layouts):
+    def proximal_logprobs(self, trained, batch, layouts):
         return np.full(batch.completions.shape, trained.params["checksum"][0], np.float32)
 
-    def update(self, run, trained, batch, layout, step, proximal_logprobs=None):
+    def update(self, trained, batch, layout, step, proximal_logprobs=None):
         self.batches.append(batch)
         chosen = True if layout.rows is None else layout.rows[:, None]
         mask = np.asarray(batch.completion_mask) & chosen
@@ -57,44 +58,44 @@ class CountingLearner(Learner):
         params = {"checksum": np.full(1, checksum, np.float32)}
         return TrainState(params, ()), *measured(batch, checksum)
 
-    def evaluate(self, run, state):
-        return evaluation(run, float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100)
+    def evaluate(self, state):
+        return evaluation(self._setup, float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100)
 
 
 class MovingLearner(Learner):
     """Holds the policy's own parameters and moves all trained ones in each update, without a compiled update."""
 
-    def sampler_params(self, run, state, copy=False):
+    def behavior_params(self, state, copy=False):
         return {"checksum": np.full(1, state.step, np.float32)}
 
-    def layout(self, run, batch, rows, doublings):
+    def layout(self, batch, rows, doublings):
         return Layout(rows=rows)
 
-    def update(self, run, trained, batch, layout, step, proximal_logprobs=None):
+    def update(self, trained, batch, layout, step, proximal_logprobs=None):
         def moved(x):
             return jax.device_put(np.asarray(x) + np.float32(0.01), x.sharding)
 
         return trained._replace(params=jax.tree.map(moved, trained.params)), *measured(batch, step)
 
-    def evaluate(self, run, state):
-        return evaluation(run, state.step / 100)
+    def evaluate(self, state):
+        return evaluation(self._setup, state.step / 100)
 
 
-def measured(batch, loss: float) -> tuple[dict, Learned]:
+def measured(batch, loss: float) -> tuple[dict, TokenResults]:
     """Metrics of an update, and its results per token."""
     numbers = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
     numbers["kept_fraction"] = float(batch.completion_mask.any())
     zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
     # Like the loss of a compiled update, the loop reads it from a device.
-    return {"loss": jnp.asarray(np.float32(loss)), **numbers}, Learned(
+    return {"loss": jnp.asarray(np.float32(loss)), **numbers}, TokenResults(
         zeros, TokenTerms(zeros, zeros, zeros > 0, zeros)
     )
 
 
-def evaluation(run, accuracy: float) -> Evaluation:
+def evaluation(setup, accuracy: float) -> Evaluation:
     """An evaluation of answers that nothing sampled."""
     graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
-    problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
+    problems = zip(setup.held_out.texts, setup.held_out.answers, strict=True)
     samples = [
         {"problem": place, "prompt": text, "question": text, "answer": answer} | graded
         for place, (text, answer) in enumerate(problems)
@@ -126,18 +127,18 @@ def trajectory(one: Completion, random: np.random.Generator) -> Completion:
     return one._replace(rows=rows, turns=turns, version_runs=runs)
 
 
-def prepared_batch(run, weights, version, number, prefix="", reward=None, rates=None):
+def prepared_batch(sampler, params, version, number, prefix="", reward=None, rates=None):
     """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades.
 
     Args:
         reward: the reward of every completion; None: some get 0 and the others 1.
         rates: see `batch_prompts`.
     """
-    count, group_size = run.own
-    seed = (run.config.seed, number, int(np.asarray(weights["checksum"])[0]))
+    count, group_size = sampler.config.own_counts
+    seed = (sampler.config.seed, number, int(np.asarray(params["checksum"])[0]))
     random = np.random.default_rng(seed)
-    longest = run.config.rollout.max_completion_tokens
-    prompts = batch_prompts(run.train, run.config, count, number, rates)
+    longest = sampler.config.rollout.max_completion_tokens
+    prompts = batch_prompts(sampler.prompts, sampler.config, count, number, rates)
     groups, grades = [], []
     for place in range(count):
         completions, prompt = [], prompts.tokens[place][prompts.mask[place]]
@@ -148,13 +149,13 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None, rates=
             name, text, sampling = (
                 f"{prefix}{number:06d}/{row:05d}",
                 "".join(map(str, tokens)),
-                run.config.rollout.sampling(),
+                sampler.config.rollout.sampling(),
             )
             behavior, cut = (sampling, version), len(tokens) == longest
             one = Completion(
                 name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut, metadata=metadata
             )
-            completions.append(trajectory(one, random) if run.config.task.agent else one)
+            completions.append(trajectory(one, random) if sampler.config.task.agent else one)
             drawn = float(random.random() < 0.5)
             value, turns = drawn if reward is None else reward, random.normal(size=len(completions[-1].turns)).tolist()
             grades.append(Grade(value, {"score": 1.0}, value >= 1, turns=tuple(turns)))
@@ -163,11 +164,11 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None, rates=
     return groups, Grades(grades)
 
 
-def graded_batch(run, weights, version, number):
-    """The groups of `prepared_batch`, and the grades that the run's own reward gives them in its workers."""
-    groups, _ = prepared_batch(run, weights, version, number)
-    prompts = batch_prompts(run.train, run.config, run.own[0], number)
-    return groups, submit(groups, prompts, run.grading)
+def graded_batch(sampler, params, version, number):
+    """The groups of `prepared_batch`, and the grades that the reward of the run gives them in its workers."""
+    groups, _ = prepared_batch(sampler, params, version, number)
+    prompts = sampler.batch_prompts(number)
+    return groups, submit(groups, prompts, sampler.grading)
 
 
 class Interrupted(CountingLearner):

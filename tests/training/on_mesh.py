@@ -28,7 +28,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
 from recjax.training.mesh import make_mesh
-from recjax.training.update import Learned, Recipe, TrainState, UpdateContext, first_state, update
+from recjax.training.update import Recipe, TokenResults, TrainState, UpdateContext, first_state, update
 from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
@@ -113,7 +113,7 @@ def updated(
     packed: bool = False,
     config: DecoderConfig = CONFIG,
     algorithm: Algorithm = ALGORITHM,
-) -> tuple[TrainState, dict, Learned]:
+) -> tuple[TrainState, dict, TokenResults]:
     """State and metrics after a step on the batch, filled up as the loop does it."""
     state = start(config)
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
@@ -162,7 +162,7 @@ def numbers(
     return found
 
 
-def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, dict, Learned]:
+def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, dict, TokenResults]:
     """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
     batch = filled_up(batch or batch_of(np.random.default_rng(0)), devices)
     state = start()

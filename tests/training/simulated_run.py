@@ -1,26 +1,23 @@
 """The rounds of a run without a model: what is sampled by which weights and trained on when."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.queue import Queue
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import Reward
 from recjax.training import loop
+from recjax.training.log import queue_metrics
 from recjax.training.metrics import PhaseSeconds
-from recjax.training.run import Run, State
-from recjax.training.sources import GeneratorSource, PolicySource, Source
+from recjax.training.prepare import Setup
+from recjax.training.run import Run, Source, State, Update
+from recjax.training.sources import GeneratorSource, PolicySource
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
-
-
-class Grading:
-    """Stands for a reward that is not graded in worker processes."""
-
-    class reward:
-        per_row, remote = False, None
 
 
 def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Group], list[Grade]]:
@@ -42,25 +39,46 @@ def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Gro
     return groups, [Grade(float(chance.random() < 0.5)) for _ in range(8)]
 
 
-def started(config: Config, source: Source) -> tuple[Run, State]:
-    """A run without a model, and its first state."""
-    run = Run(config, None, None, None, Grading, PhaseSeconds())
-    return run._replace(learner=CountingLearner(), source=source), State(
-        0, TrainState({}, ()), None, 0, Queue(), {}, {}
+def started(config: Config, source_of: Callable[[Setup, CountingLearner], Source]) -> tuple[Setup, Run, State]:
+    """A run without a model: what it has read, what its loop works with, and its first state."""
+    setup = Setup(config, None, None, None, Grading(config, Reward("none", len, False, {})), PhaseSeconds())
+    learner = CountingLearner()
+    source = source_of(setup, learner)
+    phase = setup.phases.phase
+    run = Run(
+        config,
+        config.algorithm.build(),
+        None,
+        setup.settings,
+        None,
+        setup.failures,
+        source,
+        learner,
+        None,
+        None,
+        phase,
+        lambda steps: None,
+        (),
     )
+    return setup, run, State(0, TrainState({}, ()), None, 0, Queue(), {}, {})
 
 
 def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group], dict, list[int]]]:
     """Each step, the groups that it trains on, what it logs, and the numbers of the batches sampled in it."""
     chance, numbers = random.Random(0), []
 
-    def sample_batch(run, params, version, number):
+    def sample(sampler, params, version, number):
         numbers.append(number)
         return batch_of(number, version, chance)
 
-    run, state = started(config, GeneratorSource(generators) if generators else PolicySource(sample_batch))
+    def source_of(setup, learner):
+        return GeneratorSource(setup, learner, generators) if generators else PolicySource(setup, learner, sample)
+
+    setup, run, state = started(config, source_of)
     for step in range(1, config.training.steps + 1, config.training.updates):
         before = state.queue
-        state, groups = loop.next_groups(run, state, step)
-        yield step, groups, loop.queue_metrics(run, before, state.queue, groups, step), numbers[:]
+        state = loop.next_groups(run, state, step)
+        update = Update(step, state.groups, None, None, None, {}, None, before)
+        yield step, state.groups, queue_metrics(setup, run.source, update, state), numbers[:]
         numbers.clear()
+        state = state._replace(groups=())

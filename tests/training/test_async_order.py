@@ -17,8 +17,8 @@ from recjax.experience.replay import Entry
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training import loop
-from recjax.training.run import prepare
-from recjax.training.sources import GeneratorSource, sampler
+from recjax.training.prepare import prepare
+from recjax.training.sources import GeneratorSource, open_generator
 from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import campaign_except, slow_except
@@ -119,16 +119,18 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, opt
 @pytest.mark.parametrize("stop", [1, 7])
 def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
     config = tiny("run", *ASYNC, "regime.generators=2", "training.steps=25")
-    uses, sources = Counter(), [GeneratorSource(InAnyOrder(config.regime, seed)) for seed in range(2)]
-    run, state = started(config, sources[0])
+    uses = Counter()
+    setup, run, state = started(config, lambda *parts: GeneratorSource(*parts, InAnyOrder(config.regime, 0)))
     for step in range(1, 26):
-        state, groups = loop.next_groups(run, state, step)
-        uses.update(group.id for group in groups)
+        state = loop.next_groups(run, state, step)
+        uses.update(group.id for group in state.groups)
+        state = state._replace(groups=())
         if step == stop:
             state = state._replace(source=json.loads(json.dumps(run.source.state())))
             assert state.source["in_flight"]
-            run, before = run._replace(source=sources[1]), sources[1].generators.issued
-            with sources[1].opened(run, state):
+            run = run._replace(source=GeneratorSource(setup, run.learner, InAnyOrder(config.regime, 1)))
+            before = run.source.generators.issued
+            with run.source.opened(state):
                 assert before == state.source["in_flight"]
     assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
 
@@ -136,16 +138,16 @@ def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
 class InOrder(InAnyOrder):
     """Without processes: batches of the counting learner, which arrive in order when a step waits for them."""
 
-    def __init__(self, run):
-        super().__init__(run.config.regime, 0)
-        self._run, self._sampled = run, {}
+    def __init__(self, sampler):
+        super().__init__(sampler.config.regime, 0)
+        self._sampler, self._sampled = sampler, {}
 
     def publish(self, version, weights):
         self.version, self._weights = version, weights
 
     def issue(self, number):
         super().issue(number)
-        self._sampled[number] = prepared_batch(self._run, self._weights, self.version, number)
+        self._sampled[number] = prepared_batch(self._sampler, self._weights, self.version, number)
 
     def receive(self, wait):
         number = min(self.in_flight, default=None) if wait else None
@@ -162,7 +164,10 @@ def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tin
     options += ["regime.mode=async", f"regime.max_staleness={bound}"]
 
     def rows(name, learner):
-        feed = {"learner": learner, "sources": lambda run: GeneratorSource(InOrder(run))}
+        feed = {
+            "learner": learner,
+            "sources": lambda setup, learner: GeneratorSource(setup, learner, InOrder(setup.sampler)),
+        }
         return without_times(train(tiny(name, *options), **feed))
 
     straight = rows("straight", CountingLearner())
@@ -196,7 +201,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
-    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8
@@ -222,7 +227,7 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
     come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
-    with sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+    with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
         groups, grades = sample(1, 3, weights[3], lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)

@@ -71,32 +71,32 @@ import numpy as np
 from recjax import hosts
 from recjax.config import load_config
 from recjax.rollout.generators import require_ray
-from recjax.training import loop
+from recjax.training import checkpoint, loop, start
 
 hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
-next_groups, save, steps = loop.next_groups, loop.checkpoint.save, []
+next_groups, save, steps = loop.next_groups, checkpoint.save, []
 
 def watched(run, state, step):
     steps.append(step)
     if len(steps) == 3 and hosts.is_first():
         import ray
         ray.kill(run.source.generators._actors[0], no_restart=True)
-    state, groups = next_groups(run, state, step)
+    state = next_groups(run, state, step)
     with open(f"{folder}/trained{number}.txt", "a") as file:
-        print(step, *(group.id for group in groups), file=file)
-    return state, groups
+        print(step, *(group.id for group in state.groups), file=file)
+    return state
 
 def saved(manager, state, *options):
     save(manager, state, *options)
     own = [shard.data for leaf in jax.tree.leaves(state.trained.params) for shard in leaf.addressable_shards]
     np.savez(f"{folder}/weights{number}.npz", *own)
 
-loop.next_groups, loop.checkpoint.save = watched, saved
+loop.next_groups, checkpoint.save = watched, saved
 with hosts.together(coordinator, 2, int(number)):
     config = load_config(f"{folder}/tiny.yaml", options)
     require_ray(config)
-    loop.train(config)
+    start.train(config)
 """
 
 

@@ -27,8 +27,8 @@ LETTERS = "task={arithmetic: {problems: ['1..9 - 1..9'], template: 'x{a}{op}{b}=
 def begun(config):
     """The run and the state before its first step, from a config as a user gives it."""
     with one_device():
-        run, state, manager = begin(with_start(config, overwrite=False), overwrite=False)
-    manager.close()
+        run, state = begin(with_start(config, overwrite=False), overwrite=False)
+    run.manager.close()
     return run, state
 
 
@@ -67,7 +67,7 @@ def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
     _, before = trained(tiny("first"))
     run, after = begun(continued(tiny, "second", "optimizer.learning_rate=0.5", KL, "algorithm.preset=grpo"))
     assert after.step == after.version == 0
-    assert same(after.trained.params, before.trained.params) and same(run.reference, before.trained.params)
+    assert same(after.trained.params, before.trained.params) and same(run.learner.reference, before.trained.params)
     (_, (adam, _, schedule)), (_, (old, _, _)) = after.trained.optimizer_state, before.trained.optimizer_state
     assert same(adam.mu, old.mu) and same(adam.nu, old.nu)
     assert adam.count == 4 and schedule.count == 0, "the schedule is that of the new run"
@@ -105,10 +105,10 @@ def test_another_task_has_the_alphabet_of_the_first(tiny):
     run, _ = trained(tiny("first"))
     digits = "task.arithmetic={problems: ['4..9 + 4..9'], template: '{a}{op}{b}='}"
     second, _ = begun(continued(tiny, "second", digits))
-    assert second.policy.tokenizer.get_vocab() == run.policy.tokenizer.get_vocab()
-    assert "1" in second.config.model.decoder.characters and second.train.texts != run.train.texts
+    assert second.setup.policy.tokenizer.get_vocab() == run.setup.policy.tokenizer.get_vocab()
+    assert "1" in second.setup.config.model.decoder.characters and second.setup.train.texts != run.setup.train.texts
     # What runs with it reads its own config.yaml alone, and plans are made with its shape.
-    assert dry_run(continued(tiny, "planned", digits)).model.decoder.config == second.policy.decoder.config
+    assert dry_run(continued(tiny, "planned", digits)).model.decoder.config == second.setup.policy.decoder.config
     with pytest.raises(ValueError, match="outside the tokenizer's vocabulary"):
         begun(continued(tiny, "third", LETTERS))
 
@@ -136,9 +136,9 @@ def test_what_does_not_fit_is_refused_before_work_starts(tiny, overrides, words)
 @pytest.mark.slow
 def test_adapters_stay_adapters_or_are_merged(tiny):
     run, before = trained(tiny("first", LORA))
-    whole = open_checkpoint(Path(run.config.output)).params
+    whole = open_checkpoint(Path(run.setup.config.output)).params
     again, state = begun(continued(tiny, "second", LORA))
-    assert same(combine(state.trained.params, again.frozen), combine(before.trained.params, run.frozen))
+    assert same(combine(state.trained.params, again.learner.frozen), combine(before.trained.params, run.learner.frozen))
     other = LORA.replace("rank: 2", "rank: 4")
     third, state = begun(continued(tiny, "third", other, "optimizer.state=new"))
     params = combine(state.trained.params, third.frozen)
@@ -156,10 +156,10 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
 def test_the_reference_is_another_policy(tiny):
     _, before = trained(tiny("first"))
     run, state = begun(tiny("second", KL, f"model.reference={tiny('first').output}", "evaluation.initial_kl=true"))
-    assert same(run.reference, before.trained.params) and same(run.initial, state.trained.params)
+    assert same(run.learner.reference, before.trained.params) and same(run.learner.initial, state.trained.params)
     run, state = begun(tiny("third", KL, LORA, f"model.reference={tiny('first').output}"))
-    assert run.initial is None
-    assert flatten(run.reference).keys() == flatten(combine(run.frozen, state.trained.params)).keys()
+    assert run.learner.initial is None
+    assert flatten(run.learner.reference).keys() == flatten(combine(run.learner.frozen, state.trained.params)).keys()
     wide = "model.decoder.hidden_size=32"
     with pytest.raises(ValueError, match="model.reference = .*its shape or tokenizer differs"):
         begun(tiny("fourth", KL, wide, f"model.reference={tiny('first').output}"))

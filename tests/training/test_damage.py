@@ -14,7 +14,7 @@ from recjax.api import open_run
 from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
-from recjax.training import loop, run_folder
+from recjax.training import run_folder, start
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import open_checkpoint, run_config
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
@@ -258,7 +258,7 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
         (tmp_path / "run" / "samples" / "after.jsonl").write_text("{")
     assert not run_folder.is_finished(config)
     with one_device():
-        summary = loop.train(config, learner=CountingLearner(), sources=sampled_by(prepared_batch))
+        summary = start.train(config, learner=CountingLearner(), sources=sampled_by(prepared_batch))
     assert summary["steps"] == 6
     assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])
     show_result(open_run(tmp_path / "run"))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.training import learner, loop
+from recjax.training import checkpoint, learner, loop
 from recjax.training.metrics import MetricsWriter, read_metrics
 from tests.experience.rows import read_columns
 from tests.training.counting import Altered, CountingLearner, count
@@ -43,7 +43,7 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
 
     for letter, name in (("U", "update"), ("E", "evaluate")):
         monkeypatch.setattr(CountingLearner, name, watched(letter, getattr(CountingLearner, name)))
-    monkeypatch.setattr(loop.checkpoint, "save", watched("S", loop.checkpoint.save))
+    monkeypatch.setattr(checkpoint, "save", watched("S", checkpoint.save))
     monkeypatch.setattr(jax, "device_get", watched("R", jax.device_get, are_metrics))
     rows = count(tiny("run", *options))
     assert "".join(seen) == order.replace(" ", "")

@@ -13,7 +13,7 @@ from recjax.experience.group import Grade
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
 from tests.training.counting import Grades, count, prepared_batch

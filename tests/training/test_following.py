@@ -44,9 +44,9 @@ def trained_on(monkeypatch):
     seen, next_groups = [], loop.next_groups
 
     def watched(run, state, step):
-        state, groups = next_groups(run, state, step)
-        seen.append((step, [one.id for group in groups for one in group.completions]))
-        return state, groups
+        state = next_groups(run, state, step)
+        seen.append((step, [one.id for group in state.groups for one in group.completions]))
+        return state
 
     monkeypatch.setattr(loop, "next_groups", watched)
     return seen

@@ -79,9 +79,9 @@ def test_of_a_minibatch_its_own_groups_are_kept(tiny):
     learner = CountingLearner()
     layout = learner.layout
 
-    def watched(run, batch, rows, doublings):
+    def watched(batch, rows, doublings):
         seen[len(seen) + 1] = rows.reshape(4, 4)
-        return layout(run, batch, rows, doublings)
+        return layout(batch, rows, doublings)
 
     learner.layout = watched
     learner.proximal_logprobs = lambda *arguments: None

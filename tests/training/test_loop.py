@@ -14,10 +14,10 @@ import pytest
 from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import learner, loop, sources, start
+from recjax.training import learner, loop, sampling, start
 from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import read_metrics
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
 from tests.commands import Command
@@ -50,12 +50,12 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
 
 @pytest.mark.slow
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
-    sample_groups = sources.sample_groups
+    sample_groups = sampling.sample_groups
 
     def of_another(*args, **named):
         return sample_groups(*args[:-1], args[-1]._replace(temperature=0.8), **named)
 
-    monkeypatch.setattr(sources, "sample_groups", of_another)
+    monkeypatch.setattr(sampling, "sample_groups", of_another)
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
@@ -100,9 +100,9 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime, updates):
 def test_the_sampler_uses_the_weights_of_its_version(tiny, regime, updates):
     used, options = [], [f"training.updates_per_batch={updates}", f"training.steps={7 * updates}", *WITHOUT_PAUSES]
 
-    def sampled(run, weights, version, number):
-        used.append((version, float(weights["checksum"][0])))
-        return prepared_batch(run, weights, version, number)
+    def sampled(sampler, params, version, number):
+        used.append((version, float(params["checksum"][0])))
+        return prepared_batch(sampler, params, version, number)
 
     rows = count(tiny("run", *REGIMES[regime], *options), sample=sampled)
     after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
@@ -207,16 +207,16 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
 
 def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
     class Watching(CountingLearner):
-        def begin(self, run, params):
+        def begin(self, setup, params):
             meshes.append(dict(jax.sharding.get_mesh().shape))
-            return super().begin(run, params)
+            return super().begin(setup, params)
 
     meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
     options = {"learner": Watching(), "sources": sampled_by(prepared_batch)}
-    loop.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
+    start.train(tiny("own", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert jax.sharding.get_mesh().empty
     with one_device():
-        loop.train(tiny("given", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
+        start.train(tiny("given", "training.steps=1", "mesh={data: 2, fsdp: 2}"), **options)
     assert meshes == [sizes, {"data": 1, "fsdp": 1, "tensor": 1}]
 
 
@@ -273,7 +273,7 @@ def test_an_update_that_overflows_stops_the_run(tiny):
 def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     config = tiny("run")
     with one_device():
-        summary = loop.train(config)
+        summary = start.train(config)
     output = Path(config.output)
     assert json.loads((output / "summary.json").read_text()) == summary
     assert summary["steps"] == 7 and 0 <= summary["accuracy_before"] <= 1 and summary["peak_memory_bytes"] > 0
@@ -320,7 +320,7 @@ def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_onc
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
-    sampled, dropped, sample_groups, update = [], [], sources.sample_groups, learner.update
+    sampled, dropped, sample_groups, update = [], [], sampling.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
         sampled.extend(map(tuple, keys.tolist()))
@@ -330,7 +330,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         dropped.append(tuple(jax.random.key_data(args[3].key).tolist()))
         return update(*args, **named)
 
-    monkeypatch.setattr(sources, "sample_groups", watched_sampling)
+    monkeypatch.setattr(sampling, "sample_groups", watched_sampling)
     monkeypatch.setattr(learner, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)

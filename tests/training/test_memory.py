@@ -63,7 +63,7 @@ def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(initial()))
     assert memory.alias_size_in_bytes == state
-    of_tokens = (3 * 4 + 1) * BATCH.completions.size + 4 * len(BATCH.rewards)  # Learned
+    of_tokens = (3 * 4 + 1) * BATCH.completions.size + 4 * len(BATCH.rewards)  # TokenResults
     metrics = memory.output_size_in_bytes - memory.alias_size_in_bytes - of_tokens
     assert 0 < metrics < 2048, "beside the state and what was made of each token, only metrics come out"
 

@@ -18,7 +18,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.training.counting import count, graded_batch
 from tests.training.test_update import CONFIG, SGD, initial, make_batch

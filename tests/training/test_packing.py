@@ -17,7 +17,7 @@ from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DeltaNet
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from recjax.training.update import update
 from tests.marks import campaign, slow
 from tests.rollout.test_trajectory import GROUPS

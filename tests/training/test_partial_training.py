@@ -9,7 +9,7 @@ import pytest
 
 from recjax.config import load_config
 from recjax.models.trainable import flatten, is_adapter
-from recjax.training.run import prepare
+from recjax.training.prepare import prepare
 from tests.training.counting import count
 from tests.training.tiny_run import TINY, train
 

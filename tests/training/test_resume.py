@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recjax.experience.group import Grade
-from recjax.training import checkpoint, loop
+from recjax.training import checkpoint
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import starts
 from recjax.training.start import check_data
@@ -168,7 +168,7 @@ def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch
     assert [row["step"] for row in straight] == list(range(8))
     assert len({row["loss"] for row in straight[1:]}) == 7
 
-    config, save = tiny("stopped", *options), loop.checkpoint.save
+    config, save = tiny("stopped", *options), checkpoint.save
     with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
         count(config, killed(at=2))
     # With updates, the second batch comes after that checkpoint.
@@ -186,10 +186,10 @@ def test_kill_and_resume_equals_straight_through(tiny, stores, feed, monkeypatch
         return kills
 
     for step, is_saved in ((3, False), (3, True), (6, True)):
-        monkeypatch.setattr(loop.checkpoint, "save", killed_at(step, is_saved))
+        monkeypatch.setattr(checkpoint, "save", killed_at(step, is_saved))
         with pytest.raises(KeyboardInterrupt):
             count(config)
-    monkeypatch.setattr(loop.checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "save", save)
     with pytest.raises(KeyboardInterrupt):  # after the checkpoint of step 6
         count(config, killed(at=1))
     assert without_times(count(config)) == without_times(straight)
@@ -201,9 +201,9 @@ def test_a_curriculum_avoids_problems_without_a_reward_and_resumes(tiny, caplog)
     """Of 54 problems, 9 never get a reward, and the policy solves the others."""
     shares = []
 
-    def sample(run, *arguments, **named):
-        lost = {problem.prompt for problem in run.train.problems[:9]}
-        groups, grades = prepared_batch(run, *arguments, reward=1.0, **named)
+    def sample(sampler, *arguments, **named):
+        lost = {problem.prompt for problem in sampler.prompts.problems[:9]}
+        groups, grades = prepared_batch(sampler, *arguments, reward=1.0, **named)
         are_lost = [group.prompt in lost for group in groups for _ in group.completions]
         shares.append(sum(are_lost) / len(are_lost))
         failed = Grade(None, None, False, "no_reward")

@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,9 +29,10 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward, load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
-from recjax.training import loop, regrading, sources
+from recjax.training import checkpoint, regrading, sources
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
-from recjax.training.run import Run, State, batch_shape, prepare
+from recjax.training.prepare import Setup, batch_shape, prepare
+from recjax.training.run import State
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
 from tests.training.tiny_run import TINY, digit_share, train, without_times
@@ -225,8 +227,8 @@ def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_pat
     letters = character_tokenizer("".join(map(chr, range(32, 127))))
     policy = Policy(Decoder(DecoderConfig(len(letters), 16, 32, 1, 2, 1, 8)), letters, (0,))
     prompts, grading = encode_problems([Problem("1+1=", "2")], letters, None), Grading(config, load_reward("math"))
-    held = Run(config, policy, prompts, prompts, grading, PhaseSeconds(), load_stored(config, policy))
-    regrading._grade(held, {}, "another")
+    setup = Setup(config, policy, prompts, prompts, grading, PhaseSeconds(), load_stored(config, policy))
+    regrading._grade(setup, {}, "another")
     with Store(tmp_path / "store") as store:
         assert store.scan_rewards("another")[1].tolist() == [0, 1, 0, 1, 1, 0]
 
@@ -260,8 +262,8 @@ def test_other_prompts_of_a_store_need_the_columns_and_answers_that_the_reward_r
     def known(function):
         reward = with_columns(Reward("mine", function, False, {}), [Problem("", "2", columns={"level": 1})])
         graded, stored_groups = SimpleNamespace(reward=reward), SimpleNamespace(groups=groups)
-        run = Run(None, None, nothing, nothing, graded, None, stored_groups)
-        return regrading.known_problems(run)
+        setup = Setup(None, None, nothing, nothing, graded, None, stored_groups)
+        return regrading.known_problems(setup)
 
     assert known(by_name) == {}
     with pytest.raises(ValueError, match="regrade, group 'g' of the store, which is no .* a column 'level'"):
@@ -271,13 +273,13 @@ def test_other_prompts_of_a_store_need_the_columns_and_answers_that_the_reward_r
 @pytest.mark.slow
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):
     append_columns(tmp_path / "one", read_columns(drawn)[:16])
-    saved, save = [], loop.checkpoint.save
+    saved, save = [], checkpoint.save
 
     def kept(manager, state: State, *options):
-        saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(state.trained.params)]))
+        saved.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.trained.params)]))
         save(manager, state, *options)
 
-    monkeypatch.setattr(loop.checkpoint, "save", kept)
+    monkeypatch.setattr(checkpoint, "save", kept)
     options = ["training.steps=1", "evaluation.every=0"]
     rows = train(tiny("store", f"experience.store={tmp_path / 'one'}", *options))
     offline = train(tiny("offline", "regime.offline=true", *options))

@@ -14,9 +14,9 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.tasks.loading import load_task
-from recjax.training import run, warm_start
+from recjax.training import prepare, warm_start
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.run import characters
+from recjax.training.prepare import characters
 from recjax.training.warm_start import _demonstrations, _with_slips
 from tests.training.tiny_run import TINY
 
@@ -75,32 +75,32 @@ def config(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
-    made, params = run.prepare(config)
+    made, params = prepare.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
     with made.grading as grading:
         result = evaluate_policy(config, made.policy, params, made.train, grading, 0)
     assert result.accuracy > 0.05, json.dumps(result.samples[:5])
     monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
-    again = run.prepare(config)[1]
+    again = prepare.prepare(config)[1]
     chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
 
 
 @pytest.mark.slow
 def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
     short = config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 2})})
-    params, warned = run.prepare(short)[1], []
+    params, warned = prepare.prepare(short)[1], []
     (folder,) = (path for path in (tmp_path / "cache" / "warm_start").iterdir() if path.is_dir())
     monkeypatch.setattr(warm_start.logger, "warning", lambda *words: warned.append(words[0] % words[1:]))
     largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    again = run.prepare(short)[1]
+    again = prepare.prepare(short)[1]
     assert len(warned) == 1 and str(largest) in warned[0] and "makes it again" in warned[0]
     (folder / "manifest.json").unlink()
-    anew = run.prepare(short)[1]
+    anew = prepare.prepare(short)[1]
     assert len(warned) == 2
-    whole = run.prepare(short)[1]
+    whole = prepare.prepare(short)[1]
     assert len(warned) == 2
     for other in (again, anew, whole):
         chex.assert_trees_all_equal(jax.device_get(other), jax.device_get(params))
@@ -122,7 +122,7 @@ def shown(monkeypatch):
 @pytest.mark.parametrize(("right_first", "shares"), [(0.0, [1, 1, 1, 1]), (0.6, [0, 0, 0, 1]), (1.0, [0, 0, 0, 0])])
 def test_the_first_steps_show_only_right_answers(config, shown, tmp_path, right_first, shares):
     start = f"warm_start={{steps: 4, batch_size: 64, wrong_fraction: 1.0, right_first: {right_first}}}"
-    made, _ = run.prepare(load_config(tmp_path / "tiny.yaml", [start]))
+    made, _ = prepare.prepare(load_config(tmp_path / "tiny.yaml", [start]))
     answers, decode = {problem.prompt: problem.answer for problem in made.train.problems}, made.policy.tokenizer.decode
 
     def is_wrong(prompt, prompt_kept, answer, kept):
@@ -141,8 +141,8 @@ WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=',
 def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, shown, wrong_fraction, tmp_path):
     start = f"warm_start={{steps: 40, batch_size: 64, wrong_fraction: {wrong_fraction}}}"
     task = "task.reward=recjax.tasks.rewards:last_number_match"
-    run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
-    made = run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))[0]
+    prepare.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
+    made = prepare.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))[0]
     known = {problem.prompt: (problem.answer, problem.mistakes) for problem in made.train.problems}
     decode = functools.cache(lambda tokens: made.policy.tokenizer.decode(list(tokens)))
     wrong = 0
@@ -165,8 +165,8 @@ def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
 
     monkeypatch.setattr(warm_start, "supervise", supervise)
     for seed in (0, 1, 0):
-        run.prepare(config.model_copy(update={"seed": seed}))
-    run.prepare(config.model_copy(update={"seed": 2, "base_seed": 1}))
+        prepare.prepare(config.model_copy(update={"seed": seed}))
+    prepare.prepare(config.model_copy(update={"seed": 2, "base_seed": 1}))
     assert seeds == [0, 1]
 
 

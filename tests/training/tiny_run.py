@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from recjax.config import MeshConfig
-from recjax.training import learner, loop
+from recjax.training import learner, start
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 
@@ -39,10 +39,10 @@ def train(config, **replaced) -> list[dict]:
     """The rows of metrics.jsonl after the whole run, on one device.
 
     Args:
-        replaced: `sources` and `learner` of `loop.train`.
+        replaced: `sources` and `learner` of `start.train`.
     """
     with one_device():
-        loop.train(config, **replaced)
+        start.train(config, **replaced)
     return read_metrics(Path(config.output) / "metrics.jsonl")
 
 

@@ -1,0 +1,277 @@
+"""Reads everything that a run needs before its first step: task, policy, store, demonstrations (`Setup`)."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax import hosts
+from recjax.config import Config, RolloutConfig, TrainingConfig
+from recjax.console import under_way
+from recjax.experience.batch import Shape, sampled_shape
+from recjax.experience.packing import shape_for
+from recjax.experience.queue import Settings, settings_of
+from recjax.experience.replay import Judge, judge_of
+from recjax.experience.sources import with_initial_logprobs
+from recjax.experience.stored import Stored, check_prompts, load_stored
+from recjax.experience.stored_groups import ByPrompt
+from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.weights import load_adapter
+from recjax.models.decoder import abstract_params
+from recjax.models.placement import put_params, row_shards
+from recjax.models.trainable import combine, in_compute_dtype, split_params, with_adapters
+from recjax.rollout.agents import AGENT_FAILURES, Agents
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import agent_weights
+from recjax.tasks.loading import load_task, require_enough
+from recjax.tasks.problems import Problem, Task, problem_key
+from recjax.tasks.prompts import Prompts, encode_problems, fitting
+from recjax.training.evaluation import kept_prompts, prompts_digest
+from recjax.training.mesh import check_fits
+from recjax.training.metrics import PhaseSeconds
+from recjax.training.sampling import BatchSampler
+from recjax.training.warm_start import Demonstrations, load_demonstrations, warm_start
+
+logger = logging.getLogger(__name__)
+
+
+class Setup(NamedTuple):
+    """Everything that a run reads before its first step.
+
+    train, held_out: prompts to train on, and to evaluate on.
+    grading: workers that grade completions; open during the run.
+    phases: the clock of the phases.
+    stored: groups of the store that the run trains on.
+    others: completions of a store that join the policy's groups, by prompt.
+    demonstrations: chats that the warm start trains on.
+    agents: programs that talk to the policy; open during the run.
+    judge: how the updates read the rewards of a group.
+    """
+
+    config: Config
+    policy: Policy
+    train: Prompts
+    held_out: Prompts
+    grading: Grading
+    phases: PhaseSeconds
+    stored: Stored | None = None
+    others: ByPrompt | None = None
+    demonstrations: Demonstrations | None = None
+    agents: Agents | None = None
+    judge: Judge = Judge()
+
+    @property
+    def sampler(self) -> BatchSampler:
+        """Samples batches of the train prompts in this process."""
+        return BatchSampler(self.config, self.policy, self.train, self.grading, self.phases, self.agents)
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Weights of the reward's parts; a part without an entry has weight 1."""
+        chosen = self.config.task.reward_weights
+        return {**self.grading.reward.weights, **(agent_weights(chosen) if self.agents else chosen)}
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the batches, without rows that only fill micro-batches."""
+        return batch_shape(self.config, self.train, self.stored)
+
+    @property
+    def padded_shape(self) -> Shape:
+        """The shape of the batches with equal shares for micro-batches and devices."""
+        minibatches = self.config.training.minibatches
+        shards = row_shards()
+        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
+        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the queue."""
+        return settings_of(self.config)._replace(judge=self.judge)
+
+    @property
+    def failures(self) -> dict[str, Sequence[str]]:
+        """Reasons for which completions of this run can stay without a reward, by the first part of their metric."""
+        failures = {}
+        if self.config.samples_training_data:
+            failures["grading"] = self.grading.failures
+        if self.agents:
+            failures["agent"] = (*AGENT_FAILURES,)
+        return failures
+
+
+def initial_policy(
+    config: Config, policy: Policy, train: Prompts | None, params: dict | None = None
+) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
+
+    Args:
+        policy: the result of `policy_alone`.
+        train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
+            `recjax.training.demonstrations`.
+        params: parameters to start from; None: the parameters that `model` describes.
+    """
+    if params is None:
+        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+            params = load_params(config, policy.decoder.config)
+    if config.warm_start and not config.demonstrations:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    if config.model.adapter and not config.model.merge_adapter:
+        params = combine(params, put_params(load_adapter(config.model.adapter, policy.decoder.config)[1]))
+    return policy, params
+
+
+def prepare(
+    config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None
+) -> tuple[Setup, dict]:
+    """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
+
+    Args:
+        make_policy: `initial_policy`, or a function with its arguments and results.
+        reward: reward function that a program passed; None without one.
+    Returns:
+        The setup, and all of the initial policy's parameters in float32.
+    Raises:
+        ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
+    """
+    phases = PhaseSeconds()
+    with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
+        task = load_task(config, function=reward)
+    check_problems(config, task)
+    policy = policy_alone(config, characters([*task.train, *task.evaluation]))
+    agents = Agents(config, policy) if config.task.agent else None
+    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
+    train, held_out = prompts_of(config, policy, task)
+    experience = config.experience
+    reads = experience is not None and not experience.follow and (experience.store or experience.mix)
+    stored = load_stored(config, policy) if reads else None
+    joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
+    if joins:
+        check_prompts(stored.groups, agents is not None, experience.mix.store, train)
+    if config.training.tokens_per_micro_batch:
+        shape_for(config, batch_shape(config, train, stored), row_shards())
+    if config.model.freeze:
+        split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
+    demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
+    if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
+        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
+        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
+    policy, params = make_policy(config, policy, train)
+    if config.task.keep:
+        initial = in_compute_dtype(policy.decoder, params, copy=False)
+        train = kept_prompts(config, policy, initial, train, task.reward)
+        del initial
+    if config.task.curriculum:
+        train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
+    if stored and experience.missing_logprobs == "initial":
+        initial = in_compute_dtype(policy.decoder, params, copy=False)
+        sampling = config.rollout.sampling()
+        options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
+        stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
+    phases.totals["prepare"] = phases.wall_seconds
+    others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
+    grading = Grading(config, task.reward)
+    setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
+    return setup._replace(judge=judge_of(config, setup.part_weights)), params
+
+
+def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
+    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
+
+    Raises:
+        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
+    """
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    if task.reward:
+        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
+    problems = [*task.train, *task.evaluation]
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    train = everything.take(np.arange(len(task.train)))
+    return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def check_problems(config: Config, task: Task) -> None:
+    """Compares the problems of all processes; every process must call it.
+
+    Raises:
+        ValueError: they differ; the message names files and tasks.
+    """
+    if jax.process_count() == 1:
+        return
+    pools = (task.train, task.evaluation)
+    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    hosts.agree("data", data_digests(config, *prompts, None))
+
+
+def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
+    """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
+    digests = {}
+    if stored:
+        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+    of_evaluation = f"first {config.evaluation.most_problems} held-out"
+    for name, task in config.task.tasks().items():
+        block = getattr(task, task.chosen())
+        block_key = f"task.mixture.{name}" if name else "task"
+        train_file = getattr(block, "train", None)
+        other_file = getattr(block, "evaluation", None) or train_file
+        for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
+            source = f"{block_key}.{task.chosen()}" + (f" = {file!r}" if file else "")
+            count = sum(problem.task == name for problem in prompts.problems)
+            digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
+    return digests
+
+
+def untrained(config: Config) -> Config:
+    """The config's policy and task, without the settings that only training reads and that `prepare` would check."""
+    return config.model_copy(update={"experience": None, "training": TrainingConfig()})
+
+
+def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
+    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
+
+    Raises:
+        ValueError: too few problems remain.
+    """
+    if rollout.long_prompts == "refuse":
+        return task
+    train, evaluation = (
+        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
+    )
+    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
+    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
+    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
+        raise ValueError(
+            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
+            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
+        )
+    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
+    return task._replace(train=train, evaluation=evaluation)
+
+
+def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
+    """The batch shape that fits both sampled and stored groups."""
+    experience = config.experience
+    if experience and experience.store and not experience.follow:
+        return stored.shape
+    shape = sampled_shape(config, train.tokens.shape[1])
+    if stored is None:
+        return shape
+    other = stored.shape
+    if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
+        other = other._replace(prompts=1, group=other.group and 1)
+    if None in (shape.group, other.group):
+        shape = shape.of_rows()
+        other = other.of_rows()
+    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
+
+
+def characters(problems: Sequence[Problem]) -> str:
+    """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
+    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
