@@ -331,7 +331,7 @@ class EngineSource(PolicySource):
     @contextlib.contextmanager
     def opened(self, state: State) -> Iterator[None]:
         """Connects to the server."""
-        with EngineSampler(self._setup.sampler) as self.engine:
+        with EngineSampler(self._setup.sampler) as self._engine:
             yield
 
     def _sampled(
@@ -344,12 +344,12 @@ class EngineSource(PolicySource):
     ) -> tuple[list[Group], Grades]:
         prompts = sampler.batch_prompts(number, rates)
         with sampler.phases.phase("sample"):
-            groups = self.engine.sample(prompts, params, version, number)
+            groups = self._engine.sample(prompts, params, version, number)
             return groups, submit(groups, prompts, sampler.grading)
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The metrics of `PolicySource` and of the server."""
-        return super().metrics(queue, groups, step) | self.engine.counts
+        return super().metrics(queue, groups, step) | self._engine.counts
 
 
 class EngineBatches(EngineSampler):
