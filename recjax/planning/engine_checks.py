@@ -25,7 +25,6 @@ from recjax.rollout.requests import Sampled
 from recjax.rollout.server import UnusableError
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
-from recjax.training.metrics import PhaseSeconds
 from recjax.training.sampling import BatchSampler
 from recjax.training.sources import EngineSampler
 from recjax.training.trained import OpenedPolicy
@@ -97,7 +96,7 @@ class EngineCheck:
         self._draws = draws
         self._version = 0
         self._dtype = jnp.dtype(opened.policy.decoder.dtype).name
-        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, PhaseSeconds()))
+        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None))
 
     def lines(self) -> Iterator[Line]:
         """The results of all checks, in order.
