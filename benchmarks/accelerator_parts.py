@@ -83,8 +83,8 @@ def parity() -> None:
             packed = Layout(1, pack(batch, row_shape(2 * longest, longest)))
             score = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
             rest = {"sampling": Sampling(), "chunk": 256}
-            padded, _ = score(Layout(), decoder, params, batch, **rest)
-            in_rows, _ = score(packed, decoder, params, batch, **rest)
+            padded = score(Layout(), decoder, params, batch, **rest).logprobs
+            in_rows = score(packed, decoder, params, batch, **rest).logprobs
             scores = {"padded": padded, f"packed_{decoder.attention}": in_rows}
             note(**{name: {layout: logprob_difference(found, sampled) for layout, found in scores.items()}})
 

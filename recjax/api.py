@@ -2,7 +2,7 @@
 
     result = recjax.run("own.yaml", problems=rows, reward=score)
     result.metrics.plot("step", "reward")
-    print([one.text for one in result.policy.sample(["12+30="])])
+    print([completion.text for completion in result.policy.sample(["12+30="])])
 
 Both return a `Result`, which reads the folder.
 """
@@ -59,20 +59,23 @@ _EVALUATE_KEYS = ("problems", "samples", *Sampling._fields)
 _INSTEAD = {"group_size": "`samples` is the number of completions of each prompt", "engine": "this process samples"}
 
 
-def _check_keys(given: Mapping[str, Any], read: Sequence[str]) -> None:
+def _check_keys(options: Mapping[str, Any], read: Sequence[str]) -> None:
     """Refuses keys that would have no effect.
 
     Raises:
         ValueError: the message lists the keys that have one.
     """
-    for name, value in given.items():
+    for name, value in options.items():
         remedy = f"has no effect here ({_INSTEAD.get(name, 'remove it')}); this call takes {', '.join(read)}"
         require(name in read, name, value, remedy + did_you_mean(name, read))
 
 
 def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
     prompts = enumerate([prompts] if isinstance(prompts, str) else prompts)
-    return [one if isinstance(one, str) else checked_messages(one, f"prompt {number}") for number, one in prompts]
+    return [
+        prompt if isinstance(prompt, str) else checked_messages(prompt, f"prompt {number}")
+        for number, prompt in prompts
+    ]
 
 
 def run(
@@ -96,13 +99,13 @@ def run(
         reward: function of lists (prompts, completions, answers) or (prompts, completions, answers, columns) that
             returns a number for each completion, or a dict of named parts; see docs/rewards.md. It may be a lambda or a
             closure. Worker processes call a copy with the completions of one prompt, within the limits of
-            `grading`; what it changes outside itself is lost. An `async` function runs in this process.
+            `grading`; its changes to other objects are lost. An `async` function runs in this process.
         on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
             checkpoint and stops, and `run` returns it.
         overwrite: delete the run in `output` first.
     Raises:
-        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or problems
-            or a reward with another digest than those of the run in `output`.
+        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
+            in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
         (others): see `recjax.training.start.train`.
     """
@@ -131,10 +134,11 @@ def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, r
     splits = problems if isinstance(problems, Mapping) else {"train": problems}
     if problems is not None:
         if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
-            found = ", ".join(map(repr, splits))
+            split_names = ", ".join(map(repr, splits))
             remedy = "for columns, pass pandas.DataFrame(problems)"
             raise ValueError(
-                f"problems: takes rows, or a mapping with train and evaluation (or test); got {found:.200}; {remedy}"
+                f"problems: takes rows, or a mapping with train and evaluation (or test); got {split_names:.200};"
+                f" {remedy}"
             )
         if task.file is None or task.file.train.partition(":")[0] != PASSED:
             raise ValueError(f"problems: the config has the task {task.chosen()}; remove it, or pass no problems")
@@ -160,7 +164,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
 
 
 class Result:
-    """The folder of a run: its config and metrics, and the policies of its checkpoints."""
+    """A run's folder: config, metrics, and the policies of the checkpoints."""
 
     def __init__(self, folder: Path, reward: Callable | None = None):
         """Stores the arguments of `open_run`."""
@@ -186,8 +190,9 @@ class Result:
     def summary(self) -> dict[str, Any] | None:
         """Accuracy before and after training, and the costs; None before the end of the run."""
         path = self.folder / "summary.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return found if found.get("steps") == self.config.training.steps else None  # of an earlier end of a longer run
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        # A continued run keeps its earlier summary until the new end.
+        return content if content.get("steps") == self.config.training.steps else None
 
     @functools.cached_property
     def policy(self) -> "TrainedPolicy":
@@ -225,8 +230,8 @@ class TrainedPolicy:
         self._reward = reward
         self._config = run_config(self._run)
         with self._mesh():
-            place = self._run if step is None else self._run / "checkpoints" / str(step)
-            self._opened = open_policy(place, self._config)
+            folder = self._run if step is None else self._run / "checkpoints" / str(step)
+            self._opened = open_policy(folder, self._config)
         self.step = self._opened.version
 
     def _mesh(self) -> contextlib.AbstractContextManager:
@@ -237,7 +242,7 @@ class TrainedPolicy:
         """Samples completions; `text` is a completion's text, and `rows[0]` has its tokens and log-probs.
 
         Args:
-            prompts: texts, which the model reads as they are, or chats as lists of messages with role and content; or
+            prompts: texts, which the model reads unchanged, or chats as lists of messages with role and content; or
                 one text.
             samples: completions of each prompt, consecutive in the result.
             seed: equal seeds give equal completions.
@@ -261,7 +266,7 @@ class TrainedPolicy:
             longest = settings.max_completion_tokens
             arguments = policy, self._opened.params, encoded, keys, samples, longest, sampling
             groups = sample_groups(*arguments, name="sample", source=self._opened.name, version=self.step)
-        return [one for group in groups for one in group.completions]
+        return [completion for group in groups for completion in group.completions]
 
     def score(self, prompts: AnyPrompts, completions: Sequence[str | Completion], **sampling: Any) -> list[np.ndarray]:
         """The log-prob of each token of the completions.
@@ -275,12 +280,12 @@ class TrainedPolicy:
         """
         _check_keys(sampling, Sampling._fields)
         records = []
-        for number, (prompt, one) in enumerate(zip(_checked(prompts), completions, strict=True)):
-            if isinstance(one, str):
-                one = Completion("", "text", one, (), None, None, False)
-            rows = tuple(row._replace(behavior_logprobs=None) for row in one.rows)
+        for number, (prompt, completion) in enumerate(zip(_checked(prompts), completions, strict=True)):
+            if isinstance(completion, str):
+                completion = Completion("", "text", completion, (), None, None, False)
+            rows = tuple(row._replace(behavior_logprobs=None) for row in completion.rows)
             tokens = rows[0].prompt_tokens if rows else np.zeros(0, np.int32)
-            group = Group(str(number), tokens, (one._replace(id=str(number), rows=rows),), prompt)
+            group = Group(str(number), tokens, (completion._replace(id=str(number), rows=rows),), prompt)
             records.append(Record(group, datetime.now(UTC)))
         groups = [record.group for record in tokenized(records, self._opened.policy)]
         rows = [group.completions[0].rows[0] for group in groups]
@@ -288,8 +293,8 @@ class TrainedPolicy:
         with self._mesh():
             rollout = self._config.rollout
             shards = row_shards()
-            together = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
-            shape = Shape(together, 1, *map(power_of_two, longest))
+            batch_rows = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
+            shape = Shape(batch_rows, 1, *map(power_of_two, longest))
             chunk = self._config.model.logprob_chunk
             arguments = groups, shape, self._opened.policy, self._opened.params, Sampling(**sampling), chunk
             return [group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)]
@@ -300,8 +305,8 @@ class TrainedPolicy:
         """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
 
         Args:
-            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None:
-                `evaluation.problems` of them.
+            problems: rows to evaluate on, as for `run`; a number: that many held-out problems of the run; None: as many
+                as `evaluation.problems`.
             reward: a function, as for `run`; None: the reward of the run.
             evaluation: keys of `evaluation` with other values than in the run: samples, temperature, top_k, top_p and
                 min_p.

@@ -5,7 +5,7 @@
 A and B are folders of a run, of several runs (a sweep's output), or of an evaluation by recjax.evaluate; or quoted
 patterns, such as 'runs/clipping/reinforce__*'. Runs are paired by seed. If a side has several runs with one seed, they
 are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer, at the
-latest evaluation of each run; a line says if the steps of these evaluations differ.
+latest evaluation of each run; a line says if the evaluations' steps differ.
 """
 
 import glob
@@ -47,27 +47,31 @@ def folders_of(source: str) -> list[Path]:
 
     named = [Path(path) for path in ([source] if Path(source).is_dir() else sorted(glob.glob(source)))]
     inner = [[path] if has_numbers(path) else sorted(filter(has_numbers, path.glob("*"))) for path in named]
-    if not (found := [folder for folders in inner for folder in folders]):
+    if not (folders := [folder for group in inner for folder in group]):
         raise ValueError(f"{source!r}: no run or evaluation there; name folders with metrics.jsonl or samples.parquet")
-    return found
+    return folders
 
 
-def verdict(metric: str, differences: np.ndarray, of: str, first: str, second: str) -> str:
-    """A sentence about differences of `second` from `first`: their mean, interval, test, and what that shows.
+def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second: str) -> str:
+    """A sentence about differences of `second` from `first`: their mean, interval, test, and conclusion.
 
     Args:
         metric: the metric in words.
         differences: paired differences.
-        of: plural noun for the things that are paired.
+        noun: plural noun for the things that are paired.
     """
-    numbers = in_words(differences, of)
+    numbers = in_words(differences, noun)
     if len(differences) < 2:
         return f"{second} minus {first} in {metric}: {numbers}, which has no interval and no test."
     if sign_flip_p(differences) <= SIGNIFICANT:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
-    least = 2.0 ** (1 - len(differences))
-    few = f" {len(differences)} {of} cannot give a p below {least:.2g}, and 6 can." if least > SIGNIFICANT else ""
-    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{few}"
+    smallest_p = 2.0 ** (1 - len(differences))
+    too_few = (
+        f" {len(differences)} {noun} cannot give a p below {smallest_p:.2g}, and 6 can."
+        if smallest_p > SIGNIFICANT
+        else ""
+    )
+    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{too_few}"
 
 
 @command
@@ -80,8 +84,8 @@ def main(argv: list[str]) -> None:
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
-        for label, both in pairs.items()
-        for side, folder in zip(argv[1:], both, strict=True)
+        for label, pair in pairs.items()
+        for side, folder in zip(argv[1:], pair, strict=True)
     ]
     table = metrics_of(sides)
     check_metrics(table, [metric], "--metric")
@@ -94,12 +98,15 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
     problems = problem_differences(pairs.values(), metric)
     words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
-    told = f"{words}, mean of the last three values,"
+    metric_words = f"{words}, mean of the last three values,"
     if len(differences) > 1 or len(problems) < 2:
-        print(verdict(told, differences, "pairs of runs", first, second))
+        print(verdict(metric_words, differences, "pairs of runs", first, second))
     if len(problems) > 1:
-        told = f"{words} at the latest evaluation"
-        print(verdict(told, problems, "problems", first, second), "This holds for these runs; other seeds may differ.")
+        metric_words = f"{words} at the latest evaluation"
+        print(
+            verdict(metric_words, problems, "problems", first, second),
+            "This holds for these runs; other seeds may differ.",
+        )
     for setting in changed + differing_steps(pairs.values(), metric):
         print(f"differs: {setting}")
 
@@ -111,8 +118,8 @@ def main(argv: list[str]) -> None:
     difference = f"{metric} − {first}"
     output = Path(FLAGS.output)
     table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
-    more = [draw_problems] if len(problems) > 1 else []
-    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=more), output)
+    extra_panels = [draw_problems] if len(problems) > 1 else []
+    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=extra_panels), output)
     print(f"figure: {output}")
 
 

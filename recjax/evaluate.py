@@ -73,8 +73,8 @@ def evaluate(
 ) -> tuple[Path, dict[str, Any]]:
     """Samples completions and writes the results; returns the folder and, in the first process, results.json's content.
 
-    Every checkpoint uses the random numbers of a run's first evaluation. Two policies therefore get the same problems
-    and noise, and equal weights from two places give equal numbers.
+    Every checkpoint uses the random numbers of a training run's first evaluation. Two policies therefore get the same
+    problems and noise, and equal weights from two places give equal numbers.
 
     Args:
         checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.
@@ -93,7 +93,7 @@ def evaluate(
     limit = config.rollout.max_prompt_tokens
     vocabulary = evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    open_folder(folder, what_decides(config, evaluated) | ({"pool": "all"} if everything else {}))
+    open_folder(folder, deciding_settings(config, evaluated) | ({"pool": "all"} if everything else {}))
     rows = sampled_rows(config, evaluated, prompts, task)
     if not hosts.is_first():
         return folder, {}
@@ -103,7 +103,7 @@ def evaluate(
     groups = len(prompts.texts) * len(config.task.trained_seats)
     numbers = {"model": evaluated.name, "task": label} | results(rows, groups)
     if "task" in rows:
-        numbers["tasks"] = {name: results(own) for name, own in rows.groupby("task")}
+        numbers["tasks"] = {name: results(task_rows) for name, task_rows in rows.groupby("task")}
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
     write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
@@ -118,15 +118,17 @@ def task_label(task: TaskConfig) -> str:
     return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 
-def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
+def deciding_settings(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
     evaluation = {"samples", "temperature", "top_k", "top_p", "min_p"}
-    whole = dict.fromkeys(("seed", "base_seed", "task"), True)
-    keys = whole | {"rollout": rollout | {"long_prompts", "stop"}}
-    given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
+    included = dict.fromkeys(("seed", "base_seed", "task"), True)
+    keys = included | {"rollout": rollout | {"long_prompts", "stop"}}
+    template_settings = {
+        name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)
+    }
     return {
-        **{name: value for name, value in given.items() if value},
+        **{name: value for name, value in template_settings.items() if value},
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
@@ -143,16 +145,16 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     """
     stored = folder / "config.yaml"
     with writing(folder):
-        found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     hosts.wait_for_all("looked into the evaluation's folder")
-    if "samples.parquet" in found and stored.name in found:
-        theirs = read_yaml_file(stored)
-        if not isinstance(theirs, dict):
+    if "samples.parquet" in names and stored.name in names:
+        stored_settings = read_yaml_file(stored)
+        if not isinstance(stored_settings, dict):
             raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
-        if changed := differences(decides, theirs, {"model"}):
+        if changed := differences(decides, stored_settings, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     # An interrupted evaluation leaves these files.
-    elif found - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
+    elif names - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
         raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
@@ -166,10 +168,10 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """
     try:
-        known = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
+        trained_problems = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
     except ValueError:
         return None
-    return sum((str(problem.prompt), problem.answer) in known for problem in problems)
+    return sum((str(problem.prompt), problem.answer) in trained_problems for problem in problems)
 
 
 def show_results(numbers: dict[str, Any]) -> None:
@@ -195,7 +197,7 @@ def show_results(numbers: dict[str, Any]) -> None:
         table = Table("task", "problems", "accuracy", "95 % interval", "reward", "95 % interval")
         for name, of_task in numbers["tasks"].items():
             estimates = (of_task["metrics"][metric] for metric in ("accuracy", "reward"))
-            table.add_row(name, str(of_task["problems"]), *(cell for one in estimates for cell in cells(one)))
+            table.add_row(name, str(of_task["problems"]), *(cell for estimate in estimates for cell in cells(estimate)))
         console.print(table)
     constant = numbers["constant_answer"]
     if constant["answer"] and not numbers.get("tasks"):

@@ -44,8 +44,10 @@ def export(
         ValueError: the arguments contradict each other, or a file cannot be read or written.
     """
     if (run is None) == (model is None):
-        found = "both" if run else "neither"
-        raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); found {found}")
+        given_flags = "both" if run else "neither"
+        raise ValueError(
+            f"give exactly one of --run (a training run) and --model (a model folder); found {given_flags}"
+        )
     if model and step is not None:
         raise ValueError(f"--step {step} applies only to --run; remove it, or give --run")
     check_output(output)

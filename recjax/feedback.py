@@ -29,7 +29,7 @@ def feedback(store: str | Path, file: str | Path) -> Given:
     """
     rows = read_file(Path(file), "--file")
     with Store(store) as opened:
-        return give_rewards(opened, [row.values for row in rows], [row.place for row in rows].__getitem__)
+        return give_rewards(opened, [row.values for row in rows], [row.location for row in rows].__getitem__)
 
 
 @command
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> None:
     """Adds the rewards and prints their number."""
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")
-    given = feedback(argv[1], FLAGS.file)
-    print(f"{store_name(argv[1])}: {given.completed} rows got rewards, {given.had_it} already had the same reward")
+    counts = feedback(argv[1], FLAGS.file)
+    print(f"{store_name(argv[1])}: {counts.completed} rows got rewards, {counts.had_it} already had the same reward")
 
 
 if __name__ == "__main__":

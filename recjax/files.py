@@ -40,7 +40,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def short_error(error: Exception) -> str:
-    """An error's type, and the first line of its message without the middle, because the reason is often at the end."""
+    """An error's type, and the message's first line without the middle, because the reason is often at the end."""
     first = str(error).strip().partition("\n")[0]
     shown = first if len(first) <= 300 else f"{first[:100]} … {first[-200:]}"
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
@@ -146,7 +146,7 @@ def digest(content: bytes) -> str:
 
 
 def size_and_digest(path: Path) -> list[Any]:
-    """A file's size in bytes and the checksum of its content."""
+    """A file's size in bytes and checksum."""
     checksum = xxhash.xxh3_128()
     size = 0
     with path.open("rb") as file:
@@ -202,7 +202,7 @@ def _sizes_and_digests(folder: Path, names: list[str]) -> list[list[Any]]:
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file that contains the checksum of its own content."""
+    """Writes a JSON file with a checksum of the content in it."""
     write_whole(path, json.dumps({"content": content, "checksum": _json_digest(content)}, indent=1) + "\n")
 
 

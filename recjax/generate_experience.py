@@ -5,11 +5,11 @@
     python -m recjax.generate_experience --config F --engine URL [--model M] --output STORE --steps N [key=value ...]
 
 With --config the policy is the config's initial policy, after any warm start (model.path=FOLDER model.decoder=null for
-a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step. With --engine, a server with
-OpenAI's API samples instead of the policy, and the config's model gives the vocabulary. Prompts, sampling and rewards
-match training. A step is rollout.prompts_per_step prompts with rollout.group_size completions each. If the command was
-interrupted, run it again: it writes the missing rows. A larger --steps adds rows. Several processes sample together if
-each gets the same command; see docs/devices.md.
+a Hugging Face folder). With --run, the policy is a checkpoint of that run: the newest, or the one that --step names.
+With --engine, a server with OpenAI's API samples instead of the policy, and the config's model gives the vocabulary.
+Prompts, sampling and rewards match training. A step is rollout.prompts_per_step prompts with rollout.group_size
+completions each. If the command was interrupted, run it again: it writes the missing rows. A larger --steps adds rows.
+Several processes sample together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ FLAGS = flags.FLAGS
 _KEEP = "reads pass rates of the initial policy, which {} does not load; add task.keep=null to sample from all problems"
 
 
-def generate(config: Config, place: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
+def generate(config: Config, location: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
     """Samples batches 1 to `steps` into the store; skips batches that the store already holds.
 
     Args:
@@ -70,13 +70,13 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
     """
     check_processes(config)
     config = config if run else with_start(config)
-    known = known_ids(place)
+    stored_ids = known_ids(location)
     model = config.model
     name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         digest = _name(config, None, 0)
-        dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+        dates = (row[len(digest) + 1 :].partition("/")[0] for row in stored_ids if row.startswith(f"{digest}-"))
         chat_date = min(dates, default=date.today().isoformat())
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
         name = f"{digest}-{chat_date}"
@@ -97,10 +97,10 @@ def generate(config: Config, place: str | Path, steps: int, run: str | None, ste
         def records(groups: list[Group], grades: Grades) -> list[Record]:
             return sampler.records(with_grades(groups, grades.result()))
 
-        return _fill(place, known, name, steps, batches)
+        return _fill(location, stored_ids, name, steps, batches)
 
 
-def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
+def generate_remotely(config: Config, location: str | Path, steps: int, address: Address, source: str | None) -> int:
     """Like `generate`, but a server samples the completions.
 
     Args:
@@ -112,7 +112,7 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
     require(not config.task.agent, "task.agent", config.task.agent, remedy)
     config = untrained(config)
-    known = known_ids(place)
+    stored_ids = known_ids(location)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
@@ -123,20 +123,20 @@ def generate_remotely(config: Config, place: str | Path, steps: int, address: Ad
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
-                asked = batch_prompts(train, config, count, number)
+                prompts = batch_prompts(train, config, count, number)
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
                 names = {"name": f"{name}/{number:06d}", "source": source or engine.model}
-                groups = engine.sample_groups(asked.problems, seed, **names)
-                groups = with_grades(groups, _submitted(groups, asked, grading, policy).result())
-                made = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
-                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in made]
+                groups = engine.sample_groups(prompts.problems, seed, **names)
+                groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
+                records = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
+                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in records]
 
-        return _fill(place, known, name, steps, batches)
+        return _fill(location, stored_ids, name, steps, batches)
 
 
 def _fill(
-    place: str | Path,
-    known: Collection[str],
+    location: str | Path,
+    stored_ids: Collection[str],
     name: str,
     steps: int,
     batches: Callable[[list[int]], Iterator[list[Record]]],
@@ -144,17 +144,17 @@ def _fill(
     """Adds the batches 1 to `steps` that the store lacks; returns their number.
 
     Args:
-        known: ids of the completions in the store.
+        stored_ids: ids of the completions in the store.
         name: first part of the completions' ids, before the batch's number.
         batches: samples batches, by their numbers, and yields the records of each in order.
     """
-    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
+    done = {int(row.split("/")[1]) for row in stored_ids if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
     with step_bar("generate", steps, initial=steps - len(missing)) as bar:
         for records in batches(missing):
             if records and hosts.is_first():
-                with Store(place, create=True) as store:
+                with Store(location, create=True) as store:
                     store.append(records)
             grades = [record.completion.grade for record in records]
             rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
@@ -163,11 +163,11 @@ def _fill(
     return len(missing)
 
 
-def known_ids(place: str | Path) -> Collection[str]:
+def known_ids(location: str | Path) -> Collection[str]:
     """The ids of a store's completions; empty if the store does not exist yet."""
-    if not exists(place):
+    if not exists(location):
         return ()
-    with Store(place, create=True) as store:
+    with Store(location, create=True) as store:
         return store.numbers("id")
 
 
@@ -177,14 +177,14 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
     for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
         if len(group.prompt_tokens):
             text = policy.tokenizer.decode(group.prompt_tokens)  # the prompt that the server's model saw
-        for one in group.completions:
-            length = one.sampled_tokens
-            if not one.rows:
+        for completion in group.completions:
+            length = completion.sampled_tokens
+            if not completion.rows:
                 try:
-                    length = len(encode_after(policy.tokenizer, (), one.text))
+                    length = len(encode_after(policy.tokenizer, (), completion.text))
                 except ValueError:
-                    length = len(one.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered.to(problem, text, one.text, length, one.id))
+                    length = len(completion.text)  # text outside the vocabulary: counts characters
+            answered.append(Answered.to(problem, text, completion.text, length, completion.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))
 
 
@@ -218,11 +218,11 @@ def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that determines the rows."""
     depends_on: dict[str, Any] = config.model_dump()
     keys = ("seed", "model", "task", "warm_start", "rollout")
-    held = {} if config.base_seed is None else {"base_seed": config.base_seed}
+    base_seed = {} if config.base_seed is None else {"base_seed": config.base_seed}
     depends_on = (
         {key: depends_on[key] for key in keys}
         | {"held_out": config.evaluation.most_problems, "version": version}
-        | held
+        | base_seed
     )
     del depends_on["rollout"]["engine"]  # --engine samples, or recjax
     if run:
@@ -238,8 +238,8 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        found = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {found}")
+        given_flags = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {given_flags}")
     if run is None:
         if step is not None:
             raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")

@@ -4,7 +4,7 @@
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
 The source is folders of runs (one line each), a sweep file, or a Parquet table that --table wrote. In a sweep, each
-value of the --lines axis is a line, with the 95 % bootstrap interval of its mean over seeds as a band. Each combination
+value of the --lines axis is a line, with the 95 % bootstrap interval of the mean over seeds as a band. Each combination
 of the remaining axes is a panel. Figure and table also show each line's differences from the line --against, paired by
 seed and all other settings.
 """
@@ -67,20 +67,20 @@ def main(argv: list[str]) -> None:
     if FLAGS.table:
         with writing(FLAGS.table):
             without_other_metrics(table, FLAGS.metrics).to_parquet(FLAGS.table, index=False, compression="zstd")
-    others = [axis for axis in axes if axis != lines]
+    other_axes = [axis for axis in axes if axis != lines]
     compared = list(dict.fromkeys(table[lines]))
     against = FLAGS.against or compared[0]
     if against not in compared:
         raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
     titles = table if are_runs else titled(table)
-    panels = titles[others].agg(", ".join, axis=1) if others else "all runs"
+    panels = titles[other_axes].agg(", ".join, axis=1) if other_axes else "all runs"
     difference = f"{metrics[0]} − {against}"
     drawn = table.assign(panel=panels)
     drawn[difference] = minus_line(table, lines, against, metrics[0])
-    shown = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
+    metric_columns = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"
     names = dict(zip(table[lines], titles[lines], strict=True))
-    save_figure(draw_curves(drawn, lines, "panel", shown, names=names), output)
+    save_figure(draw_curves(drawn, lines, "panel", metric_columns, names=names), output)
 
     finals = final(table)
     title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"

@@ -54,15 +54,15 @@ def write_page(runs: Sequence[Path], output: Path) -> int:
     Raises:
         ValueError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
-    shown = []
+    sections = []
     for run in runs:
         config = run_config(run)
         rows = kept_rows(run)
         steps = len({row["step"] for row in rows})
-        about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
-        shown.append({"name": run.resolve().name, "about": about, "rows": rows})
-    write_whole(output, sample_page(shown))
-    return sum(len(run["rows"]) for run in shown)
+        summary = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
+        sections.append({"name": run.resolve().name, "about": summary, "rows": rows})
+    write_whole(output, sample_page(sections))
+    return sum(len(section["rows"]) for section in sections)
 
 
 @command

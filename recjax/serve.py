@@ -53,8 +53,8 @@ def load(
     """
     named = [name for name, value in (("--run", run), ("--model", model), ("--follow", follow)) if value is not None]
     if len(named) != 1:
-        found = " and ".join(named) or "none"
-        raise ValueError(f"give exactly one of --run, --model and --follow; found {found}")
+        listed = " and ".join(named) or "none"
+        raise ValueError(f"give exactly one of --run, --model and --follow; found {listed}")
     if step is not None and run is None:
         raise ValueError(f"--step {step} applies only to --run, not to {named[0]}; remove it, or give --run")
     if model is not None:
@@ -95,8 +95,8 @@ def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
             raise ValueError(f"{name!r:.200} contains links; write the files themselves")
         if (size := sum(file.stat().st_size for file in folder.rglob("*"))) > most:
             raise ValueError(f"{name!r:.200} has {size} bytes, and this model {most} at most; push only its weights")
-        if (found := read_config(folder)) != plain:
-            raise ValueError(f"{name!r:.200} is another model, {found}, than the served {plain}; push that")
+        if (pushed := read_config(folder)) != plain:
+            raise ValueError(f"{name!r:.200} is another model, {pushed}, than the served {plain}; push that")
         with jax.set_mesh(mesh):  # each thread has its own current mesh
             return for_sampling(policy, load_pretrained(folder)[1])
 
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
     from recjax.serving.recorder import Recording
-    from recjax.serving.running import Serving, address, answering_not_ready, made, serve
+    from recjax.serving.running import Serving, address, answering_not_ready, build_server, serve
     from recjax.serving.sampler import Limits
 
     keys = read_keys(FLAGS.api_key_file)
@@ -183,8 +183,10 @@ def main(argv: list[str]) -> None:
                 newer,
                 pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
             )
-            place = f"recording in {store_name(recording.store)}" if FLAGS.recording else "recording is off"
-            server = made(serving, f"serving {name}, version {weights.version}, at {address(listening)}; {place}")
+            recording_note = f"recording in {store_name(recording.store)}" if FLAGS.recording else "recording is off"
+            server = build_server(
+                serving, f"serving {name}, version {weights.version}, at {address(listening)}; {recording_note}"
+            )
         serve(server, guarded, listening)
 
 

@@ -52,8 +52,9 @@ class Workers:
 
     The processes run in a session of their own, so that Ctrl-C in a terminal reaches only the training process. All of
     them, and the processes that they start, end with the context or with this process, even if it is killed. On Linux,
-    all processes that a worker started end with the worker, even those in a session of their own. On other systems they
-    outlive a worker that exceeds its time limit, and those in a process group of their own also outlive the context.
+    all processes that a worker started end with the worker, also processes in a separate session. On other systems,
+    they outlive a worker that exceeds its time limit, and processes in a separate process group also outlive the
+    context.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Workers:
     def _answer_all(self) -> None:
         """Runs in a thread for each worker; takes several calls if many wait, so that the worker rarely waits."""
         worker = None
-        while taken := self._calls.get():
-            calls = collections.deque([taken])
+        while first_call := self._calls.get():
+            calls = collections.deque([first_call])
             with contextlib.suppress(queue.Empty):  # other threads take calls, too
                 for _ in range(min(self._calls.qsize() // (2 * self._count), _MOST_CALLS)):
                     calls.append(self._calls.get_nowait())
@@ -230,7 +231,7 @@ def _keep_worker(descriptor: int, memory: int | None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         _set_process(_PR_SET_CHILD_SUBREAPER, 1)
-        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed alone
+        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed without its children
         worker = os.fork()
         if worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -254,7 +255,7 @@ def _set_process(option: int, value: int) -> None:
 
 
 def _end_descendants(root: int) -> None:
-    """Kills all processes that descend from a process; does nothing on systems without /proc."""
+    """Kills all processes that descend from a process; has no effect on systems without /proc."""
     for _ in range(500):  # processes may start others before they are killed
         running = _descendants(root)
         if not running:

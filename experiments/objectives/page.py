@@ -53,7 +53,7 @@ PAPERS = """\
 <!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
 
 Every preset with its source and a config to paste. Numbers are the paper's, unless a note says otherwise. Where two
-forms of an algorithm are in use, the note has the override that gives the other form: put `algorithm.` before each
+forms of an algorithm are in use, the note has the override that gives the second form: put `algorithm.` before each
 `AXIS={…}`. [Algorithms](objectives.md) explains the axes, and [off-policy regimes](regimes.md) the regimes.
 `experiments/` has the settings of 2509.24203 on GSM8K, MATH, Guru-Math and ToolACE.
 """

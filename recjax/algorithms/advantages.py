@@ -38,7 +38,7 @@ def deviations(
 def _with_singletons(advantages, rewards, index, kept, singleton: Singleton):
     """Advantages with the chosen value in groups of one kept row, and 0 where not kept."""
     value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
-    # A single row has no others to compare with; its deviation is 0 whatever its reward.
+    # A single row has no other row to compare with; its deviation is 0 for any reward.
     is_single = group_sizes(index, kept) == 1
     return jnp.where(kept, jnp.where(is_single, value, advantages), 0.0)
 

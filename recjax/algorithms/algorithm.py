@@ -43,7 +43,7 @@ class Algorithm:
     observations: Callable | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":
-        """The algorithm with these values of its functions' options, by axis, as arguments of a compiled program."""
+        """The algorithm with other option values, by axis; a compiled program may take them as arguments."""
         bound = {axis: functools.partial(getattr(self, axis), **values) for axis, values in options.items()}
         return dataclasses.replace(self, **bound)
 

@@ -114,7 +114,8 @@ AXES = {
         "fixed_length": reduce.fixed_length,
     },
 }
-# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages, the others to the loss.
+# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages; every other term adds to
+# the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
@@ -161,7 +162,7 @@ def function_of(axis: str, name: Any) -> Callable | None:
         function = user_function(key, name)
         check_names(key, name, function, READABLE[axis])
         return function
-    known = isinstance(name, str) and name in table
+    is_known = isinstance(name, str) and name in table
     or_users = ", or your own module:function" if axis in READABLE else ""
-    require(known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
+    require(is_known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
     return table[name]

@@ -187,7 +187,7 @@ def signal_scaled_advantages(
 ) -> Float[Array, " batch"]:
     """Reward minus the group's mean, scaled up to make up for groups without signal (equal rewards).
 
-    A_i = (r_i − r̄) · G / G₊,  G groups in the batch, G₊ of them with different rewards.
+    A_i = (r_i − r̄) · G / G₊,  for G groups in the batch, G₊ with different rewards.
 
     Args:
         rewards: reward of each row, in any unit; ignored where not kept.
@@ -251,9 +251,9 @@ def part_normalized_advantages(
     total = jnp.zeros(kept.shape)
     largest = 0.0
     for name, values in reward_parts.items():
-        there = kept & jnp.isfinite(values)
-        centered = deviations(jnp.where(there, values, 0.0), index, there)
-        variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, there) - ddof, 1.0)
+        has_part = kept & jnp.isfinite(values)
+        centered = deviations(jnp.where(has_part, values, 0.0), index, has_part)
+        variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, has_part) - ddof, 1.0)
         normalized = part_weights[name] * (centered / (jnp.sqrt(variance) + epsilon))
         total += normalized
         largest += jnp.max(jnp.abs(normalized))
@@ -348,12 +348,12 @@ def turn_returns(turn_rewards: Float[Array, "batch turns"], *, discount: Scalar)
         [[2. 2. 4.]
          [1. 2. 2.]]
     """
-    there = jnp.isfinite(turn_rewards)
-    rewards = jnp.where(there, turn_rewards, 0.0)
+    has_reward = jnp.isfinite(turn_rewards)
+    rewards = jnp.where(has_reward, turn_rewards, 0.0)
     _, returns = jax.lax.scan(
         lambda after, reward: (reward + discount * after,) * 2, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True
     )
-    last = jnp.maximum(jnp.sum(there, axis=-1, keepdims=True) - 1, 0)
+    last = jnp.maximum(jnp.sum(has_reward, axis=-1, keepdims=True) - 1, 0)
     return jnp.take_along_axis(returns.T, jnp.minimum(jnp.arange(turn_rewards.shape[1])[None], last), axis=1)
 
 

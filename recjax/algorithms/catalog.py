@@ -117,8 +117,8 @@ FIELD = {
         "2501.03262",
         "ρA·one-side(ρ), A = r whitened over the batch",
         {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "none"}},
-        "mean and deviation are of completions; OpenRLHF counts a completion once for each token: advantage={over:"
-        " tokens}; verl also has ddof 1: advantage={over: tokens, ddof: 1}. No KL in the reward",
+        "mean and standard deviation are over completions; OpenRLHF counts a completion once for each token:"
+        " advantage={over: tokens}; verl also has ddof 1: advantage={over: tokens, ddof: 1}. No KL in the reward",
     ),
     "reinforce_pp_baseline": Preset(
         "REINFORCE++-baseline",
@@ -150,8 +150,8 @@ FIELD = {
         "2601.05242",
         "ρA·one-side(ρ), A = Σ_p w_p (r_p − r̄_p)/σ_p, whitened over the batch",
         {**CLIPPED, "advantage": "part_normalized"},
-        "over completions with ddof 0; the authors' verl code: advantage={over: tokens, ddof: 1}; their TRL code:"
-        " advantage={ddof: 1}",
+        "the standard deviation is over completions (ddof 0); the authors' verl code: advantage={over: tokens,"
+        " ddof: 1}; their TRL code: advantage={ddof: 1}",
     ),
     "oapl": Preset(
         "OAPL",
@@ -163,7 +163,7 @@ FIELD = {
         },
         "β stands on two axes, as advantage.beta and regularizer.tau. No source was found for β = 1, at which a right"
         " completion may be pushed down. A*-PO (2505.20686) has 0.5 in A and 1e-3 on log ρ: advantage={beta: 0.5},"
-        " regularizer={tau: 1e-3}; but its A comes from samples of the reference policy, and its ρ is π/π_ref",
+        " regularizer={tau: 1e-3}; but its A uses samples of the reference policy, and its ρ is π/π_ref",
     ),
     # --- Clips and masks.
     "dapo": Preset(
@@ -210,7 +210,7 @@ FIELD = {
             "regularizer": {"name": "squared_log_ratio_per_token", "tau": 2e-3},
         },
         "the loss of #2187, with 1e-3 (log ρ)²; since #3418 the default is IPO, which no preset has: 0 where |π − μ| >"
-        " 0.3 whatever A, and no KL",
+        " 0.3 for any A, and no KL",
     ),
     "kimi_k15": Preset(
         "Kimi K1.5, K2",
@@ -257,7 +257,7 @@ FIELD = {
         "ρA·one-side(ρ), ρ = π/π_prox, 0 in completions whose geometric mean of π_prox/μ leaves 0.99 to 1.01",
         {**CLIPPED, "anchor": "proximal", "mask": "sequence_band"},
         "as in SkyRL's docs; ρ = 1 in the first update of a batch. TRL's default multiplies by the product of π_prox/μ"
-        " over the completion, and drops products above 3, which long completions exceed for their length alone:"
+        " over the completion, and drops products above 3, which long completions exceed because of their length:"
         " correction={name: sequence_banded, high: 3.0}, mask={name: none}",
     ),
     "m2po": Preset(
@@ -266,7 +266,7 @@ FIELD = {
         "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
         {"advantage": "group_normalized", "weight": "importance", "mask": "one_side_second_moment"},
         "as in the authors' code, but with b of the whole batch instead of a micro-batch; AReaL's form masks the"
-        " largest (log ρ)² whatever A: mask={name: second_moment}",
+        " largest (log ρ)² for any A: mask={name: second_moment}",
     ),
     "bapo": Preset(
         "BAPO",
@@ -380,8 +380,8 @@ FIELD = {
         "2605.12380",
         "min(ρ, E)A + (1−E)(1/ρ − 1), A over σ, E the effective share of the batch's tokens",
         {"advantage": "group_normalized", "weight": "effective_size_capped", "regularizer": "effective_size_kl"},
-        "as in the authors' code, but E is of the whole batch instead of a micro-batch on all devices. Below ρ = e^−10"
-        " the KL's gradient keeps its value, where the code starts to push away from μ. The cap alone:"
+        "as in the authors' code, but E covers the whole batch instead of a micro-batch on all devices. Below ρ = e^−10"
+        " the KL's gradient keeps its value, where the code starts to push away from μ. Only the cap:"
         " advantage={name: group_mean}, regularizer={name: none}",
     ),
     # --- Anchors.
@@ -436,7 +436,7 @@ FIELD = {
     ),
 }
 
-# Where the formula of each preset was read; the tests compare presets with objectives written from these sources.
+# The source of each preset's formula; the tests compare presets with objectives written from these sources.
 SOURCES = {
     **dict.fromkeys(PAPER, "§2; Trinity `rec_policy_loss.py`"),
     "grpo": "eq. 3; TRL, loss `grpo`; verl `compute_grpo_outcome_advantage`",

@@ -256,8 +256,8 @@ def binary_kl_mask(
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
-    near = binary_kl(logprobs, behavior_logprobs) <= delta
-    return (up & (near | (logprobs <= behavior_logprobs))) | (down & (near | (logprobs >= behavior_logprobs)))
+    is_near = binary_kl(logprobs, behavior_logprobs) <= delta
+    return (up & (is_near | (logprobs <= behavior_logprobs))) | (down & (is_near | (logprobs >= behavior_logprobs)))
 
 
 def balanced_mask(
@@ -320,12 +320,12 @@ def balanced_mask(
         upper = jnp.minimum(high + jnp.minimum(step, high_steps) * step_high, highest_high)
         return jnp.minimum(low + jnp.maximum(step - high_steps, 0) * step_low, highest_low), upper
 
-    def too_few(step):
+    def needs_another_step(step):
         lower, upper = bounds(step)
         positive = jnp.sum(jnp.where((sign > 0) & (ratio <= upper), size, 0.0))
         negative = jnp.sum(jnp.where((sign < 0) & (ratio >= lower), size, 0.0))
         return (step < high_steps + low_steps) & (positive < positive_share * (positive + negative))
 
-    lower, upper = bounds(jax.lax.while_loop(too_few, lambda step: step + 1, jnp.int32(0)))
+    lower, upper = bounds(jax.lax.while_loop(needs_another_step, lambda step: step + 1, jnp.int32(0)))
     up, down = _sides(advantages)
     return (up & (ratio <= upper)) | (down & (ratio >= lower))

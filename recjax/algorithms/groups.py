@@ -65,14 +65,14 @@ def group_count(index: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Int
 
 
 class FirstRows(NamedTuple):
-    """First rows: `is_first` marks the first row of each trajectory; `place` is the index of each row's first row."""
+    """`is_first` marks the first row of each trajectory; `first_row` is the index of each row's first row."""
 
     is_first: Bool[Array, " batch"]
-    place: Int[Array, " batch"]
+    first_row: Int[Array, " batch"]
 
     def shared(self, values: Shaped[Array, "batch *rest"]) -> Shaped[Array, "batch *rest"]:
-        """For each row, the value at the first row of its trajectory."""
-        return values[self.place]
+        """The value at the first row of each row's trajectory."""
+        return values[self.first_row]
 
 
 def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch"]) -> FirstRows:
@@ -84,7 +84,7 @@ def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch
 
     Examples:
         >>> first = first_rows(jnp.array([3, 3, 8]), jnp.array([True, True, True]))
-        >>> print(first.is_first, first.place)
+        >>> print(first.is_first, first.first_row)
         [ True False  True] [0 0 2]
     """
     rows = jnp.arange(len(row_mask))

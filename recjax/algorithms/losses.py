@@ -1,4 +1,4 @@
-"""One equation, of which every algorithm in this package is a special case.
+"""The loss equation; every algorithm in this package is a special case.
 
     loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t + c_D · D_t − c_H · H_t ]
 
@@ -109,7 +109,7 @@ class TokenValues(NamedTuple):
 
 
 class BatchValues(NamedTuple):
-    """Values of a whole batch: the inputs of `row_terms`, and what the functions of the axes read by name.
+    """Values of a whole batch: the inputs of `row_terms`, and the values that axis functions read by name.
 
     `reading` describes the values that functions read. A value is None if it is unknown or not computed yet; you can
     omit inputs that the algorithm does not read.
@@ -126,7 +126,7 @@ class BatchValues(NamedTuple):
     turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
     token_turns: index of the turn that sampled each token; ignored where masked.
     minibatch: rows that the update trains on, in whole groups; None: all rows. Rows outside it are not kept.
-        Selection, advantages and weights are those of the whole batch. Functions that read scores read only the rows
+        Selection, advantages and weights use the whole batch. Functions that read scores read only the rows
         of the minibatch.
     observation_mask: mask of the tokens that an agent's tools and environment wrote.
     scored: results of the scoring pass; ignored where masked.
@@ -217,6 +217,7 @@ def _tokens(
         return None if x is None else jax.lax.stop_gradient(jnp.where(mask, x, 0.0))
 
     return TokenValues(
+        # Masked before any exponential: behind it, the gradient of a masked −inf would be NaN.
         jnp.where(mask, logprobs, 0.0),
         # An algorithm that does not need μ never reads this stand-in.
         constant(logprobs if behavior_logprobs is None else behavior_logprobs),
@@ -256,6 +257,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     advantages = call(algorithm.advantage, batch)
     batch = batch._replace(advantages=advantages)
     if first and advantages.ndim == 2:
+        # A function that does not know trajectories would give values only to the first row of each.
         remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
         batch = batch._replace(kept=kept)
@@ -277,6 +279,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         proximal = batch.scored.logprobs
     if proximal is not None:
         proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
+    # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
     trained = kept if batch.minibatch is None else kept & batch.minibatch
     observation_weights = None
     if algorithm.observations is not None and batch.observation_mask is not None:
@@ -301,6 +304,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         trajectories=batch.trajectories,
         observation_weights=observation_weights,
     )
+    # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
     return jax.lax.stop_gradient(rows)
 
 
@@ -309,7 +313,8 @@ def _selected(
 ) -> tuple[BatchValues, Bool[Array, " batch"]]:
     """The values with lengths and the algorithm's selection, and the mask of all rows of selected completions.
 
-    `kept` of the values marks one row of each selected completion; their completion mask covers all of its rows.
+    `kept` of the values marks one row of each selected completion; their completion mask covers every row of the
+    completion.
     """
     is_row = batch.kept
     if batch.completion_mask is not None:
@@ -363,7 +368,7 @@ def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
 
 
 def _of_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
-    """Copies values of first rows to all kept rows of their trajectories; values of tokens are of all rows already."""
+    """Copies values of first rows to all kept rows of their trajectories; token values already cover all rows."""
     return values if values.ndim == 2 else jnp.where(kept, first.shared(values), 0.0)
 
 
@@ -400,6 +405,7 @@ def token_terms(
         tokens = tokens._replace(advantages=tokens.advantages + call(algorithm.distillation, tokens))
     anchor = call(algorithm.anchor, tokens) if algorithm.reads_ratio else behavior_logprobs
     tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(tokens.logprobs, anchor, mask))
+    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
     tokens = tokens._replace(ratio=bounded_exp(call(algorithm.ratio, tokens)))
     weights = per_token(rows.weights)
     if algorithm.token_weight is not None:
@@ -463,6 +469,7 @@ def token_loss(
     """
     gradient_terms = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     added = reference_logprobs, entropy, divergence
+    # The coefficients are constants; these tokens have the gradient of log π.
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, *added)
     tokens = tokens._replace(advantages=gradient_terms.advantages, ratio=gradient_terms.ratio)
     per_token = -gradient_terms.coefficients * tokens.logprobs
@@ -520,5 +527,6 @@ def loss(
     mask = tokens.completion_mask
     policy = sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0]
     behavior = sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0]
+    # A completion takes part in its group's pairs once, however many rows it has.
     kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
     return algorithm.objective(policy, behavior, rows.rewards, rows.weights, rows.group_ids, kept)

@@ -49,7 +49,7 @@ def sequence_binary_kl_mask(
     *,
     delta: Scalar = 5e-3,
 ) -> Bool[Array, "batch time"]:
-    """False in completions whose mean `binary_kl` is above δ, whatever the sign of the advantage.
+    """False in completions whose mean `binary_kl` is above δ, for either sign of the advantage.
 
     Args:
         logprobs: log π of each token.
@@ -105,9 +105,13 @@ def sequence_band_mask(
     """
     require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
-    whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask, trajectories)
+    sequence_log_ratio = {"mean": sequence_mean, "product": sequence_sum}[level](
+        log_ratio, completion_mask, trajectories
+    )
     log_low = jnp.log(jnp.float32(low))
-    return jnp.broadcast_to((whole >= log_low) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
+    return jnp.broadcast_to(
+        (sequence_log_ratio >= log_low) & (sequence_log_ratio <= jnp.log(jnp.float32(high))), log_ratio.shape
+    )
 
 
 def second_moment_mask(
@@ -157,7 +161,7 @@ def one_side_second_moment_mask(
         tau: largest mean τ, in nats², 0 or more.
     Raises:
         ValueError: a negative τ.
-    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, whose moment is of a micro-batch.
+    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, which computes the moment over a micro-batch.
 
     Examples:
         >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.15, 1.0]]), jnp.array([[True, True, True, True]])
@@ -194,7 +198,7 @@ def high_entropy_mask(
         [[False  True False]]
     """
     require((0 < share) & (share <= 1), "share", share, "must be above 0 and at most 1")
-    return _highest(scored_entropy, completion_mask, share)
+    return _among_highest(scored_entropy, completion_mask, share)
 
 
 def covariance_mask(
@@ -204,7 +208,7 @@ def covariance_mask(
     *,
     share: Scalar = 0.0002,
 ) -> Bool[Array, "batch time"]:
-    """False for a share of the batch's tokens, chosen by highest covariance of log π and A: they lower entropy most.
+    """False for the batch's share of tokens with the highest covariance of log π and A, which reduce entropy most.
 
     Tokens are ranked by (log π_t − mean log π)(A_t − mean A), with means over tokens.
 
@@ -228,10 +232,10 @@ def covariance_mask(
     token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
     logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)
     centered = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
-    return ~(_highest(centered, completion_mask, share) & (share > 0))
+    return ~(_among_highest(centered, completion_mask, share) & (share > 0))
 
 
-def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: Scalar):
+def _among_highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: Scalar):
     """True for the highest ceil(share · n) of n unmasked values, and for values equal to the lowest chosen one."""
     falling = -jnp.sort(-jnp.where(mask, values, -jnp.inf).reshape(-1))
     # Slightly below the share, because rounding may put the product just above a whole number.

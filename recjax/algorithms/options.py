@@ -63,11 +63,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + "".join(places)
 
 
-def user_function(place: str, name: str) -> Callable[..., Any]:
+def user_function(key: str, name: str) -> Callable[..., Any]:
     """Imports the user's own function, named module:function.
 
     Args:
-        place: key of the name in a config.
+        key: key of the name in a config.
     Raises:
         ValueError: the module cannot be imported, or has no such function.
 
@@ -80,19 +80,19 @@ def user_function(place: str, name: str) -> Callable[..., Any]:
         loaded = importlib.import_module(module)
     except SystemExit as error:
         raise ValueError(
-            f"{place} = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
+            f"{key} = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
             ' script does under `if __name__ == "__main__":`'
         ) from error
     except (ImportError, ValueError) as error:
         remedy = "the module must be importable from the folder you start in or installed"
-        raise ValueError(f"{place} = {name!r}: {described(error)}; {remedy}") from error
+        raise ValueError(f"{key} = {name!r}: {described(error)}; {remedy}") from error
     except Exception as error:
-        raise ValueError(f"{place} = {name!r}: importing it failed with {described(error)}") from error
+        raise ValueError(f"{key} = {name!r}: importing it failed with {described(error)}") from error
     imported = getattr(loaded, function, None)
     if not callable(imported):
         functions = [name for name, value in vars(loaded).items() if callable(value)]
         similar = did_you_mean(function, functions)
-        raise ValueError(f"{place} = {name!r}: {module} has no function {function!r}{similar}")
+        raise ValueError(f"{key} = {name!r}: {module} has no function {function!r}{similar}")
     return imported
 
 
@@ -114,7 +114,7 @@ def readable_options(function: Callable | None) -> dict[str, inspect.Parameter]:
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
-def checked_value(place: str, annotation: Any, value: Any) -> Any:
+def checked_value(key: str, annotation: Any, value: Any) -> Any:
     """Returns `value` as the annotated type; a whole number is accepted as a float.
 
     Raises:
@@ -127,21 +127,21 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
         # The type is compared too, because 1 == 1.0 == True.
-        require(any(value == x and type(value) is type(x) for x in choices), place, value, f"takes one of {choices}")
+        require(any(value == x and type(value) is type(x) for x in choices), key, value, f"takes one of {choices}")
         return value
     kinds = typing.get_args(annotation)
     if float in kinds and types.NoneType not in kinds:  # a float or a scalar array
         annotation = float
     if annotation not in (int, float, str, bool):  # in a user's own function
-        require(isinstance(value, int | float | str | None), place, value, "takes a number, a text, or true or false")
+        require(isinstance(value, int | float | str | None), key, value, "takes a number, a text, or true or false")
         return value
     accepted = int | float if annotation is float else annotation
     fits = isinstance(value, accepted) and isinstance(value, bool) == (annotation is bool) and value == value
-    require(fits, place, value, f"takes {'an int' if annotation is int else f'a {annotation.__name__}'}")
+    require(fits, key, value, f"takes {'an int' if annotation is int else f'a {annotation.__name__}'}")
     return annotation(value)
 
 
-def resolved_options(axis: str, name: str, function: Callable | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def resolved_options(axis: str, name: str, function: Callable | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `function` with its value: the given value, or the signature's default.
 
     Args:
@@ -157,7 +157,7 @@ def resolved_options(axis: str, name: str, function: Callable | None, given: Map
         {'cap': 2.0}
     """
     options = readable_options(function)
-    for option, value in given.items():
+    for option, value in chosen.items():
         has = f"its options: {', '.join(options)}" if options else "it has none"
         remedy = f"{axis} {name!r} does not read this option ({has}){did_you_mean(option, options)}"
         require(option in options, f"{axis}.{option}", value, remedy)
@@ -165,9 +165,9 @@ def resolved_options(axis: str, name: str, function: Callable | None, given: Map
     for option, parameter in options.items():
         default = parameter.default
         annotation = parameter.annotation
-        if option not in given and default is parameter.empty:
+        if option not in chosen and default is parameter.empty:
             raise ValueError(f"{axis}.{option}: {axis} {name!r} requires a value; set it")
         if annotation is parameter.empty:  # the type of the default, with float for an integer
             annotation = object if default is parameter.empty else float if type(default) is int else type(default)
-        values[option] = checked_value(f"{axis}.{option}", annotation, given.get(option, default))
+        values[option] = checked_value(f"{axis}.{option}", annotation, chosen.get(option, default))
     return values

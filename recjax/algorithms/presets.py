@@ -24,14 +24,12 @@ PRESETS = {
 }
 # Axes that the pairwise objective does not read; its row weights depend on group-mean advantages.
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
-
-
-# Weights that it takes: they read only advantages and kept rows.
+# Row weights of the pairwise objective: functions that read only advantages and kept rows.
 ROW_WEIGHTS = [name for name, function in AXES["weight"].items() if {*names_read(function)} <= {"advantages", "kept"}]
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Lists every axis that the algorithm reads, with the name of its function and the value of every option.
+    """Lists every axis that the algorithm reads, with its function's name and every option's value.
 
     An override of some options keeps the preset's remaining options of the axis. An override that names another
     function drops the preset's options of the axis.
@@ -48,8 +46,8 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
         >>> resolve("rec_one_side_nois", {"clip": {"epsilon_high": 2.0}})["clip"]
         {'name': 'one_side', 'epsilon_low': 0.2, 'epsilon_high': 2.0}
     """
-    known = isinstance(preset, str) and preset in PRESETS
-    require(known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
+    is_known = isinstance(preset, str) and preset in PRESETS
+    require(is_known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
     changes = dict(PRESETS[preset])
     for axis, block in overrides.items():
         remedy = f"unknown axis; takes one of {', '.join(REINFORCE)}{did_you_mean(axis, REINFORCE)}"
@@ -77,8 +75,8 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
                 )
     if resolved["objective"]["name"] == "pairwise_consistency":
         for axis in NOT_PAIRWISE:
-            unread = "the objective 'pairwise_consistency' does not read this axis; remove it"
-            require(not changes.get(axis), axis, dict(changes.get(axis, {})), unread)
+            remedy = "the objective 'pairwise_consistency' does not read this axis; remove it"
+            require(not changes.get(axis), axis, dict(changes.get(axis, {})), remedy)
         weight = resolved["weight"]["name"]
         remedy = f"the objective takes one of {', '.join(ROW_WEIGHTS)}"
         require(weight in ROW_WEIGHTS, "weight.name", weight, remedy)
@@ -87,22 +85,22 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
 
 
 # One partial per function and options, so that equal algorithms compare equal and share a jit cache.
-_bound = functools.cache(functools.partial)
+_bind = functools.cache(functools.partial)
 # Shape of the arrays that trace an algorithm.
 ROWS = 4
 TIME = 3
 
 
 @functools.cache
-def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
-    """Traces an algorithm once, to run the range checks of its functions and to check shapes.
+def _trace(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
+    """Traces an algorithm once, to check shapes and run the functions' range checks.
 
     Args:
         free: names of options, by axis, that are arguments of the traced program.
     """
 
-    def once(values, row, ids, flag, token, mask, key):
-        made = algorithm.with_options({axis: dict.fromkeys(options, values) for axis, options in free})
+    def traced_loss(values, row, ids, flag, token, mask, key):
+        traced = algorithm.with_options({axis: dict.fromkeys(options, values) for axis, options in free})
         batch = losses.BatchValues(
             row,
             ids,
@@ -118,27 +116,27 @@ def _try(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] = (
             scored=losses.Scored(token, token, token),
             teacher_logprobs=token,
         )
-        rows = losses.row_terms(made, batch)
+        rows = losses.row_terms(traced, batch)
         for name in ("advantages", "weights", "kept"):
             shape = getattr(rows, name).shape
             allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
             require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
-        if made.teacher_divergence is not None:  # the arrays stand for logits
-            made.teacher_divergence(token, token)
+        if traced.teacher_divergence is not None:  # the arrays stand for logits
+            traced.teacher_divergence(token, token)
         added = {"reference_logprobs": token, "entropy": token, "divergence": token}
-        return losses.loss(made, token, token, rows, mask, **added)
+        return losses.loss(traced, token, token, rows, mask, **added)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
     row = (ROWS,)
     token = (ROWS, TIME)
     shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    jax.eval_shape(once, 1.0, *arrays, jax.eval_shape(jax.random.key, 0))
+    jax.eval_shape(traced_loss, 1.0, *arrays, jax.eval_shape(jax.random.key, 0))
 
 
 @functools.cache
 def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, float]]]:
-    """Separates an algorithm from the values of its numeric options, so that one compiled program serves all values.
+    """Separates an algorithm from its numeric options' values, so that one compiled program serves all values.
 
     A user's own function keeps values that it computes with outside of JAX, as in `if cap > 1`.
 
@@ -161,8 +159,8 @@ def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, f
         kept = {option: value for option, value in bound.items() if option not in values}
         with contextlib.suppress(Exception):  # raised by a user's own function
             if values:
-                _try(algorithm, ((axis, tuple(values)),))
-                free[axis] = _bound(base(function), **kept) if kept else base(function)
+                _trace(algorithm, ((axis, tuple(values)),))
+                free[axis] = _bind(base(function), **kept) if kept else base(function)
                 options[axis] = values
     return dataclasses.replace(algorithm, **free), options
 
@@ -171,7 +169,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
     """Builds the algorithm of a preset with a config's changes, which `resolve` describes.
 
     Raises:
-        ValueError: an error of `resolve`, or a value out of its function's range.
+        ValueError: an error of `resolve`, or a value that a function refuses.
 
     Examples:
         >>> algorithm = build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}})
@@ -187,21 +185,21 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         field = axis
         if axis == "weight":
             field = "row_weight" if is_of_whole_batch(function) else "token_weight"
-        chosen[field] = _bound(function, **options) if options else function
+        chosen[field] = _bind(function, **options) if options else function
         is_users = ":" in block.get("name", "")
         if options or is_users:
             # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
-            _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), is_users)
+            _check_by_tracing(axis, block, Algorithm(**{field: chosen[field]}, **reader), is_users)
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, overrides)
     return algorithm
 
 
-def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, is_users: bool) -> None:
+def _check_by_tracing(axis: str, block: Mapping[str, Any], algorithm: Algorithm, is_users: bool) -> None:
     """Traces an axis' function; reports any exception in a user's own function as a config error."""
     try:
-        _try(algorithm)
+        _trace(algorithm)
     except ValueError as error:
         raise ValueError(f"{axis}.name = {block['name']!r}: {error}" if is_users else f"{axis}.{error}") from error
     except Exception as error:

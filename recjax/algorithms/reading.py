@@ -54,7 +54,7 @@ SCORED = RESCORED | {"proximal_logprobs"}
 
 
 def base(function: Callable) -> Callable:
-    """The function without its bound options.
+    """The function that a partial wraps; other functions unchanged.
 
     Examples:
         >>> import functools
@@ -122,30 +122,30 @@ def call(function: Callable, values: object) -> Any:
     return function(*read.values())
 
 
-def check_names(place: str, name: str, function: Callable, known: Iterable[str]) -> None:
+def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -> None:
     """Rejects a function that reads values unknown to its axis, or values of both micro-batch and whole batch.
 
     Args:
-        place: key of the function in a config, such as "clip.name".
+        key: key of the function in a config, such as "clip.name".
         name: name of the function in the config.
         known: names of the values that the axis has.
 
     Examples:
         >>> def bounded(ratio, *, cap=3.0): ...
         ...
-        >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # nothing to refuse
+        >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # accepted
     """
     known = list(known)
     for parameter in names_read(function):
         if parameter not in known:
             raise ValueError(
-                f"{place} = {name!r}: its parameter {parameter!r} is not a value of this axis; read some of"
+                f"{key} = {name!r}: its parameter {parameter!r} is not a value of this axis; read some of"
                 f" {', '.join(known)}{did_you_mean(parameter, known)}. Options come after a * in the signature"
             )
     of_micro_batch = [value for value in names_read(function) if value in MICRO_BATCH]
     of_whole_batch = [value for value in names_read(function) if value in WHOLE_BATCH]
     if of_micro_batch and of_whole_batch and any(value in MICRO_BATCH for value in known):
         raise ValueError(
-            f"{place} = {name!r}: reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of"
+            f"{key} = {name!r}: reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of"
             " the whole batch; instead of the first, read scored_logprobs or scored_log_ratio"
         )

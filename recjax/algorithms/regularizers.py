@@ -105,9 +105,9 @@ def squared_log_ratio_per_completion(
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
     difference = log_difference(logprobs, behavior_logprobs, completion_mask)
-    whole = sequence_sum(difference, completion_mask, trajectories)
+    completion_log_ratio = sequence_sum(difference, completion_mask, trajectories)
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=difference.dtype), trajectories)[:, None]
-    return jnp.where(completion_mask, tau / 2 * jnp.square(whole) / jnp.maximum(lengths, 1.0), 0.0)
+    return jnp.where(completion_mask, tau / 2 * jnp.square(completion_log_ratio) / jnp.maximum(lengths, 1.0), 0.0)
 
 
 def kl_estimate(
@@ -118,8 +118,8 @@ def kl_estimate(
     k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1.
 
     Args:
-        bound: largest log-ratio, in nats, in the exponential of k3, which continues as its tangent: a bound on the
-            exponent alone would leave −log_ratio, whose gradient points away from q.
+        bound: largest log-ratio, in nats, in the exponential of k3, which continues as its tangent: bounding only the
+            exponent would leave −log_ratio, whose gradient points away from q.
     Reference: Schulman 2020, "Approximating KL divergence".
 
     Examples:
@@ -132,9 +132,9 @@ def kl_estimate(
         return jnp.square(log_ratio) / 2
     exponential = jnp.exp(jnp.minimum(log_ratio, bound)) * (1 + jnp.maximum(log_ratio - bound, 0.0))
     # Near 0, the difference of the definition is smaller than its rounding error, and may be negative.
-    near = jnp.clip(log_ratio, -0.1, 0.1)
-    series = jnp.square(near) / 2 * (1 + near / 3 * (1 + near / 4 * (1 + near / 5)))
-    return jnp.where(near == log_ratio, series, exponential - log_ratio - 1)
+    near_zero = jnp.clip(log_ratio, -0.1, 0.1)
+    series = jnp.square(near_zero) / 2 * (1 + near_zero / 3 * (1 + near_zero / 4 * (1 + near_zero / 5)))
+    return jnp.where(near_zero == log_ratio, series, exponential - log_ratio - 1)
 
 
 def reference_kl(
@@ -344,11 +344,11 @@ def teacher_divergence(
     q, p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (scores, jax.lax.stop_gradient(teacher_scores)))
     if 0 < top_k < p.shape[-1]:
         chosen = jax.lax.top_k(p, top_k)[1]
-        others = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
+        is_other = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
 
         def with_others_together(x):
-            together = jax.nn.logsumexp(x, axis=-1, where=others, keepdims=True)
-            return jnp.concatenate([jnp.take_along_axis(x, chosen, axis=-1), together], axis=-1)
+            others_logprob = jax.nn.logsumexp(x, axis=-1, where=is_other, keepdims=True)
+            return jnp.concatenate([jnp.take_along_axis(x, chosen, axis=-1), others_logprob], axis=-1)
 
         q = with_others_together(q)
         p = with_others_together(p)

@@ -1,7 +1,7 @@
 """Terms: everything that adds to the loss, or to its metrics, besides the policy gradient.
 
-A term's functions read values by the names of their positional parameters, like the functions of all axes. A value that
-a term reads decides what an update computes: the reference policy runs only for a term that reads `reference_logprobs`.
+A term's functions read values by the names of their positional parameters, like the functions of all axes. An update
+computes only the values that terms read: the reference policy runs only for a term that reads `reference_logprobs`.
 """
 
 import functools

@@ -273,7 +273,7 @@ def effective_size_capped_weights(
     effective_share: Float[Array, " batch"],
     completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """The ratio up to a cap that falls as the batch gets stale: min(ρ_t, effective share of the batch).
+    """The ratio up to a cap that falls as the batch gets stale: min(ρ_t, effective sample size / batch size).
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.

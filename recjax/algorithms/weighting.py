@@ -14,13 +14,13 @@ MAX_EXPONENT = 20.0
 BISECTIONS = 40
 
 
-def _like(kept, advantages):
+def _kept_like(kept, advantages):
     """`kept`, reshaped to broadcast with advantages of completions or tokens."""
     return kept.reshape(kept.shape + (1,) * (advantages.ndim - 1))
 
 
 def _exp_weights(advantages, kept, temperature):
-    kept = _like(kept, advantages)
+    kept = _kept_like(kept, advantages)
     exponent = jnp.where(kept, advantages, 0.0) / temperature
     return jnp.where(kept, jnp.exp(jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)), 0.0)
 
@@ -74,7 +74,7 @@ def bisected_temperature(
     """
     require(floor > 0, "floor", floor, "must be above 0")
     require(ceiling >= floor, "ceiling", ceiling, f"must be at least floor = {floor}")
-    advantages = jnp.where(_like(kept, advantages), advantages, 0.0)
+    advantages = jnp.where(_kept_like(kept, advantages), advantages, 0.0)
     highest = jnp.max(advantages)
 
     def still_positive(log_temperature):

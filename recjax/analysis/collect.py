@@ -112,7 +112,7 @@ def metrics_in(table: pd.DataFrame) -> list[str]:
 
 
 def without_other_metrics(table: pd.DataFrame, names: Sequence[str] = ()) -> pd.DataFrame:
-    """A table with COLUMNS and `names` alone, small enough to commit with its figures."""
+    """A table with only COLUMNS and `names`, small enough to commit with its figures."""
     return table.drop(columns={*metrics_in(table)} - {*COLUMNS, *names})
 
 
@@ -125,5 +125,7 @@ def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
     known = dict.fromkeys([*COLUMNS, *metrics_in(table)])
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or [other for other in known if name in other] or known
-            raise ValueError(f"{flag} {name!r}: the runs have no such metric; name one of {', '.join(near)}")
+            similar = (
+                difflib.get_close_matches(name, known, n=3) or [other for other in known if name in other] or known
+            )
+            raise ValueError(f"{flag} {name!r}: the runs have no such metric; name one of {', '.join(similar)}")

@@ -16,7 +16,7 @@ from recjax.training.metrics import read_metrics
 
 ACCURACY = "evaluation/accuracy"
 RESAMPLES = 9999
-# Files of a folder with the completions of evaluations. A run that goes on keeps after.jsonl of its earlier end.
+# Files of a folder with the completions of evaluations. A continued run keeps the after.jsonl of the earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
 _UNRELATED = {"output", "model", "weights"}  # settings of a folder that say where a policy is, and not how it was made
 
@@ -61,8 +61,8 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     """
     # Resampled in parts, which keeps the memory bounded and changes no number.
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
-    found = scipy.stats.bootstrap((values,), statistic, method="percentile", **options).confidence_interval
-    return float(found.low), float(found.high)
+    ends = scipy.stats.bootstrap((values,), statistic, method="percentile", **options).confidence_interval
+    return float(ends.low), float(ends.high)
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
@@ -74,12 +74,12 @@ def sign_flip_p(differences: np.ndarray) -> float:
     return float(scipy.stats.permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
 
 
-def in_words(differences: np.ndarray, of: str = "pairs") -> str:
+def in_words(differences: np.ndarray, noun: str = "pairs") -> str:
     """The mean of paired differences, with its interval and test if there are at least two."""
     if len(differences) < 2:
         return f"{differences.mean():.3f}, 1 pair"
     mean, low, high, count = estimate(differences)
-    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {of}"
+    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {noun}"
 
 
 def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:
@@ -99,11 +99,11 @@ def paired_values(values: pd.Series, axis: str, first: str, second: str, **where
 def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
     """A metric of each row minus the same step of the run with `against` on the axis and equal other settings.
 
-    NaN in rows without such a run, and in the rows of that run itself.
+    NaN without a run to compare, and for the base run.
     """
-    others = [*(name for name in axes_of(table) if name != axis), "step"]
-    base = table.loc[table[axis] == against, [*others, metric]]
-    differences = table[metric].to_numpy() - table[others].merge(base, how="left", on=others)[metric].to_numpy()
+    other_axes = [*(name for name in axes_of(table) if name != axis), "step"]
+    base = table.loc[table[axis] == against, [*other_axes, metric]]
+    differences = table[metric].to_numpy() - table[other_axes].merge(base, how="left", on=other_axes)[metric].to_numpy()
     return np.where(table[axis] == against, np.nan, differences)
 
 
@@ -115,7 +115,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     Returns:
         Pairs by the settings that they share, and the settings that differ between the sides, in words.
     Raises:
-        ValueError: no pairs, or runs of a side that cannot be told apart.
+        ValueError: no pairs, or a side has several runs with the same settings.
     """
     files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
     read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]
@@ -124,22 +124,26 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     keys = sorted({key for side in sides for settings in side for key in settings})
     values = {key: [{str(settings.get(key)) for settings in side} for side in sides] for key in keys}
     varying = [key for key in keys if key != "seed" and min(map(len, values[key])) > 1]
-    alone = max(map(len, sides)) == 1
-    for shared in ([],) if alone else (["seed"], ["seed", *varying]):
-        labels = [[", ".join(f"{key} {one.get(key)}" for key in shared) for one in side] for side in sides]
+    is_one_pair = max(map(len, sides)) == 1
+    for shared in ([],) if is_one_pair else (["seed"], ["seed", *varying]):
+        labels = [[", ".join(f"{key} {settings.get(key)}" for key in shared) for settings in side] for side in sides]
         if all(len({*names}) == len(names) for names in labels):
             break
     else:
         twice = next(name for names in labels for name in names if names.count(name) > 1)
         raise ValueError(f"{twice}: several runs of one side have these settings; name folders that differ in the seed")
-    theirs = dict(zip(labels[1], second, strict=True))
-    pairs = {name: (folder, theirs[name]) for name, folder in zip(labels[0], first, strict=True) if name in theirs}
+    second_by_label = dict(zip(labels[1], second, strict=True))
+    pairs = {
+        name: (folder, second_by_label[name])
+        for name, folder in zip(labels[0], first, strict=True)
+        if name in second_by_label
+    }
     if not pairs:
-        found = " and ".join(names[0] for names in labels)
-        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({found}); run equal seeds")
+        listed = " and ".join(names[0] for names in labels)
+        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({listed}); run equal seeds")
     changed = [key for key in keys if key not in shared and [*map(len, values[key])] == [1, 1]]
     words = [
-        f"{key} = {' and '.join(min(one) for one in values[key])}"
+        f"{key} = {' and '.join(min(side_values) for side_values in values[key])}"
         for key in changed
         if len({*map(min, values[key])}) > 1
     ]
@@ -152,11 +156,11 @@ def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str
     An evaluation by `recjax.evaluate` has no steps.
     """
     steps = [
-        [[row["step"] for row in read_metrics(folder / "metrics.jsonl") if metric in row] for folder in both]
-        for both in pairs
+        [[row["step"] for row in read_metrics(folder / "metrics.jsonl") if metric in row] for folder in pair]
+        for pair in pairs
     ]
     latest = [(max(ours), max(theirs)) for ours, theirs in steps if ours and theirs]
-    sides = zip(*(both for both in latest if both[0] != both[1]), strict=True)
+    sides = zip(*(pair for pair in latest if pair[0] != pair[1]), strict=True)
     words = [", ".join(map(str, sorted({*side}))) for side in sides]
     return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
 
@@ -184,7 +188,7 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
         names = rows.reindex(columns=["question", "answer", "seat"], fill_value="").astype(str)
         return rows[column].astype(float).groupby([names[name] for name in names]).mean()
 
-    values = [[by_problem(folder) for folder in both] for both in pairs]
+    values = [[by_problem(folder) for folder in pair] for pair in pairs]
     # A run that stopped before its first evaluation has no problems.
     differences = [theirs - ours for ours, theirs in values if len(ours) and len(theirs)]
     return pd.concat(differences, axis=1).mean(axis=1).dropna().to_numpy() if differences else np.array([])

@@ -52,7 +52,7 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[floa
     """Sums over subsets by size and by the winner's votes.
 
     For a winner with `top` votes, ways[p, q] counts the choices of p samples so far in which no answer has more than
-    `top` votes and q answers have exactly `top`; worth[p, q] sums the values of these q answers over the choices.
+    `top` votes and q answers have exactly `top`; worth[p, q] sums the q answers' values over the choices.
     """
     total = sum(count for count, _ in answers) + silent
     worth_of_size = np.zeros(total + 1)
@@ -66,10 +66,10 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[floa
             for votes in range(min(count, top) + 1):
                 choices = math.comb(count, votes)
                 tied = int(votes == top)
-                into = (slice(votes, None), slice(tied, None))
-                out = (slice(None, total + 1 - votes), slice(None, len(answers) + 1 - tied))
-                new_ways[into] += choices * ways[out]
-                new_worth[into] += choices * (worth[out] + tied * value * ways[out])
+                target = (slice(votes, None), slice(tied, None))
+                source = (slice(None, total + 1 - votes), slice(None, len(answers) + 1 - tied))
+                new_ways[target] += choices * ways[source]
+                new_worth[target] += choices * (worth[source] + tied * value * ways[source])
             ways = new_ways
             worth = new_worth
         worth_of_size += (worth[:, 1:] / np.arange(1, len(answers) + 1)).sum(-1)
@@ -118,17 +118,17 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
     majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
     right = [int(each.sum()) for each in accurate]
-    # Of a mixture's tasks, some rewards lack parts that others have.
+    # In a mixture, the rewards of different tasks have different parts.
     parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
-    enough = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
+    problems_by_k = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
     values = {
         "accuracy": known_means("accurate"),
         "right_and_ended": known_means("right_and_ended"),
         **{
-            f"pass@{k}": np.array([pass_at_k(right[i], int(counts[i]), k) for i in which])
-            for k, which in enough.items()
+            f"pass@{k}": np.array([pass_at_k(right[i], int(counts[i]), k) for i in indices])
+            for k, indices in problems_by_k.items()
         },
-        **{f"majority@{k}": np.array([majority[i][k - 1] for i in which]) for k, which in enough.items()},
+        **{f"majority@{k}": np.array([majority[i][k - 1] for i in indices]) for k, indices in problems_by_k.items()},
         **{column: known_means(column) for column in ("reward", *parts)},
         "truncated": known_means("truncated"),
         "completion_length": known_means("tokens"),
@@ -163,6 +163,6 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
 
 
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:
-    alone = float(values.mean()), None, None, 1
-    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else alone
+    without_interval = float(values.mean()), None, None, 1
+    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else without_interval
     return {"value": value, "low": low, "high": high}

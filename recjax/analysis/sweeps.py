@@ -32,7 +32,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         smoke: take the file's smoke block.
         extra: `key=value` overrides for all runs; they come last.
     Raises:
-        ValueError: the file is unreadable, names what it does not define, or makes a config that is refused.
+        ValueError: the file is unreadable, names a setting that it does not define, or makes a config that is refused.
     """
     path = Path(path)
     if not path.is_file():
@@ -44,25 +44,25 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         raise ValueError(
             f"{path}: must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}"
         )
-    part = content.get("smoke") if smoke else content
-    if not isinstance(part, dict) or "grids" not in part:
+    section = content.get("smoke") if smoke else content
+    if not isinstance(section, dict) or "grids" not in section:
         raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, optionally, 'overrides'")
     for key in ("config", "output"):
         if not isinstance(content[key], str):
             raise ValueError(f"{path}: {key} = {content[key]!r}: must be text; put it in quotes")
-    base = path.parent / content["config"]
     output = content["output"] + ("_smoke" if smoke else "")
     settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
     for axis, block in _mapping(path, "settings", content["settings"]):
         names = _mapping(path, f"settings.{axis}", block)
         settings[axis] = {name: _mapping(path, f"settings.{axis}.{name}", changes) for name, changes in names}
     shared = [_mapping(path, "overrides", content.get("overrides"))]
-    last = [_mapping(path, "smoke.overrides", part.get("overrides"))] if smoke else []
-    if not isinstance(part["grids"], list) or not part["grids"]:
-        raise ValueError(f"{path}: grids = {part['grids']!r}: must be a list of at least one grid")
+    last = [_mapping(path, "smoke.overrides", section.get("overrides"))] if smoke else []
+    if not isinstance(section["grids"], list) or not section["grids"]:
+        raise ValueError(f"{path}: grids = {section['grids']!r}: must be a list of at least one grid")
+    base = path.parent / content["config"]
     values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
-    for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
+    for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in section["grids"]):
         name = "__".join(chosen.values())
         if name == LOGS:
             raise ValueError(f"{path}: the setting {name} has the name of the logs' folder; rename it")
@@ -75,19 +75,23 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
             except ValueError as error:
                 raise ValueError(f"{path}: run {name}: {error}") from error
         elif runs[name].settings != chosen:
-            these, those = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
-            raise ValueError(f"{path}: {these}, and {those}, would both be run {name}; rename one of these settings")
+            first_names, second_names = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
+            raise ValueError(
+                f"{path}: {first_names}, and {second_names}, would both be run {name}; rename one of these settings"
+            )
     return base, list(runs.values())
 
 
-def _mapping(path: Path, place: str, block: Any) -> list[tuple[str, Any]]:
+def _mapping(path: Path, block_name: str, block: Any) -> list[tuple[str, Any]]:
     """The keys, as text, and values of a block of the file; an empty list for an empty block."""
     if not isinstance(block, dict | None):
-        raise ValueError(f"{path}: {place} = {block!r}: must be a block of keys and values")
+        raise ValueError(f"{path}: {block_name} = {block!r}: must be a block of keys and values")
     pairs = [(str(key), value) for key, value in (block or {}).items()]
     names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{path}: {place}: the name {twice[0]!r} occurs twice (1 and '1' are one name); rename one")
+        raise ValueError(
+            f"{path}: {block_name}: the name {twice[0]!r} occurs twice (1 and '1' are one name); rename one"
+        )
     return pairs
 
 

@@ -32,7 +32,7 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
 class EngineConfig(ConfigBlock):
-    """Another server that samples; a URL alone sets `url`."""
+    """Another server that samples; a plain URL sets `url`."""
 
     url: checked(str, has_password) = key(..., "URL of the server", may_change=True)
     model: str | None = key(None, "Its model; null: the only one", may_change=True)
@@ -46,7 +46,7 @@ class EngineConfig(ConfigBlock):
     @pydantic.model_validator(mode="before")
     @classmethod
     def from_url(cls, values: Any) -> Any:
-        """The keys of a URL alone."""
+        """The keys for a plain URL."""
         return {"url": values} if isinstance(values, str) else values
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
@@ -155,10 +155,10 @@ class ReplayConfig(ConfigBlock):
         sampled = config.sampled_groups
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
-        least = config.training.updates - 1
+        minimum = config.training.updates - 1
         limit = self.max_staleness
-        problem = f"must be at least {least}, the staleness of fresh groups in the last update of their batch"
-        yield limit is not None and limit < least, "experience.replay.max_staleness", problem
+        problem = f"must be at least {minimum}, the staleness of fresh groups in the last update of their batch"
+        yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
 
@@ -229,10 +229,10 @@ class RegimeConfig(ConfigBlock):
             batches += replay.draw_every - 1
             why += f" and experience.replay.draw_every = {replay.draw_every}"
         updates = config.training.updates
-        least = batches * updates - 1
+        minimum = batches * updates - 1
         why = why + f" and {updates} updates of each batch" * (updates > 1)
-        problem = f"must be at least {least}, the staleness due to {why}"
-        yield self.max_staleness < least, "regime.max_staleness", problem
+        problem = f"must be at least {minimum}, the staleness due to {why}"
+        yield self.max_staleness < minimum, "regime.max_staleness", problem
 
 
 Grouping = spelled(
@@ -295,10 +295,10 @@ class ExperienceConfig(ConfigBlock):
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
         yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
-        least = config.training.checkpoint_every - 1 + config.training.updates - 1
+        minimum = config.training.checkpoint_every - 1 + config.training.updates - 1
         more = " plus the other updates of its batch" * (config.training.updates > 1)
-        problem = f"must be at least training.checkpoint_every - 1{more} = {least}, as a server that follows the run"
+        problem = f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows the run"
         problem += " samples with its checkpoints; raise it, or write checkpoints more often"
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
-            yield limit is not None and limit < least, name, problem
+            yield limit is not None and limit < minimum, name, problem

@@ -30,15 +30,15 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
-    """The type `of` with a function that returns the problem of a value, or None."""
+def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
+    """The type `kind` with a function that returns the problem of a value, or None."""
 
     def validate(value: Any) -> Any:
         if problem := check(value):
             raise ValueError(problem)
         return value
 
-    return Annotated[of, pydantic.AfterValidator(validate)]
+    return Annotated[kind, pydantic.AfterValidator(validate)]
 
 
 # Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
@@ -144,8 +144,8 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
         default: the default, or a function that makes it.
         rules: pydantic's constraints, such as `ge` and `lt`, and relations to other keys. A condition is a key that is
             set, or `key = value`; `A or B` are two conditions.
-            needs: conditions of which one must hold if the key has another value than its default.
-            excludes: conditions of which none may hold then.
+            needs: conditions; one must hold if the key has another value than its default.
+            excludes: conditions; none may hold then.
             required: conditions with which the key must be set.
             must: relation to another key's value, if both are set, such as `be at most KEY`; see `_RELATIONS`.
             may_change: True if a run may resume with another value, because the key, or any key of its block, does not
@@ -160,8 +160,8 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
 def value_of(config: ConfigBlock, name: str) -> Any:
     """The value of a dotted key; None if a block around it is off."""
 
-    def inner(block: Any, part: str) -> Any:
-        return block.get(part) if isinstance(block, Mapping) else getattr(block, part, None)
+    def inner(block: Any, attribute: str) -> Any:
+        return block.get(attribute) if isinstance(block, Mapping) else getattr(block, attribute, None)
 
     return functools.reduce(inner, name.split("."), config)
 
@@ -171,8 +171,8 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
 
     def holds(condition: str) -> bool:
         name, _, value = condition.partition(" = ")
-        found = value_of(config, name.removesuffix(" above 0"))
-        return str(found) == value if value else bool(found)
+        actual = value_of(config, name.removesuffix(" above 0"))
+        return str(actual) == value if value else bool(actual)
 
     def held(conditions: str) -> list[str]:
         return [condition for condition in filter(None, conditions.split(" or ")) if holds(condition)]
@@ -186,28 +186,28 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         for condition in held(required):
             yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
         if must and value:  # 0 turns a key off
-            relation, _, other = must.rpartition(" ")
-            limit = value_of(config, other)
+            relation, _, limit_key = must.rpartition(" ")
+            limit = value_of(config, limit_key)
             yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"
         if value != field.get_default(call_default_factory=True):
-            it = "one of them" if " or " in needs else "it"
+            which = "one of them" if " or " in needs else "it"
             is_met = not needs or held(needs)
-            yield not is_met, name, f"applies only with {needs}; set {it}, or remove this key"
+            yield not is_met, name, f"applies only with {needs}; set {which}, or remove this key"
             for condition in held(excludes):
                 yield True, name, f"does not work with {condition}; remove one of them"
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
     """The block in an annotation such as `Block` or `Block | None`; None for plain values and for mappings."""
-    parts = (annotation, *typing.get_args(annotation))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
+    kinds = (annotation, *typing.get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigBlock)), None)
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
     """The values of a `Literal` or `list[Literal]`; none for another annotation."""
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
-    return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
+    return tuple(choice for argument in typing.get_args(annotation) for choice in choices_of(argument))
 
 
 @functools.cache
@@ -217,7 +217,7 @@ def schema_keys(block: type[ConfigBlock]) -> dict[str, FieldInfo]:
     for name, field in block.model_fields.items():
         keys[name] = field
         if nested := block_of(field.annotation):
-            keys |= {f"{name}.{inner}": own for inner, own in schema_keys(nested).items()}
+            keys |= {f"{name}.{inner}": inner_field for inner, inner_field in schema_keys(nested).items()}
     return keys
 
 
@@ -264,7 +264,7 @@ def error_lines(
     keys = schema_keys(block)
     named = set()
     for each in error.errors():
-        path = [str(part) for part in each["loc"]]
+        path = [str(element) for element in each["loc"]]
         kind = each["type"]
         names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
         source = next((f"{sources[name]}: " for name in names if name in sources), "")
@@ -274,10 +274,10 @@ def error_lines(
             is_known = path[-1] in _names_elsewhere() or ".".join(path[-2:]) in _names_elsewhere()
             if not is_known and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
                 elsewhere = ""  # a misspelling of our own key
-            same = [known for known in keys if known.split(".")[-1] == path[-1]]
-            near = difflib.get_close_matches(names[0], same or keys, n=1, cutoff=0 if same else 0.6)
-            here = block_of(keys[name].annotation) if name else block
-            hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(here.model_fields)}"
+            same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == path[-1]]
+            similar = difflib.get_close_matches(names[0], same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
+            parent = block_of(keys[name].annotation) if name else block
+            hint = f"did you mean {similar[0]!r}?" if similar else f"keys here: {', '.join(parent.model_fields)}"
             hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint
             yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"
         elif kind == "missing":
@@ -287,8 +287,8 @@ def error_lines(
         elif name not in named:  # once for a list with several wrong values
             named.add(name)
             value = values
-            for part in name.split("."):
-                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            for element in name.split("."):
+                value = value[element] if isinstance(value, Mapping) else getattr(value, element)
             is_inner = isinstance(value, Mapping) and names[0] != name
             accepted = takes(keys[name])
             if is_inner:  # a value in a key's mapping, or a name in it

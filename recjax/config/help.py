@@ -11,7 +11,7 @@ from recjax.config.yaml_values import write_yaml
 
 
 class Key(NamedTuple):
-    """A key that holds a value; `default` is YAML, or a dash where there is none; `takes` is a type or the choices."""
+    """A key that holds a value; `default` is YAML, or a dash for no default; `takes` is a type or the choices."""
 
     name: str
     default: str

@@ -54,8 +54,8 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
         raise ValueError(without_password("\n".join(lines))) from None
 
 
-def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
-    """Puts a layer's values over those of earlier layers, and notes the source of each.
+def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
+    """Puts a layer's values over the values of earlier layers, and notes each value's source.
 
     An empty mapping as the value of a key that holds one empties it; other mappings are merged key by key.
 
@@ -74,7 +74,7 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
         earlier = sources.get(name)
         sources[name] = source
         if isinstance(value, dict) and (value or (name in KEYS and block_of(KEYS[name].annotation))):
-            old = into.get(key)
+            old = merged.get(key)
             # A mapping with a name, such as another schedule, replaces a short form.
             if old is not None and not isinstance(old, dict) and "name" not in value:
                 has_short_form = isinstance(old, str) and name in SHORT_FORMS
@@ -84,10 +84,10 @@ def _merge(into: dict, layer: dict, source: str, sources: dict[str, str], prefix
                 except ValueError as error:
                     raise ValueError(f"{earlier}: {name} = {old!r:.300}: {error}") from error
                 sources |= {f"{name}.{inner}": earlier for inner in old}
-            into[key] = old if isinstance(old, dict) else {}
-            _merge(into[key], value, source, sources, f"{name}.")
+            merged[key] = old if isinstance(old, dict) else {}
+            _merge(merged[key], value, source, sources, f"{name}.")
         else:
-            into[key] = _with_texts(value, literal)
+            merged[key] = _with_texts(value, literal)
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -111,8 +111,8 @@ def _parse_override(text: str) -> dict:
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
     except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
     return parsed
 
 

@@ -50,7 +50,7 @@ Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
 class _Described(ConfigBlock):
-    """A block of which only the keys that are set describe the model, in files and in digests."""
+    """A block whose set keys describe the model, in files and in digests; other keys are omitted."""
 
     @pydantic.model_serializer(mode="wrap")
     def _without_later_keys(self, dump: Callable) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class ModelConfig(_Described):
 
 
 class WarmStartConfig(ConfigBlock):
-    """Supervised training before the first step: on answers of which some hold one mistake, or on demonstrations."""
+    """Supervised training before the first step: on answers, some with one deliberate mistake, or on demonstrations."""
 
     steps: Int = key(400, "Optimizer steps", ge=1)
     batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)
@@ -207,13 +207,13 @@ class WarmStartConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Demonstrations without a learning rate of their own, and log-probs of a policy before them."""
-        shown = self.demonstrations is not None
+        has_demonstrations = self.demonstrations is not None
         experience = config.experience
         problem = "is for small decoders; set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
-        yield shown and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
+        yield has_demonstrations and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
         problem = "does not work with warm_start.demonstrations; use current, or export the warm-started model first"
         initial = experience is not None and experience.missing_logprobs == "initial"
-        yield shown and initial, "experience.missing_logprobs", problem
+        yield has_demonstrations and initial, "experience.missing_logprobs", problem
 
 
 Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
@@ -237,6 +237,6 @@ class MeshConfig(ConfigBlock):
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """More than one -1."""
-        rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
-        problem = f"only one of {' and '.join(rest)} can be -1 and take the remaining devices; set the other"
-        yield len(rest) > 1, rest[0] if rest else "mesh", problem
+        open_axes = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
+        problem = f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices; set the other"
+        yield len(open_axes) > 1, open_axes[0] if open_axes else "mesh", problem

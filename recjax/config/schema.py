@@ -78,9 +78,8 @@ class AlgorithmConfig(ConfigBlock):
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
         algorithm = self.build()
-        agent = config.task.agent
         teacher = config.model.teacher
-        place = "algorithm.advantage" if self.advantage else "algorithm.preset"
+        advantage_key = "algorithm.advantage" if self.advantage else "algorithm.preset"
         problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
         problem += " coefficient of one, or remove this key"
         yield teacher and not algorithm.needs_teacher, "model.teacher", problem
@@ -99,10 +98,10 @@ class AlgorithmConfig(ConfigBlock):
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
         problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture; use another advantage"
-        yield config.task.mixture and algorithm.reads("reward_parts"), place, problem
+        yield config.task.mixture and algorithm.reads("reward_parts"), advantage_key, problem
         stores = config.experience and (config.experience.store or config.experience.mix)
         problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
-        yield of_turns and not (agent or stores), place, problem
+        yield of_turns and not (config.task.agent or stores), advantage_key, problem
         axes = self.resolved()
         stored = config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
@@ -112,7 +111,7 @@ class AlgorithmConfig(ConfigBlock):
         )
         yield always_zero, "rollout.group_size", problem
         problem = self.problem_with_trajectories()
-        yield config.has_trajectories and problem, place, problem
+        yield config.has_trajectories and problem, advantage_key, problem
 
     def problem_with_trajectories(self) -> str:
         """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
@@ -179,24 +178,24 @@ class OptimizerConfig(ConfigBlock):
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
 
         Args:
-            steps: number of updates, over which a schedule without a length of its own extends.
+            steps: number of updates, over which a schedule without its own length extends.
         Raises:
             ValueError: a schedule that optax lacks, or arguments that it does not take.
         """
         import optax  # imported here, so that grading workers start without JAX
 
         options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
-        place = "optimizer.schedule"
+        schedule_key = "optimizer.schedule"
         name = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
-        require(name in known, f"{place}.name", name, remedy)
+        require(name in known, f"{schedule_key}.name", name, remedy)
         parameters = inspect.signature(getattr(optax.schedules, name)).parameters
         for option, value in options.items():
             remedy = f"is no argument of {name}, which takes {', '.join(parameters)}{did_you_mean(option, parameters)}"
-            require(option in parameters, f"{place}.{option}", value, remedy)
+            require(option in parameters, f"{schedule_key}.{option}", value, remedy)
             if not isinstance(value, dict | list):
-                options[option] = checked_value(f"{place}.{option}", parameters[option].annotation, value)
+                options[option] = checked_value(f"{schedule_key}.{option}", parameters[option].annotation, value)
         peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
         remedy = f"{name} has its own peak; set only one of the two"
         has_own = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
@@ -205,11 +204,11 @@ class OptimizerConfig(ConfigBlock):
         remedy = f"{name} has its own warm-up; remove one of them"
         has_own = self.warmup_steps and peak not in ("value", "init_value")
         require(not has_own, "optimizer.warmup_steps", self.warmup_steps, remedy)
-        rest = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
-        defaults = {peak: self.learning_rate, "decay_steps": rest, "transition_steps": rest}
+        remaining_steps = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
+        defaults = {peak: self.learning_rate, "decay_steps": remaining_steps, "transition_steps": remaining_steps}
         options = {option: value for option, value in defaults.items() if option in parameters} | options
         missing = [each.name for each in parameters.values() if each.default is each.empty and each.name not in options]
-        require(not missing, place, self.schedule, f"{name} needs {', '.join(missing)} too")
+        require(not missing, schedule_key, self.schedule, f"{name} needs {', '.join(missing)} too")
         after = getattr(optax.schedules, name)(**options)
         if self.warmup_steps == 0:
             return after
@@ -397,14 +396,14 @@ class Config(ConfigBlock):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
-        """Refuses settings that contradict each other or that nothing would read."""
+        """Refuses settings that contradict each other or have no effect."""
         for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
-            given = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
+            chosen = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
             # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
-            if len(given) != 1 and (given or name != "model" or not (self.model.run or self.model.adapter)):
-                found = f"found {' and '.join(given) or 'none'}"
+            if len(chosen) != 1 and (chosen or name != "model" or not (self.model.run or self.model.adapter)):
+                listed = f"found {' and '.join(chosen) or 'none'}"
                 raise ValueError(
-                    f"{name}: give exactly one of {', '.join(f'{name}.{one}' for one in choices)}; {found}"
+                    f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in choices)}; {listed}"
                 )
         blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
         for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
@@ -434,7 +433,7 @@ class Config(ConfigBlock):
 
     @property
     def sampled_groups(self) -> int:
-        """Number of groups in a batch that come from no store, in a run that samples."""
+        """Number of groups in a batch that a sampling run takes from no store."""
         count = self.rollout.prompts_per_step
         mix = self.experience and self.experience.mix
         return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)

@@ -154,30 +154,34 @@ class OneTask(ConfigBlock):
             return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
-    def problems_with(self, place: str, by_agent: bool) -> Iterator[Refusal]:
-        """Refuses an unknown reward, and settings that nothing would read.
+    def problems_with(self, block_key: str, by_agent: bool) -> Iterator[Refusal]:
+        """Refuses an unknown reward, and settings without effect.
 
         Args:
-            place: the block's dotted key.
+            block_key: the block's dotted key.
             by_agent: True if an agent may give the rewards itself.
         """
         if self.reasoning_gym:
             check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
         problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
-        yield plain and self.system_prompt is not None, f"{place}.system_prompt", problem
+        yield plain and self.system_prompt is not None, f"{block_key}.system_prompt", problem
         name = self.reward_name()
         problem = f"takes module:function, model:PATH, or one of {_GRADERS}"
-        yield not (name in GRADERS or ":" in name), f"{place}.reward", problem
+        yield not (name in GRADERS or ":" in name), f"{block_key}.reward", problem
         unread = self.reward_device != "auto" and not name.startswith("model:")
         problem = "applies only with task.reward = model:PATH; set it, or remove this key"
-        yield unread, f"{place}.reward_device", problem
+        yield unread, f"{block_key}.reward_device", problem
         compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
         is_passed = self.file and self.file.train == PASSED  # recjax.run adds the problems, and perhaps a reward
-        yield is_passed and place != "task", f"{place}.file.train", "takes a file: recjax.run adds no rows to a mixture"
+        yield (
+            is_passed and block_key != "task",
+            f"{block_key}.file.train",
+            "takes a file: recjax.run adds no rows to a mixture",
+        )
         problem = f"the reward {name} compares completions with answers; name their column, or a reward of your own"
         is_unread = self.file and not self.file.answer_column and compares and not is_passed
-        yield is_unread, f"{place}.file.answer_column", problem
+        yield is_unread, f"{block_key}.file.answer_column", problem
 
 
 class MixedTask(OneTask):
@@ -286,10 +290,10 @@ class TaskConfig(OneTask):
         for name, task in (tasks or {}).items():
             if not re.fullmatch(r"[\w-]+", name):
                 raise ValueError(f"the name {name!r} of a task must consist of letters, digits, _ and -")
-            given = [choice for choice in TASKS if getattr(task, choice) is not None]
-            if len(given) != 1:
-                found = " and ".join(given) or "none"
-                raise ValueError(f"{name}: give exactly one of {', '.join(TASKS)}; found {found}")
+            chosen = [choice for choice in TASKS if getattr(task, choice) is not None]
+            if len(chosen) != 1:
+                listed = " and ".join(chosen) or "none"
+                raise ValueError(f"{name}: give exactly one of {', '.join(TASKS)}; found {listed}")
         if tasks is not None and not any(task.weight for task in tasks.values()):
             raise ValueError("no task has a weight above 0; raise one")
         return tasks
@@ -346,34 +350,36 @@ class TaskConfig(OneTask):
         return {self.seat_version(name, version) for name in frozen for version in versions}
 
     def most_older_versions(self, steps: int) -> int:
-        """The largest number of older versions that play seats in the same batch, in a run of `steps` updates."""
+        """The largest number of older versions that play seats in the same batch, in a run with `steps` updates."""
         return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1)) if self.seats else 0
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Refuses unknown rewards, seats that cannot be played or trained, and settings that nothing would read."""
+        """Refuses unknown rewards, seats that cannot be played or trained, and settings without effect."""
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
-        every = config.training.checkpoint_every
-        trained = self.trained_seats
-        place = "task.train_seats"
+        checkpoint_every = config.training.checkpoint_every
         for name, player in self.seats.items():
             is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)
             problem = "takes policy, initial, a number of steps, or module:function"
             yield not is_known, f"task.seats.{name}", problem
-            problem = f"must be a multiple of training.checkpoint_every = {every}, as checkpoints have its weights"
-            yield isinstance(player, int) and player % every, f"task.seats.{name}", problem
+            problem = (
+                f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights"
+            )
+            yield isinstance(player, int) and player % checkpoint_every, f"task.seats.{name}", problem
+        trained = self.trained_seats
+        train_seats_key = "task.train_seats"
         problem = f"names seats of task.seats, each once: {', '.join(self.seats)}; remove the others"
-        yield len({*trained} & {*(self.seats or [""])}) < len(trained), place, problem
+        yield len({*trained} & {*(self.seats or [""])}) < len(trained), train_seats_key, problem
         players = [self.seats.get(name, POLICY) for name in trained]
         problem = "a script plays one of them, whose replies have no log-probs; remove it"
-        yield any(":" in str(player) for player in players), place, problem
+        yield any(":" in str(player) for player in players), train_seats_key, problem
         yield not trained, "task.seats", "the policy plays no seat; set one to policy, or name one in task.train_seats"
         problem = f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups"
         yield trained and config.sampled_groups % len(trained), "rollout.prompts_per_step", problem
         limits = ("regime.max_staleness", "experience.replay.max_staleness")
         bound = next((name for name in limits if value_of(config, name) is not None), None)
         problem = f"does not work with {bound}, which the frozen weights of such a seat exceed; remove one of them"
-        yield bound and any(player != POLICY for player in players), place, problem
+        yield bound and any(player != POLICY for player in players), train_seats_key, problem
 
 
 def named_task(value: Any) -> Any:

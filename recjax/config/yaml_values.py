@@ -12,7 +12,7 @@ import yaml
 
 _TAG = "tag:yaml.org,2002:"
 _WHOLE = r"(?:0|[1-9][0-9]*)"
-# In this order: the first that a plain scalar is in full says what it is.
+# In this order: a plain scalar has the type of the first pattern that matches all of the text.
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),

@@ -218,7 +218,7 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
     """The layout of a batch whose rows have prompts of their own, for an algorithm that relates no rows.
 
     Args:
-        tokens: tokens of a micro-batch, if the longest sequence has no more; None: LEAST_TOKENS on each device.
+        tokens: tokens of a micro-batch, at least as many as in the longest sequence; None: LEAST_TOKENS on each device.
     """
     shape = batch.shape
     shards = row_shards()

@@ -43,57 +43,67 @@ _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals
 _MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
-def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
+def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
     """True if an answer equals the true answer; both are in the notation of `notation.plain`.
 
     Args:
         stated: the answer as a number; None if it is not a number.
     """
     # Degrees are π/180 unless they are the truth's unit, which an answer without π may omit.
-    wanted, unit = _without_unit(truth, drops_degrees=r"\pi" not in given)
-    said, other = _without_unit(given, drops_degrees=any(each.dimensions == _DEGREES for each in unit))
+    wanted, wanted_units = _without_unit(truth, drops_degrees=r"\pi" not in answer)
+    got, got_units = _without_unit(answer, drops_degrees=any(unit.dimensions == _DEGREES for unit in wanted_units))
     if stated is not None and stated.units and not stated.percent:
-        if said[-1] != "°":
+        if got[-1] != "°":
             return False
         stated = None
     # One side may omit its unit; only a bare number may add one.
-    factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
-    if (unit and other and not factors) or (said != given and wanted == truth and not is_constant(truth)):
+    factors = [
+        got_unit.factor / wanted_unit.factor
+        for wanted_unit in wanted_units
+        for got_unit in got_units
+        if wanted_unit.dimensions == got_unit.dimensions
+    ]
+    if (wanted_units and got_units and not factors) or (got != answer and wanted == truth and not is_constant(truth)):
         return False
-    if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
+    if (match := _ROUNDED.fullmatch(got)) and (rounded := quantity(match["decimal"])):
         value = values.decimal(parse_math(match["exact"]) or _INFINITE)
         if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
             return False
-        said = match["exact"]
-    tree = parse_math(wanted, _marks(wanted, said))
-    answer = parse_math(said, _marks(said, wanted))
-    if tree is None or answer is None:
+        got = match["exact"]
+    wanted_tree = parse_math(wanted, _marks(wanted, got))
+    got_tree = parse_math(got, _marks(got, wanted))
+    if wanted_tree is None or got_tree is None:
         return False
     if factors and factors[0] != 1:
-        answer = Node("mul", (number(factors[0]), answer))
-    if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
-        value = values.decimal(tree)
+        got_tree = Node("mul", (number(factors[0]), got_tree))
+    if (
+        stated is not None
+        and stated.last_place is not None
+        and not names(wanted_tree)
+        and wanted_tree.kind != "relation"
+    ):
+        value = values.decimal(wanted_tree)
         return value is not None and (is_rounding(stated, value) or stated.value == value)
-    return _same(tree, answer, "°" in truth or r"\pi" in truth)
+    return _same(wanted_tree, got_tree, "°" in truth or r"\pi" in truth)
 
 
-def _marks(text: str, other: str) -> frozenset[tuple[str, str]]:
-    """Letters of one side and the marked letters of the other side for which they stand.
+def _marks(text: str, other_text: str) -> frozenset[tuple[str, str]]:
+    """Letters of one side, and the marked letters for which they stand, from the second side.
 
-    A bold letter may have any mark on the other side. Letters without marks may be bold, or several unit vectors.
+    A bold letter may have any mark on the second side. Letters without marks may be bold, or several unit vectors.
     """
-    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other)}
+    marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other_text)}
     if MARKED_LETTER.search(text):
         return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
-    has_units = len({*UNIT_VECTOR.findall(other)}) > 1
+    has_units = len({*UNIT_VECTOR.findall(other_text)}) > 1
     return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
 
 
 def is_constant(text: str) -> bool:
     """True if a text, in the notation of `notation.plain`, is a real number, computed or not."""
     tree = parse_math(text)
-    others = ("relation", "matrix", "i", r"\infty", *BRACKETS)
-    return tree is not None and not names(tree) and not contains(tree, *others)
+    excluded = ("relation", "matrix", "i", r"\infty", *BRACKETS)
+    return tree is not None and not names(tree) and not contains(tree, *excluded)
 
 
 def names_its_unit(text: str) -> bool:
@@ -105,10 +115,10 @@ def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Uni
     """Splits an expression from the unit at its end; degrees may stay, as a sign of the expression."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core = text[: match.start()].strip()
-        rest = text[match.end() :]
-        if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
+        unit_text = text[match.end() :]
+        if unit_text[:1] == "°" and _OF_AN_ANGLE.search(core):
             continue
-        if core and core.count("{") == core.count("}") and (unit := named_unit(rest)):
+        if core and core.count("{") == core.count("}") and (unit := named_unit(unit_text)):
             if not drops_degrees and unit[0].dimensions == _DEGREES:
                 return f"{core}°", ()
             return core, () if unit == (NOTHING,) else unit
@@ -118,20 +128,20 @@ def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Uni
 # --- Expressions and equations.
 
 
-def _same(wanted: Node, said: Node, is_periodic: bool) -> bool:
-    if wanted.args[0] == said.args[0] == r"\pmod":
-        return values.equal(wanted.args[2], said.args[2]) and _same(wanted.args[1], said.args[1], is_periodic)
-    if wanted.kind == said.kind == "relation":
-        return _same_relation(wanted, said, is_periodic)
+def _same(wanted: Node, got: Node, is_periodic: bool) -> bool:
+    if wanted.args[0] == got.args[0] == r"\pmod":
+        return values.equal(wanted.args[2], got.args[2]) and _same(wanted.args[1], got.args[1], is_periodic)
+    if wanted.kind == got.kind == "relation":
+        return _same_relation(wanted, got, is_periodic)
     if wanted.kind == "relation":
         value = _value_of(wanted)
-        return value is not None and value.kind != "relation" and _same(value, said, is_periodic)
-    if said.kind == "relation":
-        (operators, sides) = said.args
+        return value is not None and value.kind != "relation" and _same(value, got, is_periodic)
+    if got.kind == "relation":
+        (operators, sides) = got.args
         if {*operators} != {"="} or not _is_name(sides[0]):
             return False
         return all(_same(wanted, side, is_periodic) for side in sides[1:])
-    return values.equal(wanted, said) or _same_renamed(wanted, said, is_periodic)
+    return values.equal(wanted, got) or _same_renamed(wanted, got, is_periodic)
 
 
 def _value_of(relation: Node) -> Node | None:
@@ -144,23 +154,23 @@ def _is_name(node: Node) -> bool:
     return node.kind == "name" or (node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "transpose"})
 
 
-def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
+def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
     """True if only the name of a constant of integration, or of the integer that counts periods, differs."""
-    old = names(said) - names(wanted)
-    new = names(wanted) - names(said)
+    old = names(got) - names(wanted)
+    new = names(wanted) - names(got)
     if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
         for name in old:
-            said = _renamed(said, name, name.swapcase())
-        return values.equal(wanted, said)
+            got = _renamed(got, name, name.swapcase())
+        return values.equal(wanted, got)
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}
     constant = pair == {"c", "C"} and all(
         tree.kind == "add" and any(term == Node("name", (name,)) for term in tree.args for name in pair)
-        for tree in (wanted, said)
+        for tree in (wanted, got)
     )
     counts = is_periodic and pair <= {*"klmn"}
-    return (constant or counts) and values.equal(wanted, _renamed(said, *old, *new))
+    return (constant or counts) and values.equal(wanted, _renamed(got, *old, *new))
 
 
 def _renamed(node: Any, old: str, new: str) -> Any:
@@ -171,55 +181,59 @@ def _renamed(node: Any, old: str, new: str) -> Any:
     return new if node == old else node
 
 
-def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
+def _same_relation(wanted: Node, got: Node, is_periodic: bool) -> bool:
     operators, sides = wanted.args
-    others, parts = said.args
-    if {*operators} == {*others} == {"="} and len(sides) == len(parts) > 2:
-        return matched(sides, parts, values.equal)
-    pairs = relation_pairs(wanted)
-    answers = relation_pairs(said)
-    if len(pairs) > 1 or len(answers) > 1:
-        return len(pairs) == len(answers) and matched(pairs, answers, _same_pair)
-    if operators == others == ("=",):
-        said = _in_the_same_letters(wanted, said)
-        value = _value_of(wanted)
-        got = _value_of(said)
-        if value is not None and got is not None and values.equal(sides[0], said.args[1][0]):
-            return _same(value, got, is_periodic)
-    return _same_pair(*relation_pairs(wanted), *relation_pairs(said))
+    got_operators, got_sides = got.args
+    if {*operators} == {*got_operators} == {"="} and len(sides) == len(got_sides) > 2:
+        return matched(sides, got_sides, values.equal)
+    wanted_pairs = relation_pairs(wanted)
+    got_pairs = relation_pairs(got)
+    if len(wanted_pairs) > 1 or len(got_pairs) > 1:
+        return len(wanted_pairs) == len(got_pairs) and matched(wanted_pairs, got_pairs, _same_pair)
+    if operators == got_operators == ("=",):
+        got = _in_the_same_letters(wanted, got)
+        wanted_value = _value_of(wanted)
+        got_value = _value_of(got)
+        if wanted_value is not None and got_value is not None and values.equal(sides[0], got.args[1][0]):
+            return _same(wanted_value, got_value, is_periodic)
+    return _same_pair(*relation_pairs(wanted), *relation_pairs(got))
 
 
-def _in_the_same_letters(wanted: Node, said: Node) -> Node:
+def _in_the_same_letters(wanted: Node, got: Node) -> Node:
     """Renames the answer's variable to the truth's: f(t) = … becomes f(x) = …."""
-    left = wanted.args[1][0]
-    other = said.args[1][0]
-    if left.kind == other.kind == "call" and left.args[0] == other.args[0] and len(left.args) == len(other.args) == 2:
-        letters = [each.args[1].args[0] for each in (left, other) if each.args[1].kind == "name"]
-        if len(letters) == 2 and letters[0] not in names(said):
-            return _renamed(said, letters[1], letters[0])
-    terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (left, other)]
-    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(said):  # a_k becomes a_n
-        return _renamed(_renamed(said, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
-    return said
+    wanted_side = wanted.args[1][0]
+    got_side = got.args[1][0]
+    if (
+        wanted_side.kind == got_side.kind == "call"
+        and wanted_side.args[0] == got_side.args[0]
+        and len(wanted_side.args) == len(got_side.args) == 2
+    ):
+        letters = [each.args[1].args[0] for each in (wanted_side, got_side) if each.args[1].kind == "name"]
+        if len(letters) == 2 and letters[0] not in names(got):
+            return _renamed(got, letters[1], letters[0])
+    terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (wanted_side, got_side)]
+    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(got):  # a_k becomes a_n
+        return _renamed(_renamed(got, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
+    return got
 
 
-def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> bool:
+def _same_pair(wanted: tuple[str, Node, Node], got: tuple[str, Node, Node]) -> bool:
     operator, a, b = wanted
-    other, x, y = said
-    if operator != other:
+    got_operator, x, y = got
+    if operator != got_operator:
         return False
     if values.equal(a, x) and values.equal(b, y):
         return True
     if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    whole = difference(a, b)
-    answer = difference(x, y)
-    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(whole, answer):
+    wanted_difference = difference(a, b)
+    got_difference = difference(x, y)
+    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(wanted_difference, got_difference):
         return False
-    sign = values.ratio(whole, answer)
+    sign = values.ratio(wanted_difference, got_difference)
     if sign is not None:
         return operator not in _ORDERS or sign > 0
-    return operator not in _ORDERS and same_factors(whole, answer)
+    return operator not in _ORDERS and same_factors(wanted_difference, got_difference)
 
 
 # --- Zeros of equations and regions of inequalities, with SymPy.
@@ -232,15 +246,15 @@ def relation_pairs(relation: Node) -> list[tuple[str, Node, Node]]:
     return [(_TURNED[mark], b, a) if mark in _TURNED else (mark, a, b) for mark, a, b in triples]
 
 
-def matched(wanted: Sequence[Any], said: Sequence[Any], are_same: Callable[[Any, Any], bool]) -> bool:
-    """True if the elements of `wanted` and `said` can be paired one to one."""
-    rest = list(said)
+def matched(wanted: Sequence[Any], got: Sequence[Any], are_same: Callable[[Any, Any], bool]) -> bool:
+    """True if the elements of `wanted` and `got` can be paired one to one."""
+    unpaired = list(got)
     for each in wanted:
-        place = next((place for place, other in enumerate(rest) if are_same(each, other)), None)
-        if place is None:
+        index = next((index for index, other in enumerate(unpaired) if are_same(each, other)), None)
+        if index is None:
             return False
-        del rest[place]
-    return not rest
+        del unpaired[index]
+    return not unpaired
 
 
 def same_factors(a: Node, b: Node) -> bool:
@@ -287,28 +301,28 @@ def _symbolic(node: Node) -> sympy.Expr:
     return {"add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow}[node.kind](*parts)
 
 
-def same_region(wanted: str, said: str) -> bool | None:
+def same_region(wanted: str, got: str) -> bool | None:
     """True if two texts describe the same set of numbers, and False if they name different unknowns; else None."""
     if not all(
-        re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, said)
+        re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, got)
     ):
         return None
     try:
-        name, region = _region_of(wanted)
-        other, answer = _region_of(said)
+        wanted_name, wanted_region = _region_of(wanted)
+        got_name, got_region = _region_of(got)
     except (Unreadable, sympy.PolynomialError, NotImplementedError, TypeError, ValueError, AttributeError):
         return None
-    if name and other and name != other:
+    if wanted_name and got_name and wanted_name != got_name:
         return False
-    return True if region == answer != sympy.S.EmptySet else None
+    return True if wanted_region == got_region != sympy.S.EmptySet else None
 
 
 def _region_of(text: str) -> tuple[set[str], sympy.Set]:
     """The unknown, in an empty set if the text names none, and the union of the regions that "or" separates."""
     unknown = set()
     regions = []
-    for part in OR.split(text):
-        statements = split_outside_brackets(_AND.sub(",", part))
+    for alternative in OR.split(text):
+        statements = split_outside_brackets(_AND.sub(",", alternative))
         name, unequal, _ = statements[0].partition("\\neq")
         if unequal:  # "x\\neq 1, 2 and x > 0" is three statements about x
             statements = [each if re.search(r"\\|[<>A-Za-z]", each) else f"{name}\\neq {each}" for each in statements]
@@ -376,8 +390,10 @@ def _solved(relation: Node) -> sympy.Set:
             region = region - sympy.FiniteSet(end) if operator == r"\neq" else region & below
             continue
         quotient = sympy.together(_symbolic(a) - _symbolic(b))
-        parts = sympy.fraction(quotient.replace(sympy.Abs, lambda inside: inside)) if quotient.free_symbols else ()
-        factors = [factor for part in parts for factor in _factors(part)]
+        polynomials = (
+            sympy.fraction(quotient.replace(sympy.Abs, lambda inside: inside)) if quotient.free_symbols else ()
+        )
+        factors = [factor for polynomial in polynomials for factor in _factors(polynomial)]
         is_hard = any(sympy.Poly(factor, *factor.free_symbols).degree() > 2 for factor in factors)
         if is_hard or len(quotient.atoms(sympy.Abs)) > 1:
             raise Unreadable("degree")

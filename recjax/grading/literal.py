@@ -1,6 +1,6 @@
 """Comparison of choices, words, times of day, congruences, and digits in a named base, mostly as written.
 
-Each function returns True or False, or None if the truth is not of its kind.
+Each function returns True or False, or None if the function does not read this kind of truth.
 """
 
 import re
@@ -34,56 +34,56 @@ _CASED = re.compile(r"[^A-Za-z]|[A-Z].*[A-Z].*[a-z]|[a-z].*[A-Z]")
 _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
 
 
-def decided(truth: str, given: str) -> bool | None:
-    """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
+def decided(truth: str, answer: str) -> bool | None:
+    """True if an answer matches a choice, time, formula, word, congruence or based digits; None for other truths."""
     kinds = (_as_choices, _as_clock, _as_formula, _as_words, _as_congruence)
-    if (answer := next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)) is not None:
-        return answer
+    if (verdict := next((verdict for kind in kinds if (verdict := kind(truth, answer)) is not None), None)) is not None:
+        return verdict
     # Digits with a base in the subscript, as written; base 10 also equals a plain number.
     wanted = _SUBSCRIPT.fullmatch(truth)
-    said = _SUBSCRIPT.fullmatch(given)
+    got = _SUBSCRIPT.fullmatch(answer)
     if wanted:
-        digits = said[1] if said else given
-        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
-    return int(said[2]) == 10 and _is_number(truth, said[1]) if said and quantity(truth) else None
+        digits = got[1] if got else answer
+        return digits.casefold() == wanted[1].casefold() and (not got or int(got[2]) == int(wanted[2]))
+    return int(got[2]) == 10 and _is_number(truth, got[1]) if got and quantity(truth) else None
 
 
-def _as_choices(truth: str, given: str) -> bool | None:
+def _as_choices(truth: str, answer: str) -> bool | None:
     """Compares one choice, or several: A,C or AC or "A and C".
 
     Returns None for several if both sides join letters, which may then name points.
     """
     if (wanted := _CHOICE.fullmatch(truth)) and _letter(wanted):
-        if said := _CHOICE.fullmatch(given) or _CHOICE.fullmatch(TEXT.sub(r"\1", given)):
-            letters = [_letter(wanted), _letter(said)]
+        if got := _CHOICE.fullmatch(answer) or _CHOICE.fullmatch(TEXT.sub(r"\1", answer)):
+            letters = [_letter(wanted), _letter(got)]
             return letters[0] == letters[1] or bool(wanted["held"] and letters[0].casefold() == letters[1].casefold())
-        if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given):
+        if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", answer):
             return False
-    wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
-    if re.fullmatch("[A-Z]( [A-Z])+", wanted) and re.fullmatch("[A-Z]( [A-Z])+", said):
-        return wanted == said  # a product, or words of one letter
-    if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
+    wanted, got = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, answer))
+    if re.fullmatch("[A-Z]( [A-Z])+", wanted) and re.fullmatch("[A-Z]( [A-Z])+", got):
+        return wanted == got  # a product, or words of one letter
+    if (wanted.isalpha() and got.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(got)):
         return None
-    letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, said)]
+    letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, got)]
     return letters[0] == letters[1]
 
 
-def _as_congruence(truth: str, given: str) -> bool | None:
+def _as_congruence(truth: str, answer: str) -> bool | None:
     """Compares congruences such as 3 (mod 7), named or not; one side may omit the modulus of a single number."""
     wanted = _CONGRUENCE.fullmatch(truth)
-    said = _CONGRUENCE.fullmatch(given)
-    if not wanted and not (said and quantity(truth) and not said["name"]):
+    got = _CONGRUENCE.fullmatch(answer)
+    if not wanted and not (got and quantity(truth) and not got["name"]):
         return None
     if not wanted:
-        return _is_number(truth, said["values"])
-    if not said:
-        return _is_number(wanted["values"], given)
-    modulus = int(said["modulus"])
+        return _is_number(truth, got["values"])
+    if not got:
+        return _is_number(wanted["values"], answer)
+    modulus = int(got["modulus"])
     if modulus != int(wanted["modulus"]) or not modulus:
         return False
-    if said["name"] and wanted["name"] and squeezed(said["name"]) != squeezed(wanted["name"]):
+    if got["name"] and wanted["name"] and squeezed(got["name"]) != squeezed(wanted["name"]):
         return False
-    residues = [[quantity(value) for value in split_outside_brackets(match["values"])] for match in (wanted, said)]
+    residues = [[quantity(value) for value in split_outside_brackets(match["values"])] for match in (wanted, got)]
     if None in residues[0] + residues[1]:
         return False
     classes = [{number.value % modulus for number in each} for each in residues]
@@ -91,21 +91,21 @@ def _as_congruence(truth: str, given: str) -> bool | None:
 
 
 def _letter(match: re.Match) -> str:
-    # The pattern ignores case because of its words, but a lowercase letter without parentheses is a variable.
+    # The pattern ignores case because it contains words, but a lowercase letter without parentheses is a variable.
     return match["held"] or (match["bare"] if match["bare"].isupper() or match["half"] else "")
 
 
-def _as_clock(truth: str, given: str) -> bool | None:
+def _as_clock(truth: str, answer: str) -> bool | None:
     wanted = _CLOCK.fullmatch(truth)
-    said = _CLOCK.fullmatch(given)
+    got = _CLOCK.fullmatch(answer)
     if not wanted or not (wanted[2] or wanted[3]) or int(wanted[2] or 0) > 59 or int(wanted[1]) > 24:
         return None
-    if not said or not (said[2] or said[3]):
+    if not got or not (got[2] or got[3]):
         return False if wanted[3] else None
-    if wanted[3] and said[3] and wanted[3].casefold() != said[3].casefold():
+    if wanted[3] and got[3] and wanted[3].casefold() != got[3].casefold():
         return False
-    return (wanted[2] or "00") == (said[2] or "00") and (
-        int(wanted[1]) == int(said[1]) or bool(_hours(wanted) & _hours(said))
+    return (wanted[2] or "00") == (got[2] or "00") and (
+        int(wanted[1]) == int(got[1]) or bool(_hours(wanted) & _hours(got))
     )
 
 
@@ -117,7 +117,7 @@ def _hours(clock: re.Match) -> set[int]:
     return {hour} if hour > 12 else set()
 
 
-def _as_words(truth: str, given: str) -> bool | None:
+def _as_words(truth: str, answer: str) -> bool | None:
     marked = r"\text" in truth
     bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
     pattern = r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*"
@@ -130,31 +130,31 @@ def _as_words(truth: str, given: str) -> bool | None:
             return None
         if len(words) == 1 and (longest == 2 and bare.casefold() not in _SHORT_WORDS or set(bare) <= set("uvwxyz")):
             return None
-        if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
+        if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)):
             return None  # abc may be the product a·b·c, but cat is not act
     if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
-        return _date(given) == _date(truth)
-    return words_of(given) == words_of(truth)
+        return _date(answer) == _date(truth)
+    return words_of(answer) == words_of(truth)
 
 
 def _date(text: str) -> list[str]:
     """The parts of a date in any order: 4 July 2020, July 4th, 2020, and 2020-07-04 are equal."""
     words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
-    parts = re.findall(r"\d+|[a-z]+|[^ ,.]", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
-    return sorted(part[:3] if _MONTH.fullmatch(part) else part.lstrip("0") for part in parts)
+    fields = re.findall(r"\d+|[a-z]+|[^ ,.]", re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words))
+    return sorted(field[:3] if _MONTH.fullmatch(field) else field.lstrip("0") for field in fields)
 
 
-def _as_formula(truth: str, given: str) -> bool | None:
+def _as_formula(truth: str, answer: str) -> bool | None:
     r"""Compares chemical formulas, which keep case and order, if one side is upright: \text{CO}_2 is CO_2."""
-    wanted, said = (re.sub(r"\\text ?|[{}_ ]|\\(?=[+-])", "", text) for text in (truth, given))
-    if not (_FORMULA.fullmatch(wanted) and (r"\text" in truth or r"\text" in given)):
+    wanted, got = (re.sub(r"\\text ?|[{}_ ]|\\(?=[+-])", "", text) for text in (truth, answer))
+    if not (_FORMULA.fullmatch(wanted) and (r"\text" in truth or r"\text" in answer)):
         return None
     is_short = len(wanted) == 2 and wanted.casefold() not in _SHORT_WORDS
     # HCl, CO2 and Co are no words, but NO and Yes are words in any case.
-    return wanted == said if is_short or any(map(_CASED.search, (wanted, said))) else None
+    return wanted == got if is_short or any(map(_CASED.search, (wanted, got))) else None
 
 
-def _is_number(truth: str, given: str) -> bool:
+def _is_number(truth: str, answer: str) -> bool:
     wanted = quantity(truth)
-    said = quantity(given)
-    return wanted is not None and said is not None and same_quantity(wanted, said)
+    got = quantity(answer)
+    return wanted is not None and got is not None and same_quantity(wanted, got)

@@ -14,7 +14,7 @@ from recjax.grading.notation import braced, depths, plain
 from recjax.grading.quantities import quantity
 from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, whole_reply
 
-# limits of an answer: its characters, and the depth of its brackets
+# limits of an answer: characters, and nested brackets
 LONGEST = 2000
 DEEPEST = 16
 
@@ -43,9 +43,9 @@ def math_reward(
     r"""1 for each completion whose last \boxed equals the true answer, else 0, as `math`; TRL's signature.
 
     Args:
-        completions: texts, or chats, of which the last message is read.
+        completions: texts, or chats, whose last message is read.
         answers: true answers, each a text.
-        prompts: texts, of which only a thinking tag at the end is read, or chats, which are ignored.
+        prompts: texts, whose thinking tag at the end is read, or chats, which are ignored.
         columns: ignored.
     Raises:
         ValueError: a true answer is not a text.
@@ -68,7 +68,7 @@ def is_right(answer: str, truth: str) -> bool:
 
 
 def explain(answer: str, truth: str) -> Explanation:
-    r"""The verdict of `is_right`, what was read on each side, and the rule that decided.
+    r"""The verdict of `is_right`, with its reasons: the reading of each side, and the rule that decided.
 
     >>> print(explain(r"So it is \boxed{\frac{2}{4}}.", "0.5"))
     right: compared as numbers with their units
@@ -84,8 +84,8 @@ def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     format: 1 if the completion is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
     """
     accuracy = is_equal(tagged(completion), _truth(answer), finished=True)
-    thoughts, rest = one_thought(completion) or ("", "")
-    is_formatted = _TAGGED.fullmatch(rest) and not _ANSWER_TAG.search(thoughts)
+    thoughts, visible_text = one_thought(completion) or ("", "")
+    is_formatted = _TAGGED.fullmatch(visible_text) and not _ANSWER_TAG.search(thoughts)
     return {"accuracy": float(accuracy), "format": 1.0 if is_formatted else -1.0}
 
 
@@ -124,17 +124,17 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
 
 
 def boxed(completion: str) -> str | None:
-    r"""The content of the last \boxed{…}; None if there is no box, or if it is empty or never closed.
+    r"""The content of the last \boxed{…}; None without a box, or if the box is empty or never closed.
 
     A minus right before the box, and a unit, a power or a factor right behind it, belong to the answer. A box in a
     power, index, root or fraction is no answer. Text up to `</think>`, and after a `<think>` that is never closed,
     cannot contain the answer.
     """
-    before, mark, rest = after_thoughts(completion).rpartition("\\boxed")
-    content = braced(rest.lstrip()) if mark else None
+    before, mark, after = after_thoughts(completion).rpartition("\\boxed")
+    content = braced(after.lstrip()) if mark else None
     if _short(content) is None or _PART.search(before):
         return None
-    behind = re.split(r"\$|\\[)\]]|\n", rest.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
+    behind = re.split(r"\$|\\[)\]]|\n", after.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
     raised = _RAISED.match(behind)
     if raised or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
@@ -187,10 +187,10 @@ def parse_line(completion: str, find: Callable[[str], str | None] = answer_line)
     Args:
         find: returns the answer as the completion has it, or None.
     """
-    given = find(completion)
-    if given is None:
+    answer = find(completion)
+    if answer is None:
         return None
-    text = unnamed(without_thousands(plain(given)))
+    text = unnamed(without_thousands(plain(answer)))
     number = quantity(text)
     if number is not None and not number.percent:
         return str(number.value)

@@ -24,7 +24,7 @@ _NAME = (
 )
 _NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<value>[^=]+(?:=[^=]+)*)")
 _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
-_SAID = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
+_ANSWER_IS = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
 _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
@@ -45,7 +45,7 @@ _ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
 class Explanation(NamedTuple):
-    """A verdict, what was read in the answer and in the true answer, and the rule by which the two were compared."""
+    """A verdict, the readings of the answer and of the true answer, and the rule by which the two were compared."""
 
     right: bool
     answer: str
@@ -56,28 +56,28 @@ class Explanation(NamedTuple):
         return f"{'right' if self.right else 'wrong'}: {self.rule}\n  answer: {self.answer}\n  truth:  {self.truth}"
 
 
-def is_equal(given: str | None, truth: str, finished: bool) -> bool:
+def is_equal(answer: str | None, truth: str, finished: bool) -> bool:
     """True if an answer equals the true answer.
 
     Args:
         finished: if the true answer is a number, accept only numbers and no computations.
     """
-    return given is not None and _same(_read(truth), _read(given), finished)
+    return answer is not None and _same(_read(truth), _read(answer), finished)
 
 
-def explanation(given: str, truth: str) -> Explanation:
+def explanation(answer: str, truth: str) -> Explanation:
     """The verdict of `is_equal` on a finished answer, with its reasons."""
-    right, rule = _compared(_read(truth), _read(given), finished=True)
-    wanted, got = (_described(text) if text else "none" for text in _in_one_form(_read(truth), _read(given)))
+    right, rule = _compared(_read(truth), _read(answer), finished=True)
+    wanted, got = (_described(text) if text else "none" for text in _in_one_form(_read(truth), _read(answer)))
     return Explanation(right, got, wanted, rule)
 
 
 def _described(text: str) -> str:
-    """A text, in the notation of `notation.plain`, with a few words that say as what it is read."""
+    """A text, in the notation of `notation.plain`, with a few words for its kind."""
     if (number := quantity(unnamed(text))) is not None:
         kind = f"the number {number.value}{' with a unit' if number.units else ''}"
-    elif (whole := _spread(unnamed(text))) is not None:
-        kind = f"the items {'; '.join(whole.items)} in {whole.kind}"
+    elif (structured := _spread(unnamed(text))) is not None:
+        kind = f"the items {'; '.join(structured.items)} in {structured.kind}"
     elif literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
         kind = "text"
     else:
@@ -92,53 +92,53 @@ def _read(text: str) -> str:
     return plain(text)
 
 
-def _same(truth: str, given: str, finished: bool) -> bool:
-    return _compared(truth, given, finished)[0]
+def _same(truth: str, answer: str, finished: bool) -> bool:
+    return _compared(truth, answer, finished)[0]
 
 
-def _compared(truth: str, given: str, finished: bool) -> tuple[bool, str]:
+def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
     """The verdict, and the rule that decided it."""
-    if not given:
+    if not answer:
         return False, "there is no answer, or it is too long or too deeply nested"
-    if squeezed(truth) == squeezed(given):
+    if squeezed(truth) == squeezed(answer):
         return True, "the same text"
-    truth, given = _in_one_form(truth.strip(), given.strip())
-    if (decided := literal.decided(truth, given)) is not None:
+    truth, answer = _in_one_form(truth.strip(), answer.strip())
+    if (decided := literal.decided(truth, answer)) is not None:
         return decided, "compared as written: choices, words, times, dates, chemical formulas, residues, bases"
-    if (decided := _as_named(truth, given, finished)) is not None:
+    if (decided := _as_named(truth, answer, finished)) is not None:
         return decided, "compared as the value of a name, such as x = 5"
     number = quantity(truth)
     if number is not None:
-        return _is_number(truth, number, given, finished), "compared as numbers with their units"
+        return _is_number(truth, number, answer, finished), "compared as numbers with their units"
     if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
         # An answer may omit, but not change, an unknown unit or other words after the truth's number.
         if expressions.is_constant(match["core"]):
             words = squeezed(TEXT.sub(r" \1", match["words"]))
-            given = TEXT.sub(r" \1", given)
+            answer = TEXT.sub(r" \1", answer)
             return _compared(
-                match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished
+                match["core"], answer.removesuffix(words).strip() if answer.endswith(words) else answer, finished
             )
-    truth, given = _as_vector(truth, given), _as_vector(given, truth)
-    if (decided := expressions.same_region(truth, given)) is not None:
+    truth, answer = _as_vector(truth, answer), _as_vector(answer, truth)
+    if (decided := expressions.same_region(truth, answer)) is not None:
         return decided, "compared as regions of the number line"
-    taken = _spread(truth)
-    said = _spread(unnamed(given))
-    if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
+    wanted = _spread(truth)
+    got = _spread(unnamed(answer))
+    if wanted is not None and (decided := _same_structure(wanted, got, answer, finished)) is not None:
         return decided, "compared item by item"
-    return expressions.same_expression(truth, given, quantity(unnamed(given))), "compared as expressions"
+    return expressions.same_expression(truth, answer, quantity(unnamed(answer))), "compared as expressions"
 
 
-def _as_vector(text: str, other: str) -> str:
-    r"""A tuple or column as a sum of unit vectors if the other side is one: (1,2) is \hat{i}+2\hat{j}."""
-    whole = structure(text) if r"\hat{" in other and expressions.UNIT_VECTOR.search(other) else None
-    if whole is None or whole.kind not in ("<>", "()", "[]", f"{len(whole.items)} rows") or len(whole.items) > 3:
+def _as_vector(text: str, other_text: str) -> str:
+    r"""A tuple or column as a sum of unit vectors if the second text is such a sum: (1,2) is \hat{i}+2\hat{j}."""
+    column = structure(text) if r"\hat{" in other_text and expressions.UNIT_VECTOR.search(other_text) else None
+    if column is None or column.kind not in ("<>", "()", "[]", f"{len(column.items)} rows") or len(column.items) > 3:
         return text
-    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(whole.items, "ijk", strict=False))
+    return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(column.items, "ijk", strict=False))
 
 
-def _in_one_form(truth: str, given: str) -> tuple[str, str]:
+def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
     """Removes parts that one side may omit: "the answer is", set builders, domains, thousands separators."""
-    texts = [truth, _SAID.sub("", given, count=1).strip()]
+    texts = [truth, _ANSWER_IS.sub("", answer, count=1).strip()]
     if any(map(_BUILDER.fullmatch, texts)):
         # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
@@ -156,9 +156,9 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
 
     if "=" in texts[1] and _TUPLE.fullmatch(truth):  # (x,y)=(1,2) is x=1,y=2
         texts = [_TUPLE.sub(assigned, text) for text in texts]
-    truth, given = texts
-    is_list = "," in truth and _THOUSANDS.fullmatch(given)  # 1,234 may be two items if the truth has several
-    return without_thousands(truth), given if is_list else without_thousands(given)
+    truth, answer = texts
+    is_list = "," in truth and _THOUSANDS.fullmatch(answer)  # 1,234 may be two items if the truth has several
+    return without_thousands(truth), answer if is_list else without_thousands(answer)
 
 
 def without_thousands(text: str) -> str:
@@ -176,46 +176,46 @@ def without_thousands(text: str) -> str:
 def unnamed(text: str) -> str:
     """Removes the name of an unknown: "x = 5", "5 = x" and "x is 5" become "5"."""
     if text.count("=") > 1 and not re.match(r"\([A-Za-z]", text):
-        name, _, rest = text.partition("=")
-        return rest.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
+        name, _, values = text.partition("=")
+        return values.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
     match = _NAMED.fullmatch(text) or _VALUE_FIRST.fullmatch(text)
     return match["value"].strip() if match else text
 
 
-def _as_named(truth: str, given: str, finished: bool) -> bool | None:
+def _as_named(truth: str, answer: str, finished: bool) -> bool | None:
     """Compares with a truth such as x = 5; the answer may omit the name x, but not change it."""
-    match = _NAMED.fullmatch(truth)
-    if not match or "=" in match["value"] or r"\in" in truth:
+    wanted = _NAMED.fullmatch(truth)
+    if not wanted or "=" in wanted["value"] or r"\in" in truth:
         return None
-    if quantity(match["value"]) is None and not _spread(match["value"]):
+    if quantity(wanted["value"]) is None and not _spread(wanted["value"]):
         return None
-    said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    names = [squeezed(each["name"]) for each in (match, said) if each]
+    got = _NAMED.fullmatch(answer) or _VALUE_FIRST.fullmatch(answer)
+    names = [squeezed(each["name"]) for each in (wanted, got) if each]
     if any(map(_BOLD.fullmatch, names)):  # v and \vec{v} may be bold instead
         names = [expressions.MARKED_LETTER.sub(r"\2", name) for name in names]
-    if said and r"\text" not in said["name"] and names[0] != names[1]:
+    if got and r"\text" not in got["name"] and names[0] != names[1]:
         return False
-    if said is None and "=" in given:
+    if got is None and "=" in answer:
         return False
-    return _same(match["value"].strip(), said["value"].strip() if said else given, finished)
+    return _same(wanted["value"].strip(), got["value"].strip() if got else answer, finished)
 
 
 # --- Numbers.
 
 
-def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool:
-    given = unnamed(_ABOUT.sub("", given, count=1).strip())
-    if (said := quantity(given)) is not None:
-        return same_quantity(number, said)
-    if len(split_outside_brackets(given, "=")) > 1:
+def _is_number(truth: str, number: Quantity, answer: str, finished: bool) -> bool:
+    answer = unnamed(_ABOUT.sub("", answer, count=1).strip())
+    if (got := quantity(answer)) is not None:
+        return same_quantity(number, got)
+    if len(split_outside_brackets(answer, "=")) > 1:
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
-        parts = [quantity(part) for part in split_outside_brackets(given, "=")]
-        return None not in parts and all(same_quantity(number, part) for part in parts)
-    if number.units and (said := quantity(given, ascii_letters)) is not None:
-        return same_quantity(number, said)  # 5 N is a quantity if the truth has a unit too
+        values = [quantity(value) for value in split_outside_brackets(answer, "=")]
+        return None not in values and all(same_quantity(number, value) for value in values)
+    if number.units and (got := quantity(answer, ascii_letters)) is not None:
+        return same_quantity(number, got)  # 5 N is a quantity if the truth has a unit too
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
-        return expressions.same_expression(truth, given, None)
-    return not finished and r"\pm" not in given and expressions.same_expression(truth, given, None)
+        return expressions.same_expression(truth, answer, None)
+    return not finished and r"\pm" not in answer and expressions.same_expression(truth, answer, None)
 
 
 # --- Sets, lists, tuples, intervals, matrices.
@@ -234,7 +234,7 @@ class Structure(NamedTuple):
 
 
 def _spread(text: str) -> Structure | None:
-    r"""A text's structure; a text with a single \pm is the list of its two values."""
+    r"""A text's structure; a text with a single \pm is a list of two values."""
     if len(parts := re.split(r"\\pm(?!od)", text)) == 2 and not structure(text):
         return Structure("list", [sign.join(parts).strip().removeprefix("+").strip() for sign in ("+", "-")])
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
@@ -242,35 +242,35 @@ def _spread(text: str) -> Structure | None:
     return structure(text)
 
 
-def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
-    if said is None:
-        return None if re.search(r"\\begin|\^", given) else False
-    names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, said)]
+def _same_structure(truth: Structure, got: Structure | None, answer: str, finished: bool) -> bool | None:
+    if got is None:
+        return None if re.search(r"\\begin|\^", answer) else False
+    names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, got)]
     if names[0] and len(names[0]) == len(truth.items):  # assignments such as x=2, y=3, or x=2, x=3
         if len({*names[0]}) == 1:
-            return _same_items(truth, said, finished)
-        if len({*names[0]}) == len(names[0]) == len(said.items) and sorted(names[0]) == sorted(names[1]):
+            return _same_items(truth, got, finished)
+        if len({*names[0]}) == len(names[0]) == len(got.items) and sorted(names[0]) == sorted(names[1]):
             orders = [sorted(range(len(each)), key=each.__getitem__) for each in names]
-            truth, said = (
-                each._replace(items=[each.items[place] for place in order])
-                for each, order in zip((truth, said), orders, strict=True)
+            truth, got = (
+                each._replace(items=[each.items[index] for index in order])
+                for each, order in zip((truth, got), orders, strict=True)
             )
-        return _all_same(truth.items, said.items, finished)
+        return _all_same(truth.items, got.items, finished)
     if truth.is_unordered:
-        return said.is_unordered and _same_items(truth, said, finished)
+        return got.is_unordered and _same_items(truth, got, finished)
     others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
-    return said.kind in (truth.kind, *others) and _all_same(truth.items, said.items, finished)
+    return got.kind in (truth.kind, *others) and _all_same(truth.items, got.items, finished)
 
 
-def _all_same(truths: list[str], given: list[str], finished: bool) -> bool:
-    return len(truths) == len(given) and all(map(_same, truths, given, itertools.repeat(finished)))
+def _all_same(truths: list[str], answers: list[str], finished: bool) -> bool:
+    return len(truths) == len(answers) and all(map(_same, truths, answers, itertools.repeat(finished)))
 
 
-def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
-    matches = [[_same(wanted, got, finished) for got in said.items] for wanted in truth.items]
-    if truth.kind == "list" and len(said.items) != len(truth.items):
+def _same_items(truth: Structure, got: Structure, finished: bool) -> bool:
+    matches = [[_same(true_item, item, finished) for item in got.items] for true_item in truth.items]
+    if truth.kind == "list" and len(got.items) != len(truth.items):
         return False
-    return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not said.items
+    return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not got.items
 
 
 def structure(text: str) -> Structure | None:
@@ -278,9 +278,9 @@ def structure(text: str) -> Structure | None:
     if match := _CASES.fullmatch(text):
         cases = []
         for row in rows_of(match[2]):  # a statement, or a pair of a value and its condition
-            parts = [_CONDITION.sub("", _CONDITION.sub("", part)).strip() for part in row]
-            is_aligned = len(parts) > 1 and parts[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
-            cases.append("".join(parts) if is_aligned or len(parts) == 1 else f"({','.join(parts)})")
+            cells = [_CONDITION.sub("", _CONDITION.sub("", cell)).strip() for cell in row]
+            is_aligned = len(cells) > 1 and cells[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
+            cases.append("".join(cells) if is_aligned or len(cells) == 1 else f"({','.join(cells)})")
         return Structure("list", cases)
     if match := re.fullmatch(r"\\langle ?(.*)\\rangle", text):
         return Structure("<>", split_outside_brackets(match[1]))

@@ -130,7 +130,10 @@ def plain(text: str) -> str:
     text = re.sub(r"(\\\\)|\\[;:, >]|(?<=.)~", lambda match: match.group(1) or " ", text)
     text = re.sub(r"\\[hv]space\*?\s*\{[^{}]*\}", " ", text)
     text = re.sub(r"(\d*\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}", text)
-    if all("=" in part and re.fullmatch(r"[^,;]*[^,;\s]", part.strip()) for part in re.split(r"\\q?quad", text)):
+    if all(
+        "=" in statement and re.fullmatch(r"[^,;]*[^,;\s]", statement.strip())
+        for statement in re.split(r"\\q?quad", text)
+    ):
         text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3 is two statements
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = _rewritten(text, _MARKUP)
@@ -145,7 +148,7 @@ def plain(text: str) -> str:
 
 
 def _tag(character: str) -> str:
-    """Unicode's tag of a character that only stands for others, such as "<super>"; else nothing."""
+    """Unicode's tag of a compatibility character, such as "<super>"; empty for other characters."""
     tag = unicodedata.decomposition(character).partition(" ")[0]
     return tag if tag in _FORMS and character not in _CHARACTERS else ""
 
@@ -189,8 +192,8 @@ def depths(text: str) -> Iterator[int]:
 
 def split_outside_brackets(text: str, separators: str = ",;") -> list[str]:
     """Splits a text at separators that are outside all brackets, and strips the parts."""
-    places = [place for place, depth in enumerate(depths(text)) if depth == 0 and text[place] in separators]
-    ends = zip([-1, *places], [*places, len(text)], strict=True)
+    indices = [index for index, depth in enumerate(depths(text)) if depth == 0 and text[index] in separators]
+    ends = zip([-1, *indices], [*indices, len(text)], strict=True)
     return [text[start + 1 : end].strip() for start, end in ends]
 
 

@@ -28,7 +28,7 @@ _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printe
 
 
 class Quantity(NamedTuple):
-    """A number, the place value of its last decimal (None: exact), its number of significant digits, and its units.
+    """A number with the value of the last decimal place (None: exact), the number of significant digits, and units.
 
     `units` holds all readings of an ambiguous unit; it is empty for a number without a unit.
     """
@@ -79,13 +79,13 @@ def quantity(text: str, letters: Collection[str] = BARE_LETTERS) -> Quantity | N
     """
     if len(text) > 2 * _MOST_DIGITS:
         return None
-    found = _quantity(text.strip(), letters)
-    if found is None and (match := _ARC.fullmatch(text)):
+    amount = _quantity(text.strip(), letters)
+    if amount is None and (match := _ARC.fullmatch(text)):
         degrees = int(match[1]) + Fraction(int(match[2]), 60) + Fraction(match[3] or 0) / 3600
-        found = Quantity(degrees, units=units("°"))
-    if found is None and (match := _SECOND.match(_without_text(text))):
-        found = _sum(match["first"], match["second"], letters)
-    return found
+        amount = Quantity(degrees, units=units("°"))
+    if amount is None and (match := _SECOND.match(_without_text(text))):
+        amount = _sum(match["first"], match["second"], letters)
+    return amount
 
 
 def _sum(first: str, second: str, letters: Collection[str]) -> Quantity | None:
@@ -97,8 +97,8 @@ def _sum(first: str, second: str, letters: Collection[str]) -> Quantity | None:
     for unit in large.units:
         for other in small.units:
             if unit.dimensions == other.dimensions != () and unit.factor > other.factor and not large.last_place:
-                rest = small.value * other.factor / unit.factor
-                return large._replace(value=large.value + rest, units=(unit,)) if 0 < rest < 1 else None
+                added = small.value * other.factor / unit.factor
+                return large._replace(value=large.value + added, units=(unit,)) if 0 < added < 1 else None
     return None
 
 
@@ -114,8 +114,8 @@ def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
     text = _without_parentheses(text[match.end() :])
     if text[:2] == r"\t":
         text = _without_text(text)
-    number, rest = _leading_number(text)
-    if number is None or _IN_WORDS.match(rest):
+    number, after = _leading_number(text)
+    if number is None or _IN_WORDS.match(after):
         # A number in words, with or without a unit: five, two thirds, five apples, ten per cent.
         words = [] if money else _without_text(text).split()
         for count in range(len(words), max(0, len(words) - 5), -1):
@@ -123,11 +123,11 @@ def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
             if (value := _fraction(spelled.split())) is not None:
                 return _with_unit(Quantity(sign * value), " " + " ".join(words[count:]), letters)
         return None
-    if scale := _SCALE.match(rest):
+    if scale := _SCALE.match(after):
         number = number.times(Fraction(_SCALES[scale[1].casefold()] * _SCALES.get((scale[2] or "").casefold(), 1)))
-        rest = rest[scale.end() :]
+        after = after[scale.end() :]
     number = number.times(Fraction(sign))
-    return _with_unit(number, f"{money} {rest}" if money and rest.strip() else money or rest, letters)
+    return _with_unit(number, f"{money} {after}" if money and after.strip() else money or after, letters)
 
 
 def _without_parentheses(text: str) -> str:
@@ -159,32 +159,32 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
         whole = re.sub(r"\D", "", parts["whole"])
         decimals = parts["decimals"]
         cycle = parts["bar"] or parts["cycle"]
-        place = Fraction(1, 10 ** len(decimals))
-        number = Quantity(int(whole + decimals or 0) * place)
+        last_place = Fraction(1, 10 ** len(decimals))
+        number = Quantity(int(whole + decimals or 0) * last_place)
         if cycle:
-            number = Quantity(number.value + int(cycle) * place / (10 ** len(cycle) - 1))
+            number = Quantity(number.value + int(cycle) * last_place / (10 ** len(cycle) - 1))
         elif decimals:
-            number = Quantity(number.value, place, len((whole + decimals).lstrip("0")))
-    rest = text[match.end() :]
-    if number is None or re.match(r"[\d(]|\.\d|\.\.|,\d|\\ldots|:\d", rest):
+            number = Quantity(number.value, last_place, len((whole + decimals).lstrip("0")))
+    after = text[match.end() :]
+    if number is None or re.match(r"[\d(]|\.\d|\.\.|,\d|\\ldots|:\d", after):
         return None, text
-    if power := _POWER.match(rest):
+    if power := _POWER.match(after):
         value = _ten_to(power[2] or power[3])
-        return (None, text) if value is None else (number.times(value), rest[power.end() :])
-    return number, rest
+        return (None, text) if value is None else (number.times(value), after[power.end() :])
+    return number, after
 
 
 def _ten_to(power: str) -> Fraction | None:
     return Fraction(10) ** int(power) if len(power) < 6 and abs(int(power)) <= _LARGEST_POWER else None
 
 
-def _with_unit(number: Quantity, rest: str, letters: Collection[str]) -> Quantity | None:
-    """The number with the unit named by the rest of the text; None if the unit is unknown."""
-    if not rest.strip():
+def _with_unit(number: Quantity, unit_text: str, letters: Collection[str]) -> Quantity | None:
+    """The number with the unit that `unit_text` names; None if the unit is unknown."""
+    if not unit_text.strip():
         return number
-    if rest[0] == "%":
-        return None if rest[1:].strip() else number._replace(units=PERCENT)
-    named = named_unit(rest, letters)
+    if unit_text[0] == "%":
+        return None if unit_text[1:].strip() else number._replace(units=PERCENT)
+    named = named_unit(unit_text, letters)
     return number._replace(units=() if named == (NOTHING,) else named) if named else None
 
 
@@ -193,60 +193,62 @@ def named_unit(text: str, letters: Collection[str] = ()) -> tuple[Unit, ...]:
 
     A letter outside of \text is a unit only in a rate, or after a space and if in `letters`.
     """
-    said = re.sub(
+    written = re.sub(
         r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
     )
-    part = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
-    said = re.sub(rf"\\frac{part}{part}", r"\1/\2", said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
-    bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
+    in_braces = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
+    written = re.sub(
+        rf"\\frac{in_braces}{in_braces}", r"\1/\2", written.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ")
+    )
+    bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", written)
     for letter in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
         rate = re.search(rf"/ ?{letter}|{letter} ?/", bare)
         if not (rate or (letter in letters and bare[:1] == " ")) and "°" not in bare:
             return ()
-    return () if "\\" in bare else units(_without_text(said))
+    return () if "\\" in bare else units(_without_text(written))
 
 
-def same_quantity(truth: Quantity, given: Quantity) -> bool:
+def same_quantity(truth: Quantity, answer: Quantity) -> bool:
     """True if a quantity equals the true one; see experiments/math/README.md."""
-    if truth.percent is not given.percent:
-        if truth.units and given.units:
+    if truth.percent is not answer.percent:
+        if truth.units and answer.units:
             return False
         hundredth = Fraction(1, 100)
-        one_in_hundredths = (truth.times(hundredth), given) if truth.percent else (truth, given.times(hundredth))
-        is_fraction = truth.last_place is None and truth.value.denominator != 1 and given.percent  # 1/2 is only 50%
-        return (same_number(truth, given) and not is_fraction) or same_number(*one_in_hundredths)
-    if not truth.units or not given.units or truth.percent:
-        return same_number(truth, given)
+        one_in_hundredths = (truth.times(hundredth), answer) if truth.percent else (truth, answer.times(hundredth))
+        is_fraction = truth.last_place is None and truth.value.denominator != 1 and answer.percent  # 1/2 is only 50%
+        return (same_number(truth, answer) and not is_fraction) or same_number(*one_in_hundredths)
+    if not truth.units or not answer.units or truth.percent:
+        return same_number(truth, answer)
     for unit in truth.units:
-        for other in given.units:
+        for other in answer.units:
             factor = other.factor / unit.factor
-            converted = given._replace(value=given.value + other.offset).times(factor)
+            converted = answer._replace(value=answer.value + other.offset).times(factor)
             converted = converted._replace(value=converted.value - unit.offset)
             if unit.dimensions == other.dimensions and same_number(truth, converted):
                 return True
-            if {unit.dimensions, other.dimensions} == _DEGREES and same_number(truth, given):
+            if {unit.dimensions, other.dimensions} == _DEGREES and same_number(truth, answer):
                 return True
     return False
 
 
-def same_number(truth: Quantity, given: Quantity) -> bool:
+def same_number(truth: Quantity, answer: Quantity) -> bool:
     """True for equal numbers or a rounding to six or more digits; see experiments/math/README.md."""
-    difference = abs(truth.value - given.value)
+    difference = abs(truth.value - answer.value)
     if difference == 0:
         return True
     denominator = truth.value.denominator
     if truth.last_place is not None and denominator != 1:  # 510000.00 is a whole number
-        finer = given.last_place is None or given.last_place < truth.last_place
+        finer = answer.last_place is None or answer.last_place < truth.last_place
         return truth.digits >= _EXACT_DIGITS and finer and difference <= truth.last_place / 2
     terminates = pow(10, denominator.bit_length(), denominator) == 0
-    return not terminates and is_rounding(given, truth.value)
+    return not terminates and is_rounding(answer, truth.value)
 
 
-def is_rounding(given: Quantity, value: Fraction) -> bool:
+def is_rounding(decimal: Quantity, value: Fraction) -> bool:
     """True if a decimal has six or more significant digits and is a correct rounding of the number."""
-    if given.last_place is None or given.digits < _EXACT_DIGITS:
+    if decimal.last_place is None or decimal.digits < _EXACT_DIGITS:
         return False
-    return abs(given.value - value) <= max(given.last_place / 2, _NOISE * abs(value) if given.digits > 15 else 0)
+    return abs(decimal.value - value) <= max(decimal.last_place / 2, _NOISE * abs(value) if decimal.digits > 15 else 0)
 
 
 # --- Numbers in English words.
@@ -259,10 +261,10 @@ def _fraction(words: list[str]) -> Fraction | None:
         return None if value is None else Fraction(value)
     *before, last = words
     if "and" in before:  # two and a half
-        place = len(before) - 1 - before[::-1].index("and")
-        whole = _cardinal(before[:place])
-        part = _fraction(words[place + 1 :])
-        return None if whole is None or part is None or part >= 1 else whole + part
+        and_index = len(before) - 1 - before[::-1].index("and")
+        whole = _cardinal(before[:and_index])
+        fraction = _fraction(words[and_index + 1 :])
+        return None if whole is None or fraction is None or fraction >= 1 else whole + fraction
     count = 1 if before in (["a"], ["an"]) or words == ["half"] else _cardinal(before)
     return Fraction(count, _PARTS[last]) if count and last.endswith("s") is (count > 1) else None
 
@@ -279,7 +281,7 @@ def _cardinal(words: list[str]) -> int | None:
     before = words[: words.index(scale)]
     after = words[words.index(scale) + 1 :]
     count = 1 if before in ([], ["a"], ["an"]) else _cardinal(before)
-    rest = _cardinal(after[after[0] == "and" :]) if after else 0
-    is_read = count is not None and rest is not None and not (after and after[0] in _SCALES)
+    added = _cardinal(after[after[0] == "and" :]) if after else 0
+    is_read = count is not None and added is not None and not (after and after[0] in _SCALES)
     limit = 100 if scale == "hundred" else 10_000
-    return count * _SCALES[scale] + rest if is_read and count < limit and rest < _SCALES[scale] else None
+    return count * _SCALES[scale] + added if is_read and count < limit and added < _SCALES[scale] else None

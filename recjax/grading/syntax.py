@@ -75,7 +75,7 @@ def walk(tree: Any) -> Iterator[Node]:
 
 
 def contains(tree: Any, *wanted: str) -> bool:
-    """True if a tree contains one of these texts, as a name, a call or another part of a node."""
+    """True if a tree contains one of the texts, as a name, a call or another part of a node."""
     return any(each in wanted for node in walk(tree) for each in (node.kind, *node.args) if isinstance(each, str))
 
 
@@ -127,18 +127,18 @@ _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]
 
 def tokens(text: str) -> list[str]:
     """Splits a text into commands, numbers, names of known functions, runs of three or more capitals, and letters."""
-    found = []
+    pieces = []
     for match in _TOKEN.finditer(text):
         run = match.group()
         if run[0].isalpha():
-            if found and found[-1] in ("^", "_"):
+            if pieces and pieces[-1] in ("^", "_"):
                 # A^TBC
-                found = [*found, run[0]]
+                pieces = [*pieces, run[0]]
                 run = run[1:]
-            found += _letters(run, text[match.end() : match.end() + 1])
+            pieces += _letters(run, text[match.end() : match.end() + 1])
         else:
-            found.append(run)
-    return found
+            pieces.append(run)
+    return pieces
 
 
 def _letters(run: str, following: str) -> list[str]:
@@ -189,18 +189,18 @@ class _Reader:
         if _CONNECTIVE.search(text):
             raise Unreadable(text)
         self.tokens = tokens(text)
-        self.place = 0
+        self.position = 0
         self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
 
     @property
     def token(self) -> str | None:
-        return self.tokens[self.place] if self.place < len(self.tokens) else None
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def next(self) -> str:
         if self.token is None:
             raise Unreadable("the text ends")
-        self.place += 1
-        return self.tokens[self.place - 1]
+        self.position += 1
+        return self.tokens[self.position - 1]
 
     def accept(self, *marks: str) -> str | None:
         return self.next() if self.token in marks else None
@@ -214,10 +214,10 @@ class _Reader:
         if not self.accept("{"):
             return self.next()
         depth = 1
-        start = self.place
+        start = self.position
         while depth:
             depth += {"{": 1, "}": -1}.get(self.next(), 0)
-        return "".join(self.tokens[start : self.place - 1])
+        return "".join(self.tokens[start : self.position - 1])
 
     # --- From statements down to products.
 
@@ -279,7 +279,7 @@ class _Reader:
         if token in ("|", r"\|"):
             return token != self.bars
         if token[0].isdigit():
-            return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is not a product
+            return self.tokens[self.position - 1] in ("!", ")", "}")  # x2 is not a product
         return token[-1].isalpha() or token in ("(", "[", "{")
 
     def power(self) -> Node:
@@ -303,14 +303,14 @@ class _Reader:
                 return node
 
     def raised(self, base: Node) -> Node:
-        start = self.place
+        start = self.position
         mark = self.enclosed()
         is_transposed = mark == r"\top" or (mark == "T" and _is_matrix_name(base))
         if is_transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
             return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
         if is_transposed or mark in ("*", r"\star", r"\dagger", "+", "-"):
             return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
-        self.place = start
+        self.position = start
         power = signed(self.accept("-"), self.primary())
         if (power == number(0) and names(base)) or (base in (number(0), number(1)) and names(power)):
             raise Unreadable("0 and 1 as powers hide the other part")
@@ -338,10 +338,10 @@ class _Reader:
 
     def numeral(self, token: str) -> Node:
         """A decimal, or a mixed number such as 3\\frac{1}{2}, which is no product."""
-        found = quantity(token) if "\\" in token else Quantity(Fraction(token))
-        if found is None or (self.token or "")[:1] in tuple("0123456789._") or self.token == r"\overline":
+        amount = quantity(token) if "\\" in token else Quantity(Fraction(token))
+        if amount is None or (self.token or "")[:1] in tuple("0123456789._") or self.token == r"\overline":
             raise Unreadable("numbers apart")
-        return number(found.value)
+        return number(amount.value)
 
     def group(self, opening: str) -> Node:
         bars = self.bars
@@ -367,7 +367,7 @@ class _Reader:
             name += f"_{self.enclosed()}"
         while self.accept("'"):
             name += "'"
-        start = self.place
+        start = self.position
         if self.accept("^"):
             power = self.enclosed()
             primes = re.fullmatch(r"(?:\\prime)+|\(\d\)|\(n\)", power)
@@ -375,12 +375,12 @@ class _Reader:
             if primes or is_inverse:
                 name += f"^{power}"
             else:
-                self.place = start
+                self.position = start
         # In v(t) = …, any letter is a function.
         if name == "C" and self.token == "(":
             if len(chosen := self.arguments()) == 2:
                 return Node("call", ("binomial", *chosen))
-            self.place = start
+            self.position = start
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
         if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
@@ -397,7 +397,7 @@ class _Reader:
         if token.isdigit():
             if len(token) > most:
                 raise Unreadable(r"\sqrt12")
-            self.tokens[self.place : self.place + 1] = [token[1:]] if len(token) > 1 else []
+            self.tokens[self.position : self.position + 1] = [token[1:]] if len(token) > 1 else []
             return number(int(token[0]))
         if token in (r"\sqrt", r"\frac") or token[1:] in GREEK or token in ("(", "{") or token.isalnum():
             return self.primary()
@@ -445,7 +445,7 @@ class _Reader:
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
-            is_short = (self.token or "").isdigit() and len(self.tokens) > self.place + 1
+            is_short = (self.token or "").isdigit() and len(self.tokens) > self.position + 1
             base = number(int(self.next())) if is_short else self.argument(most=9)  # \log_2 3 and \log_10 x
         if self.accept("^"):
             power = signed(self.accept("-"), self.primary())
@@ -456,7 +456,7 @@ class _Reader:
             node = Node("call", (name, *self.arguments()))
         else:
             factors = [self.power()]
-            if self.tokens[self.place - 1] not in (")", "|"):
+            if self.tokens[self.position - 1] not in (")", "|"):
                 while self.starts_factor() and self.token not in ("(", "[", "|") and self.token[1:] not in FUNCTIONS:
                     factors.append(self.power())
             node = Node("call", (name, factors[0] if len(factors) == 1 else Node("mul", tuple(factors))))
@@ -465,13 +465,13 @@ class _Reader:
         return node if power is None else Node("pow", (node, power))
 
     def fraction(self) -> Node:
-        start = self.place
+        start = self.position
         over = self.enclosed()
         under = self.enclosed()
         for mark in ("d", r"\partial"):
             if over.startswith(mark) and re.match(rf"{re.escape(mark)}\^?\{{?\d?\}}?\\?[A-Za-z]", under):
                 return Node("name", (f"{over}/{under}",))
-        self.place = start
+        self.position = start
         return Node("mul", (self.argument(2), inverse(self.argument())))
 
     def text(self) -> Node:
@@ -499,21 +499,21 @@ class _Reader:
     def integral(self, lower: Node | None, upper: Node | None) -> Node:
         if lower is None or upper is None:
             raise Unreadable("integral")
-        for place in range(self.place, len(self.tokens) - 4):
-            if self.tokens[place : place + 3] == [r"\frac", "{", "d"] and self.tokens[place + 4] == "}":
-                variable = self.tokens[place + 3]
-                self.tokens[place + 2 : place + 4] = ["1"]
+        for index in range(self.position, len(self.tokens) - 4):
+            if self.tokens[index : index + 3] == [r"\frac", "{", "d"] and self.tokens[index + 4] == "}":
+                variable = self.tokens[index + 3]
+                self.tokens[index + 2 : index + 4] = ["1"]
                 return Node("integral", (variable, lower, upper, self.product()))
-        ends = [place for place in range(self.place, len(self.tokens) - 1) if self.tokens[place] == "d"]
+        ends = [index for index in range(self.position, len(self.tokens) - 1) if self.tokens[index] == "d"]
         if not ends:
             raise Unreadable("integral")
         variable = self.tokens[ends[-1] + 1]
-        rest = self.tokens[ends[-1] + 2 :]
+        after = self.tokens[ends[-1] + 2 :]
         self.tokens = self.tokens[: ends[-1]]
         body = self.sum() if self.token is not None else number(1)
         if self.token is not None or not (variable.isalpha() or variable[1:] in GREEK):
             raise Unreadable("integral")
-        self.tokens += rest
+        self.tokens += after
         return Node("integral", (variable, lower, upper, body))
 
 
@@ -524,7 +524,7 @@ def _order(node: Node) -> str:
         return "vector" if MARKED.match(name) else "set" if "bb{" in name else "capital" if name[0].isupper() else ""
     if node.kind == "call":
         return "vector" if name == "cross" else "set" if name in BRACKETS | SET_OPERATORS else ""
-    is_sum = node.kind in ("add", "mul") and any(_order(part) == "vector" for part in node.args)
+    is_sum = node.kind in ("add", "mul") and any(_order(operand) == "vector" for operand in node.args)
     return "vector" if is_sum else ""
 
 
@@ -532,13 +532,15 @@ def _takes_anything(node: Node) -> bool:
     """True for a product with the factor 0, or a product or sum with infinity: they hide their other parts."""
     if node.kind not in ("mul", "add"):
         return False
-    parts = [part for part in node.args if part not in (number(-1), Node("name", (r"\pm",)))]
-    hides = _INFINITE in parts or signed("-", _INFINITE) in parts or (node.kind == "mul" and number(0) in parts)
-    return (hides and len(parts) > 1) or (node.kind == "mul" and any(map(_takes_anything, parts)))
+    operands = [operand for operand in node.args if operand not in (number(-1), Node("name", (r"\pm",)))]
+    hides = (
+        _INFINITE in operands or signed("-", _INFINITE) in operands or (node.kind == "mul" and number(0) in operands)
+    )
+    return (hides and len(operands) > 1) or (node.kind == "mul" and any(map(_takes_anything, operands)))
 
 
 def _is_matrix_name(node: Node) -> bool:
-    """True if a superscript T transposes the node: a name, a matrix, or a sum or product of them such as (AB)."""
+    """True if a superscript T transposes the node: a name, a matrix, or a sum or product of matrices such as (AB)."""
     if node.kind in ("mul", "add"):
         return all(_is_matrix_name(each) for each in node.args)
     return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))

@@ -31,7 +31,7 @@ def opening_tag(prompt: str) -> str:
 
 
 def whole_reply(opening: str, completion: str) -> str:
-    """A completion after the thinking tag at the end of its prompt; adds no tag if the completion repeats it."""
+    """A completion after its prompt's last thinking tag; adds no tag if the completion repeats it."""
     return completion if completion.lstrip().startswith(opening) else opening + completion
 
 
@@ -54,9 +54,9 @@ def one_thought(reply: str) -> tuple[str, str] | None:
     opening = next((tag for tag in _TAGS if text.startswith(tag)), None)
     if opening is None:
         return None
-    thoughts, closing, rest = text.removeprefix(opening).partition(_TAGS[opening])
-    is_one = closing and not any(tag in part for tag in (opening, closing) for part in (thoughts, rest))
-    return (thoughts, rest) if is_one else None
+    thoughts, closing, after = text.removeprefix(opening).partition(_TAGS[opening])
+    is_one = closing and not any(tag in section for tag in (opening, closing) for section in (thoughts, after))
+    return (thoughts, after) if is_one else None
 
 
 def _parts(reply: str) -> tuple[str, str]:

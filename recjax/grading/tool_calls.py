@@ -28,23 +28,23 @@ def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict
     truth = _calls(answer)
     if truth is None:
         raise ValueError(f"tool_calls needs answers that are JSON lists of name and arguments; got {answer!r:.200}")
-    given = _given(completion)
-    return {"accuracy": float(given is not None and Counter(given) == Counter(truth))}
+    calls = _calls_after_thoughts(completion)
+    return {"accuracy": float(calls is not None and Counter(calls) == Counter(truth))}
 
 
 def canonical_calls(completion: str) -> str | None:
     """A completion's calls, sorted and in a canonical spelling; None if its form is wrong."""
-    given = _given(completion)
-    return None if given is None else "[" + ", ".join(sorted(given)) + "]"
+    calls = _calls_after_thoughts(completion)
+    return None if calls is None else "[" + ", ".join(sorted(calls)) + "]"
 
 
-def _given(completion: str) -> list[str] | None:
+def _calls_after_thoughts(completion: str) -> list[str] | None:
     parts = one_thought(completion)
     if parts is None:
         return None
-    said = parts[1].strip()
-    fence = _FENCE.match(said)
-    return _calls(said[fence.end() : -3] if fence and said.endswith("```") and fence.end() < len(said) - 3 else said)
+    text = parts[1].strip()
+    fence = _FENCE.match(text)
+    return _calls(text[fence.end() : -3] if fence and text.endswith("```") and fence.end() < len(text) - 3 else text)
 
 
 def _calls(text: str) -> list[str] | None:

@@ -173,16 +173,16 @@ def units(text: str) -> tuple[Unit, ...]:
 
 def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) -> tuple[Unit, ...]:
     readings = (NOTHING,)
-    place = 0
+    position = 0
     sign = 1
     within = False
     if leading := re.match(r"(?:/|(?:per|an?|each)\b)\s*", text, re.I):
         # In "$5 per hour" the dollar precedes the number, so the remaining text starts with "per".
-        place = leading.end()
+        position = leading.end()
         sign = -1
     while True:
-        for end in (len(text), text.find("-", place)):  # kilowatt-hours has its own row, but N-m has not
-            factor = _FACTOR.match(text, place, end)
+        for end in (len(text), text.find("-", position)):  # kilowatt-hours has its own row, but N-m has not
+            factor = _FACTOR.match(text, position, end)
             if known := factor and readings_of(factor["name"]):
                 break
         else:
@@ -190,20 +190,20 @@ def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) ->
         power = _BEFORE.get((factor["before"] or factor["after"] or "").strip().casefold(), 1)
         power *= int(factor["power"] or 1) * sign
         readings = tuple(_product(product, unit, power) for product in readings for unit in known)
-        place = factor.end()
-        if within and text[place : place + 1] == ")":
-            place = place + 1
+        position = factor.end()
+        if within and text[position : position + 1] == ")":
+            position = position + 1
             within = False
             sign = 1
-        if place == len(text):
+        if position == len(text):
             return () if within else readings
-        between = _BETWEEN.match(text, place)
+        between = _BETWEEN.match(text, position)
         if not between or not between.group():
             return ()
-        place = between.end()
+        position = between.end()
         sign = -1 if between["over"] else sign
-        if text[place : place + 1] == "(" and not within:
-            place = place + 1
+        if text[position : position + 1] == "(" and not within:
+            position = position + 1
             within = True
 
 

@@ -19,7 +19,7 @@ import mpmath
 
 from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
 
-# Digits of the first comparison; of the second one, at two points; and of the second one with a constant.
+# Digits: of the first comparison, of the second one at two points, and of the second one with a constant.
 _DIGITS = 50
 _MORE_DIGITS = 150
 _MANY_DIGITS = 1500
@@ -74,16 +74,16 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted = evaluation.defined(a)
-                said = evaluation.defined(b)
-                if wanted is None or said is None:
-                    if only_one_has_bars and not is_complex and wanted is not said:
+                got = evaluation.defined(b)
+                if wanted is None or got is None:
+                    if only_one_has_bars and not is_complex and wanted is not got:
                         return False  # ln x does not equal ln|x|
                     break
-                if not evaluation.close(wanted, said, is_final=digits != _DIGITS or evaluation.is_slow):
+                if not evaluation.close(wanted, got, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
                 if evaluation.is_slow:
                     break
-        agreed += wanted is not None and said is not None
+        agreed += wanted is not None and got is not None
         if evaluation.is_slow and agreed >= _AGREEMENTS:
             break
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
@@ -92,8 +92,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
 def ordered(a: Node, b: Node) -> dict[str, bool]:
     """The unknowns that stand for matrices because the order of their products matters; True for vectors.
 
-    These are marked letters, and capitals that both expressions multiply by a cross, or one of them in both orders (AB
-    and BA).
+    These are marked letters, and capitals that both expressions multiply by a cross, or that one expression multiplies
+    in both orders (AB and BA).
     """
     marked = {name for name in names(a) | names(b) if MARKED.match(name)}
     crossed = [[node for node in walk(tree) if node.args[0] in ("cross", "dot")] for tree in (a, b)]
@@ -137,10 +137,10 @@ def decimal(node: Node) -> Fraction | None:
 
 def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[str, Any]]:
     """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
-    for place in range(14 if unknown else 1):
+    for index in range(14 if unknown else 1):
         point = {}
         for name in sorted(unknown):
-            draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
+            draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
             if name in matrices:
                 rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
                 point[name] = mpmath.matrix(rows)
@@ -152,7 +152,7 @@ def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[st
             kinds = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
             whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
             whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
-            point[name] = [*kinds, *kinds, *map(Fraction, whole)][place]
+            point[name] = [*kinds, *kinds, *map(Fraction, whole)][index]
         yield point
 
 
@@ -200,8 +200,8 @@ def _rounded(value: Any) -> Any:
 
 def _leading(value: int) -> Any:
     """An integer cut to its leading bits, twice the current precision, as mpmath is slow at reading long integers."""
-    rest = max(0, value.bit_length() - 2 * mpmath.mp.prec)
-    return mpmath.ldexp(mpmath.mpf(value >> rest), rest)
+    dropped_bits = max(0, value.bit_length() - 2 * mpmath.mp.prec)
+    return mpmath.ldexp(mpmath.mpf(value >> dropped_bits), dropped_bits)
 
 
 def _whole(value: Fraction) -> int:
@@ -222,7 +222,7 @@ def _binomial(n: Any, k: Any) -> Any:
 
 
 def _dot(a: Any, b: Any) -> Any:
-    return sum((a * b)[place, place] for place in range(3)) / -2
+    return sum((a * b)[axis, axis] for axis in range(3)) / -2
 
 
 def _magnitude(value: Any) -> Any:
@@ -239,9 +239,13 @@ _CIRCULAR = "sin cos tan sec csc cot".split()
 _HYPERBOLIC = "sinh cosh tanh sech csch coth".split()
 # These functions take fractions, and are exact then. FUNCTIONS take mpmath's numbers.
 _EXACT: dict[str, Callable] = {
-    **{"factorial": _factorial, "binomial": _binomial},
+    "factorial": _factorial,
+    "binomial": _binomial,
     "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
-    **{"abs": _magnitude, "max": max, "min": min, "floor": lambda value: Fraction(value.__floor__())},
+    "abs": _magnitude,
+    "max": max,
+    "min": min,
+    "floor": lambda value: Fraction(value.__floor__()),
     "ceil": lambda value: Fraction(value.__ceil__()),
     "gcd": lambda *values: Fraction(math.gcd(*map(_whole, values))),
     "lcm": lambda *values: Fraction(math.lcm(*map(_whole, values))),
@@ -250,8 +254,12 @@ FUNCTIONS: dict[str, Callable] = {
     **_EXACT,
     **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
-    **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm, "dot": _dot},
+    "log": lambda value, base=10: _logarithm(value, base),
+    "lg": lambda value: _logarithm(value, 10),
+    "lb": lambda value: _logarithm(value, 2),
+    "ln": _logarithm,
+    "log_": _logarithm,
+    "dot": _dot,
     "cross": lambda a, b: a * b - b * a if isinstance(a, mpmath.matrix) else a * b,
     "norm": lambda value: _magnitude(value) if isinstance(value, mpmath.matrix) else undefined(),
     "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
@@ -401,11 +409,11 @@ class _Evaluation:
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
-        told = [
+        texts = [
             str(value) if isinstance(value, Fraction) and _bits(value) > 80 else mpmath.nstr(floating(value), 25)
             for value in values
         ]
-        draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
+        draw = random.Random(zlib.crc32(f"{name} {sorted(texts) if name in _UNORDERED else texts}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
     def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
@@ -414,9 +422,9 @@ class _Evaluation:
         high = None if upper is None else self.value(upper)
         # Unknown functions, or names with the variable as index, such as a_k.
         has_unknowns = any(
-            name in part.args[0].partition("_")[2] if part.kind == "name" else part.args[0] not in FUNCTIONS
-            for part in walk(body)
-            if part.kind in ("name", "call")
+            name in node.args[0].partition("_")[2] if node.kind == "name" else node.args[0] not in FUNCTIONS
+            for node in walk(body)
+            if node.kind in ("name", "call")
         )
         before = self.point.get(name)
         try:

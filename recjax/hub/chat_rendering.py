@@ -53,8 +53,8 @@ def render_chats(
     common = tokenizer.special_tokens_map | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
     fixed = {"tokenize": False, "add_generation_prompt": asks} | ({} if tools is None else {"tools": list(tools)})
     requests = [
-        ([dict(message) for message in chat], {**common, **own, **fixed})
-        for chat, own in zip(chats, variables or [{}] * len(chats), strict=True)
+        ([dict(message) for message in chat], {**common, **chat_variables, **fixed})
+        for chat, chat_variables in zip(chats, variables or [{}] * len(chats), strict=True)
     ]
     date = tokenizer.init_kwargs.get(CHAT_DATE)
     limit = seconds + len(chats) / 100
@@ -105,8 +105,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
         (text,) = render_chats(tokenizer, [chat], asks=False)
     except ValueError:
         return None
-    _, found, behind = text.rpartition(_REPLY)
-    ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if found else []
+    _, reply, behind = text.rpartition(_REPLY)
+    ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if reply else []
     is_special = ids and (ids[0] in tokenizer.added_tokens_decoder or ids[0] in tokenizer.all_special_ids)
     return ids[0] if is_special else None
 
@@ -170,8 +170,8 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
 
     def as_object(arguments: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):  # text that is not JSON stays unchanged
-            found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-            arguments = found if isinstance(found, dict) else arguments
+            parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+            arguments = parsed if isinstance(parsed, dict) else arguments
         objects.append(arguments)
         return arguments
 
@@ -182,7 +182,9 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
     try:
         text = template(with_objects)
         # Python's notation of a dict in the text means that the template needed JSON text.
-        printed = [str(one) for one in objects if str(one) != as_text(one) and str(one) in text]
+        printed = [
+            str(arguments) for arguments in objects if str(arguments) != as_text(arguments) and str(arguments) in text
+        ]
     except MemoryError:
         raise
     except Exception:
@@ -191,8 +193,8 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
         text = None
         printed = [None]
     if printed:
-        other = template([_with_arguments(message, as_text) for message in chat])
-        text = other if text is None or any(one not in other for one in printed) else text
+        text_of_json = template([_with_arguments(message, as_text) for message in chat])
+        text = text_of_json if text is None or any(notation not in text_of_json for notation in printed) else text
     return text
 
 

@@ -53,7 +53,7 @@ def export_model(
     base: Path,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    extra_files: Mapping[str, bytes] = MappingProxyType({}),
     stop_ids: Sequence[int] = (),
 ) -> None:
     """Writes a folder that `load_pretrained` and transformers read; it appears complete or not at all.
@@ -66,9 +66,9 @@ def export_model(
             if they differ, tie_word_embeddings and eos_token_id change.
         dtype: dtype of every tensor; float32 keeps the exact values, bfloat16 and float16 round.
         max_shard_bytes: largest single weight file; larger models become shards with an index.
-        beside: contents of additional files by name.
-        stop_ids: token ids that end the policy's completions. eos_token_id lists those that the base's files do not
-            have, in generation_config.json or, if the base has none, in config.json, as transformers reads them.
+        extra_files: contents of additional files by name.
+        stop_ids: token ids that end the policy's completions. eos_token_id lists the ids that the base's files lack, in
+            generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
         ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
     """
@@ -102,7 +102,7 @@ def export_model(
         write_json(partial / "config.json", fields)
         if read_config(partial).tie_embeddings != config.tie_embeddings:  # the base's weights had a separate head
             write_json(partial / "config.json", fields | {"tie_word_embeddings": config.tie_embeddings})
-        for name, content in beside.items():
+        for name, content in extra_files.items():
             (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
 
@@ -122,7 +122,6 @@ def write_base(
         ValueError: the decoder has a feature that Llama's config.json cannot express.
     """
     options = dataclasses.asdict(config)
-    special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -133,7 +132,8 @@ def write_base(
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
-    fields |= {theirs: options[name] for name, theirs in FIELDS.items()} | SILU | special
+    special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    fields |= {field: options[name] for name, field in FIELDS.items()} | SILU | special
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
@@ -157,7 +157,7 @@ def write_adapters(
         folder: existing folder.
         config: decoder config with `lora`.
         params: adapters, with or without the model's other parameters.
-        base: folder of the model that the adapters belong to, whose config.json decides the names of its modules.
+        base: folder of the model that the adapters belong to, whose config.json decides the module names.
         hub_name: hub name of that model; None: PEFT looks for it in `base`.
     """
     written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
@@ -170,34 +170,34 @@ def write_adapters(
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
         config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
         leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
-    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their place in the stack
+    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their index in the stack
     for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
-        for place, name in enumerate(names[path]):
+        for index, name in enumerate(names[path]):
             module = name.removesuffix(".weight")
             module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
-            parts.setdefault((module, place), []).append(path.removesuffix("/kernel"))
+            parts.setdefault((module, index), []).append(path.removesuffix("/kernel"))
     tensors = {}
     ranks = {}
     rank = config.lora.rank
 
-    def factor(kernel: str, side: str, place: int) -> np.ndarray:
+    def factor(kernel: str, side: str, index: int) -> np.ndarray:
         stack = leaves[f"{kernel}_lora_{side}/kernel"]  # of layers, or of layers and experts
-        return stack.reshape(-1, *stack.shape[-2:])[place].T
+        return stack.reshape(-1, *stack.shape[-2:])[index].T
 
-    for (module, place), kernels in parts.items():
+    for (module, index), kernels in parts.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
         ranks[module.split(".")[-1]] = rank * len(kernels)
-        a, b = ([factor(kernel, side, place) for kernel in kernels] for side in ("a", "b"))
-        if whole := rows.get(f"{kernels[0]}/kernel"):
-            joint = np.zeros((whole[2], rank * len(kernels)), b[0].dtype)
+        a, b = ([factor(kernel, side, index) for kernel in kernels] for side in ("a", "b"))
+        if fused := rows.get(f"{kernels[0]}/kernel"):
+            joint = np.zeros((fused[2], rank * len(kernels)), b[0].dtype)
             for number, kernel in enumerate(kernels):
                 first, end, _ = rows[f"{kernel}/kernel"]
                 joint[first:end, number * rank : (number + 1) * rank] = b[number]
             b = [joint]
-        # safetensors writes the memory of an array, in whatever order it lies there.
+        # safetensors writes an array's memory without regard to its order, so make the array contiguous.
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
         tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b[0])
-    own = {module: joint for module, joint in ranks.items() if joint != rank}
+    other_ranks = {module: joint for module, joint in ranks.items() if joint != rank}
     write_tensors(folder / "adapter_model.safetensors", tensors)
     settings = {
         "peft_type": "LORA",
@@ -207,8 +207,8 @@ def write_adapters(
         "lora_alpha": config.lora.alpha,
         # The last part of a name may also be that of a vision tower's module.
         "target_modules": [module for module, _ in parts] if is_multimodal else list(ranks),
-        "rank_pattern": own,
-        "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in own.items()},
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in other_ranks.items()},
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -224,16 +224,16 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
     tensors = {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    # Views of the parameters in Hugging Face layout; a fused tensor has several, in the order of its rows.
+    # Views of the parameters in Hugging Face layout; a fused tensor has several, in row order.
     for path, names in sorted(table.items(), key=lambda item: rows.get(item[0], (0,))):
-        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
-        if len(names) > len(parts):  # a tensor for each expert of each layer
-            parts = parts.reshape(len(names), *parts.shape[2:])
-        for name, part in zip(names, parts, strict=True):
-            tensors.setdefault(name, []).append(part.T if path.endswith("/kernel") else part)
+        views = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        if len(names) > len(views):  # a tensor for each expert of each layer
+            views = views.reshape(len(names), *views.shape[2:])
+        for name, view in zip(names, views, strict=True):
+            tensors.setdefault(name, []).append(view.T if path.endswith("/kernel") else view)
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda parts: sum(part.size for part in parts) * jnp.dtype(dtype).itemsize,
+        get_storage_size=lambda views: sum(view.size for view in views) * jnp.dtype(dtype).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
@@ -242,8 +242,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             shard = {}
             for name in names:
                 with np.errstate(over="ignore"):
-                    whole = [part.astype(jnp.dtype(dtype), order="C") for part in tensors[name]]
-                shard[name] = whole[0] if len(whole) == 1 else np.concatenate(whole)
+                    arrays = [view.astype(jnp.dtype(dtype), order="C") for view in tensors[name]]
+                shard[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
                 if not np.isfinite(shard[name]).all():
                     raise ValueError(
                         f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"

@@ -90,7 +90,7 @@ FAMILIES = {
     ),
 }
 
-# Multimodal model_type → family of its text half, which recjax reads without the rest.
+# Multimodal model_type → family of the text half, the only part that recjax reads.
 CONTAINERS = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
@@ -105,7 +105,7 @@ _OTHER_HALF = {
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "deepstack_visual_indexes"),
 }
-# Names of tensors: beginnings that belong to the text half with what the family calls them, and other beginnings.
+# Names of tensors: beginnings in the text half with their forms in the family, and beginnings in the other half.
 TEXT_HALF = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -165,7 +165,7 @@ ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_
 
 
 def text_fields(written: dict) -> dict:
-    """The config.json of a multimodal model's text half, as a config.json of its family; any other one unchanged.
+    """The config.json of a multimodal model's text half, in the family's form; other models' config.json unchanged.
 
     Positions of the three axes of M-RoPE are equal for text, which makes it the plain rotary embedding.
     """
@@ -225,20 +225,20 @@ def decoder_config(fields: dict) -> DecoderConfig:
         ValueError: the decoder does not support a layer or rotary setting; the message names it.
     """
     _check_numbers(fields)
-    usual = rope = fields["rope_parameters"]
-    options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
+    global_rope = rope = fields["rope_parameters"]
+    options = {name: fields[field] for name, field in FIELDS.items()} | FAMILIES[fields["model_type"]].options
     if "mrope_section" in FAMILIES[fields["model_type"]].read:
-        usual = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # no effect on text
+        global_rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # no effect on text
     if "full_attention" in rope:
-        usual = rope["full_attention"]
-        local = rope["sliding_attention"]
-        if usual.get("truncate", True) is not True:  # transformers does not read it here
-            raise ValueError(f"rope_parameters.full_attention.truncate = {usual['truncate']!r}: takes only true")
-        if _rope_scaling(local) is not None:
+        global_rope = rope["full_attention"]
+        local_rope = rope["sliding_attention"]
+        if global_rope.get("truncate", True) is not True:  # transformers does not read it here
+            raise ValueError(f"rope_parameters.full_attention.truncate = {global_rope['truncate']!r}: takes only true")
+        if _rope_scaling(local_rope) is not None:
             raise ValueError(
-                f"rope_parameters.sliding_attention = {local!r}: only rope_type 'default' is supported there"
+                f"rope_parameters.sliding_attention = {local_rope!r}: only rope_type 'default' is supported there"
             )
-        options["local_rope_theta"] = float(local["rope_theta"])
+        options["local_rope_theta"] = float(local_rope["rope_theta"])
     if "no_rope_layers" in fields:
         # Despite the field's name, 1 marks a layer with rotary embeddings. The list may be longer than the layers.
         rotated = fields["no_rope_layers"]
@@ -259,15 +259,15 @@ def decoder_config(fields: dict) -> DecoderConfig:
     if "num_experts_per_tok" in fields:
         options |= _experts(fields)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    for part in rope.values() if "full_attention" in rope else [rope]:
-        rotated = part.get("partial_rotary_factor") or 1.0
+    for settings in rope.values() if "full_attention" in rope else [rope]:
+        rotated = settings.get("partial_rotary_factor") or 1.0
         if rotated != 1.0 and "partial_rotary_factor" not in FAMILIES[fields["model_type"]].read:
             raise ValueError(f"partial_rotary_factor = {rotated} is not supported, only 1.0")
         options["rotary_dim"] = None if rotated == 1.0 else int(head_dim * rotated)
     return DecoderConfig(
         head_dim=head_dim,
-        rope_theta=float(usual["rope_theta"]),
-        rope_scaling=_rope_scaling(usual),
+        rope_theta=float(global_rope["rope_theta"]),
+        rope_scaling=_rope_scaling(global_rope),
         windows=_windows(fields),
         attention_cap=fields.get("attn_logit_softcapping"),
         logit_cap=fields.get("final_logit_softcapping"),
@@ -290,9 +290,11 @@ def _check_numbers(fields: dict) -> None:
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
-    for name, part in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
+    for name, settings in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
         numbers |= {
-            f"{name}.{key}": value for key, value in part.items() if key in (*_ROPE_NUMBERS, "partial_rotary_factor")
+            f"{name}.{key}": value
+            for key, value in settings.items()
+            if key in (*_ROPE_NUMBERS, "partial_rotary_factor")
         }
     for name, value in numbers.items():
         if value is None:
@@ -342,12 +344,14 @@ def _experts(fields: dict) -> dict[str, object]:
 def _windows(fields: dict) -> tuple[int | None, ...]:
     """The attention window of each layer; empty if no layer has a window."""
     size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-    usual = "sliding_attention" if size else "full_attention"
-    kinds = fields.get("layer_types") or [usual] * fields["num_hidden_layers"]
+    default_kind = "sliding_attention" if size else "full_attention"
+    kinds = fields.get("layer_types") or [default_kind] * fields["num_hidden_layers"]
     for layer, kind in enumerate(kinds):
-        other = "linear" if "linear_num_key_heads" in fields else "sliding"
-        if kind not in ("full_attention", f"{other}_attention"):
-            raise ValueError(f"layer_types[{layer}] = {kind!r} is not supported; only full and {other} attention are")
+        supported = "linear" if "linear_num_key_heads" in fields else "sliding"
+        if kind not in ("full_attention", f"{supported}_attention"):
+            raise ValueError(
+                f"layer_types[{layer}] = {kind!r} is not supported; only full and {supported} attention are"
+            )
         if kind == "sliding_attention" and not size:
             raise ValueError(
                 f"layer_types[{layer}] = {kind!r}, but sliding_window = {fields.get('sliding_window')!r} and "
@@ -375,9 +379,11 @@ def _rope_scaling(rope: dict) -> RopeScaling | None:
     def factor(mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
-    usual = (
+    default_factor = (
         factor(rope["mscale"]) / factor(rope["mscale_all_dim"])
         if {"mscale", "mscale_all_dim"} <= rope.keys()
         else factor()
     )
-    return scaling._replace(attention_factor=float(rope.get("attention_factor", usual)), truncate=values["truncate"])
+    return scaling._replace(
+        attention_factor=float(rope.get("attention_factor", default_factor)), truncate=values["truncate"]
+    )

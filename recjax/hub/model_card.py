@@ -62,7 +62,7 @@ def model_card(
     version = f"recjax {made_with.get('recjax', '')}".strip()
     commit = f", commit {made_with['commit']}" if made_with.get("commit") else ""
     settings = "".join(f"\n| {key} | `{value_of(config, key)}` |" for key in _SETTINGS)
-    parts = [
+    paragraphs = [
         f"# {name}",
         f"{path or 'A decoder made from scratch'}, trained by {config.algorithm.preset} on the task `{task}`:"
         f" {step} optimizer steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
@@ -75,4 +75,8 @@ def model_card(
         f"The license is the base model's{'' if data.license else ', which is not in its folder'}." if path else "",
         _PAPER,
     ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts if part) + "\n"
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n"
+        + "\n\n".join(paragraph.strip() for paragraph in paragraphs if paragraph)
+        + "\n"
+    )

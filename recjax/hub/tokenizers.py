@@ -101,9 +101,9 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
 
 def reads_clock(path: str | Path) -> bool:
     """True if a chat template of the folder or hub name writes the current date or time into prompts."""
-    files = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
-    found = (file for pattern in files for file in model_folder(path).glob(pattern))
-    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in found)
+    patterns = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
+    files = (file for pattern in patterns for file in model_folder(path).glob(pattern))
+    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def _check_readable(folder: Path) -> None:
@@ -211,21 +211,23 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
-    usual = PreTrainedTokenizerFast
+    fast_class = PreTrainedTokenizerFast
     kind = type(tokenizer)
-    own = ("encode", "_encode_plus", "decode", "_decode")
-    if not issubclass(kind, usual) or any(getattr(kind, name) is not getattr(usual, name) for name in own):
+    methods = ("encode", "_encode_plus", "decode", "_decode")
+    if not issubclass(kind, fast_class) or any(
+        getattr(kind, name) is not getattr(fast_class, name) for name in methods
+    ):
         return None
     backend = tokenizer.backend_tokenizer
     changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
     return None if any(changes) else backend
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: bool = False) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, special: bool = False) -> list[int]:
     """Token ids of a text, without added special tokens unless `special` is true."""
     backend = _backend(tokenizer)
     # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
-    with _explained(tokenizer, f"{what} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
+    with _explained(tokenizer, f"{text_name} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
         if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
             return backend.encode_batch([text], add_special_tokens=special)[0].ids
         encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
@@ -233,8 +235,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str, special: b
 
 
 @contextlib.contextmanager
-def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> Iterator[None]:
-    """Raises a ValueError in place of an error of the tokenizer, also of a panic, which is no `Exception` in Python."""
+def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str) -> Iterator[None]:
+    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python."""
     try:
         yield
     except BaseException as error:
@@ -245,7 +247,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, what: str, problem: str) -> I
             )
         elif not isinstance(error, Exception):
             raise
-        raise ValueError(f"{what} {problem}") from error
+        raise ValueError(f"{text_name} {problem}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -275,32 +277,37 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
             break
         context = context[1:]
         head = _decode(tokenizer, context)
-    whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
+    text = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
     # The tokens may complete a character at the end of the context.
-    return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
+    return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]
 
 
-def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, text_name: str = "text") -> list[int]:
     """Token ids of a text that follows other tokens, without added special tokens.
 
     Args:
         before: all preceding tokens; if empty, the text follows an unknown text.
-        what: name of the text in error messages.
+        text_name: name of the text in error messages.
     Raises:
         ValueError: the vocabulary does not cover the text.
     """
-    alone = _encode(tokenizer, text, what)
-    once = _decode(tokenizer, alone)
-    twice = _decode(tokenizer, alone * 2)
-    is_same_everywhere = twice == 2 * once and (once[:1] == " ") == (text[:1] == " ")
+    ids = _encode(tokenizer, text, text_name)
+    decoded = _decode(tokenizer, ids)
+    decoded_twice = _decode(tokenizer, ids * 2)
+    is_same_everywhere = decoded_twice == 2 * decoded and (decoded[:1] == " ") == (text[:1] == " ")
     if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
-        return alone
+        return ids
     last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
     for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
-        head, whole = (_encode(tokenizer, each, what) for each in (earlier, earlier + text))
-        if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
-            return whole[len(head) :]
-    return alone
+        earlier_ids, joined_ids = (_encode(tokenizer, each, text_name) for each in (earlier, earlier + text))
+        if (
+            earlier_ids
+            and joined_ids[: len(earlier_ids)] == earlier_ids
+            and len(joined_ids) > len(earlier_ids)
+            and tokenizer.unk_token_id not in earlier_ids
+        ):
+            return joined_ids[len(earlier_ids) :]
+    return ids
 
 
 def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
@@ -317,8 +324,8 @@ def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
     added = tokenizer.added_tokens_decoder.get(last)
     if added is None:
         return False
-    alone, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
-    return after == [last, *alone]
+    plain_ids, ids_after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
+    return ids_after == [last, *plain_ids]
 
 
 def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -388,20 +395,20 @@ def encode_prompts(
 
 
 def check_embedded(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, place: str
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, source: str
 ) -> None:
     """Refuses tokens without an embedding: a tokenizer may have more tokens than the embedding has rows.
 
     Args:
         vocabulary: number of rows of the model's embedding; None skips the check.
-        place: source of the tokens, for the error message.
+        source: source of the tokens, for the error message.
     Raises:
-        ValueError: a token has no embedding; the message has the place, the token, the folder and both sizes.
+        ValueError: a token has no embedding; the message has the source, the token, the folder and both sizes.
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return
     raise ValueError(
-        f"{place}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+        f"{source}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
         f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
         f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
         " (transformers' resize_token_embeddings), or remove the token from the text"

@@ -38,7 +38,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of the names in PEFT's files
 _TARGETS = (*PROJECTIONS, *DELTA_PROJECTIONS)
 # Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
-# Every other field must be off, as all of them change the adapter's computation.
+# Every other field must be off, because it changes the adapter's computation.
 _ADAPTER_FIELDS = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -46,7 +46,7 @@ _ADAPTER_FIELDS = {
     *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
 }
 _ADAPTER_FIXED = {"peft_type": ("LORA",), "bias": ("none",)}
-_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base
+_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # other values change the base
 
 # Decoder module or parameter → Hugging Face's. Each decoder has only some. Hugging Face stores kernels as [out, in].
 MODULES = {
@@ -82,7 +82,7 @@ EXPERT_MODULES = {
 }
 # PEFT's parameters of all experts of a layer, as it nests their adapters, outermost first; and their projections.
 _JOINT_EXPERTS = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
-# Decoder modules that a checkpoint stores one below the other in a single tensor, if it fuses projections.
+# Decoder modules that a checkpoint stacks in a single tensor, if it fuses projections.
 FUSED_MODULES = {
     "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
     "model.layers.{layer}.mlp.gate_up_proj": ("layers/gate", "layers/up"),
@@ -161,7 +161,6 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises:
         ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
-    file = folder / "config.json"
     written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
         raise ValueError(
@@ -185,7 +184,7 @@ def read_config(folder: Path) -> DecoderConfig:
             raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
         config = decoder_config(fields)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
     if config.tie_embeddings and _has_own_head(tensors):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."
@@ -219,7 +218,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
-    """The tensors of a folder by their names in the family; of a multimodal model, those of the text half.
+    """The tensors of a folder by their names in the family; for a multimodal model, only the text half's tensors.
 
     Args:
         written: content of config.json.
@@ -246,7 +245,7 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
 
 
 def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
-    """The name of each tensor in its file by its name in the family, without those of a multimodal model's other half.
+    """The name of each tensor in its file by its name in the family, without a multimodal model's other half.
 
     A model without its head, as transformers' AutoModel saves it, has names without `model.`.
     """
@@ -259,12 +258,12 @@ def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
 
 def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
     """True if the weights hold both embedding and head, with different values; False if either is missing."""
-    both = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
+    pair = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(_opened(tensor.file)) for tensor in both]
-        if len(both) < 2 or not all(one.name in file.keys() for one, file in zip(both, opened, strict=True)):
+        opened = [stack.enter_context(_opened(tensor.file)) for tensor in pair]
+        if len(pair) < 2 or not all(tensor.name in file.keys() for tensor, file in zip(pair, opened, strict=True)):
             return False
-        embedding, head = (file.get_slice(one.name) for one, file in zip(both, opened, strict=True))
+        embedding, head = (file.get_slice(tensor.name) for tensor, file in zip(pair, opened, strict=True))
         if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
             return True
         for start in range(0, shape[0], _COMPARED_ROWS):
@@ -281,10 +280,10 @@ def _check_layers(folder: Path, written: dict, tensors: dict[str, _Tensor]) -> N
         return
     if not 0 < layers <= MOST_LAYERS:
         raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
-    found = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
-    if found and max(found) + 1 != layers:
+    layer_numbers = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
+    if layer_numbers and max(layer_numbers) + 1 != layers:
         raise ValueError(
-            f"num_hidden_layers = {layers}, but the weights in {folder} have {max(found) + 1} layers; use the"
+            f"num_hidden_layers = {layers}, but the weights in {folder} have {max(layer_numbers) + 1} layers; use the"
             " config.json that belongs to them"
         )
 
@@ -315,17 +314,17 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
         mlp = f"model.layers.{{layer}}.{config.experts.module}"
         experts = range(config.experts.count)
         modules |= {"layers/experts/router": f"{mlp}.gate"}
-        for part, name in EXPERT_MODULES[config.experts.module].items():
-            modules[f"layers/experts/{part}"] = f"{mlp}.experts.{{expert}}.{name}"
+        for projection, name in EXPERT_MODULES[config.experts.module].items():
+            modules[f"layers/experts/{projection}"] = f"{mlp}.experts.{{expert}}.{name}"
     for module, parts in FUSED_MODULES.items() if config.fused_projections else ():
         modules |= dict.fromkeys(parts, module)
     names = {}
     for path in flatten(abstract_params(config)):
-        place = re.match(r"layers/(\d+)/", path)
-        own = path.replace(place[0], "layers/") if place else path
-        module, _, kind = own.rpartition("/")
-        name = modules.get(own) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
-        layers = range(int(place[1]) if place else 0, config.num_layers, config.period)
+        in_period = re.match(r"layers/(\d+)/", path)
+        usual_path = path.replace(in_period[0], "layers/") if in_period else path
+        module, _, kind = usual_path.rpartition("/")
+        name = modules.get(usual_path) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
+        layers = range(int(in_period[1]) if in_period else 0, config.num_layers, config.period)
         layers = layers if path.startswith("layers/") else [0]
         each = experts if "{expert}" in name else range(1)
         names[path] = [name.format(layer=layer, expert=expert) for layer in layers for expert in each]
@@ -338,10 +337,10 @@ def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
-    for parts in FUSED_MODULES.values() if config.fused_projections else ():
-        ends = np.cumsum([sizes.get(part, config.intermediate_size) for part in parts]).tolist()
-        for part, start, end in zip(parts, [0, *ends], ends, strict=False):
-            rows[f"{part}/kernel"] = start, end, ends[-1]
+    for modules in FUSED_MODULES.values() if config.fused_projections else ():
+        ends = np.cumsum([sizes.get(module, config.intermediate_size) for module in modules]).tolist()
+        for module, start, end in zip(modules, [0, *ends], ends, strict=False):
+            rows[f"{module}/kernel"] = start, end, ends[-1]
     return rows
 
 
@@ -367,11 +366,11 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
         for file in _safetensors_files(folder, _tensors_of(folder, written)):
             opened = stack.enter_context(_opened(file))
             stored |= {name: (file, opened, name) for name in opened.keys()}
-        found = {name: stored[of_file] for name, of_file in _names_in_family(stored, written).items()}
-        if config.tie_embeddings and _EMBEDDING not in found and _HEAD in found:
-            found[_EMBEDDING] = found[_HEAD]
-        cuts = _split_joint_experts(found, config) if config.experts else {}
-        _check_names(folder, {name for group in names.values() for name in group}, found)
+        sources = {name: stored[of_file] for name, of_file in _names_in_family(stored, written).items()}
+        if config.tie_embeddings and _EMBEDDING not in sources and _HEAD in sources:
+            sources[_EMBEDDING] = sources[_HEAD]
+        cuts = _split_joint_experts(sources, config) if config.experts else {}
+        _check_names(folder, {name for group in names.values() for name in group}, sources)
 
         def read(path, leaf):
             layered = path.startswith("layers/")
@@ -384,7 +383,7 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
                 stored_shape = shape[::-1] if transposed else shape
                 rows = fused.get(path)
                 cut = ((rows[2], *stored_shape[1:]), slice(*rows[:2])) if rows else cuts.get(name)
-                values = _read(*found[name], stored_shape, cut)
+                values = _read(*sources[name], stored_shape, cut)
                 return values.T if transposed else values
 
             if not layered:
@@ -392,19 +391,20 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             stacked = _zeros(leaf.shape, axes)
             each = len(names[path]) // len(leaf)
 
-            def of_layer(layer):
+            def layer_weights(layer):
                 tensors = [tensor(name) for name in names[path][layer * each : (layer + 1) * each]]
                 return np.stack(tensors) if of_experts else tensors[0]
 
             for layer in range(len(leaf)):
-                stacked = _with_layer(stacked, layer, put_array(of_layer(layer), *axes[1:]), axes)
+                stacked = _with_layer(stacked, layer, put_array(layer_weights(layer), *axes[1:]), axes)
             return stacked
 
         return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
 
 
-def _split_joint_experts(found: dict[str, tuple], config: DecoderConfig) -> dict[str, tuple]:
-    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by those of each expert, in `found`.
+def _split_joint_experts(sources: dict[str, tuple], config: DecoderConfig) -> dict[str, tuple]:
+    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by one tensor for each expert, in
+    `sources`.
 
     Returns:
         Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.
@@ -418,16 +418,16 @@ def _split_joint_experts(found: dict[str, tuple], config: DecoderConfig) -> dict
         mlp = f"model.layers.{layer}.{module}"
         joint_mlp = f"model.layers.{layer}.mlp"
         joint_names = {f"{joint_mlp}.experts.{parameter}" for parameter in _JOINT_EXPERTS}
-        if not joint_names <= found.keys() or f"{mlp}.experts.0.{EXPERT_MODULES[module]['gate']}.weight" in found:
+        if not joint_names <= sources.keys() or f"{mlp}.experts.0.{EXPERT_MODULES[module]['gate']}.weight" in sources:
             continue
-        if f"{joint_mlp}.gate.weight" in found:
-            found[f"{mlp}.gate.weight"] = found.pop(f"{joint_mlp}.gate.weight")
-        for parameter, parts in _JOINT_EXPERTS.items():
-            tensor = found.pop(f"{joint_mlp}.experts.{parameter}")
-            rows = shapes[parameter][1] // len(parts)
-            for expert, (number, projection) in itertools.product(range(count), enumerate(parts)):
+        if f"{joint_mlp}.gate.weight" in sources:
+            sources[f"{mlp}.gate.weight"] = sources.pop(f"{joint_mlp}.gate.weight")
+        for parameter, projections in _JOINT_EXPERTS.items():
+            tensor = sources.pop(f"{joint_mlp}.experts.{parameter}")
+            rows = shapes[parameter][1] // len(projections)
+            for expert, (number, projection) in itertools.product(range(count), enumerate(projections)):
                 name = f"{mlp}.experts.{expert}.{EXPERT_MODULES[module][projection]}.weight"
-                found[name] = tensor
+                sources[name] = tensor
                 index = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
                 cuts[name] = shapes[parameter], index
     return cuts
@@ -451,7 +451,7 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
     for name, values in fixed.items():
         value = fields.get(name, values[0])
         if name == "target_parameters":
-            value = [one for one in value or () if str(one).split(".")[-1] not in _JOINT_EXPERTS]
+            value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
         if value not in values and value not in ([], {}):
             remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
             raise ValueError(f"{file}: {name} = {value!r:.80}: recjax does not compute such adapters; {remedy}")
@@ -486,45 +486,47 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     def divisor(rank: float) -> float:
         return rank**0.5 if fields.get("use_rslora") else rank
 
-    def of_module(pattern: str, name: str, usual: float) -> float:
+    def module_value(pattern: str, name: str, default: float) -> float:
         """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
         values = fields.get(pattern) or {}
-        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        theirs = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
+        adapter_names = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
         stored = {
             name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
-            for name, full in theirs.items()
+            for name, full in adapter_names.items()
         }
     joint = _split_experts(stored, fields, plain) if plain.experts else {}
     unread = {*stored}
     for kernel, names in tensor_names(plain).items():
         target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
-        for place, name in enumerate(names) if target in _TARGETS else ():
+        for index, name in enumerate(names) if target in _TARGETS else ():
             module = name.removesuffix(".weight")
             inputs, units = leaves[kernel].shape[-2:]
-            both = [f"{module}.lora_{side}.weight" for side in "AB"]
-            if not stored.keys() & {*both}:
+            factors = [f"{module}.lora_{side}.weight" for side in "AB"]
+            if not stored.keys() & {*factors}:
                 continue
-            name_in_base = theirs.get(both[0], both[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            name_in_base = (
+                adapter_names.get(factors[0], factors[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            )
             module = joint.get(module, name_in_base)
             start, end, rows = fused.get(kernel, (0, units, units))
-            rank = of_module("rank_pattern", module, fields["r"])
-            for tensor, shape in zip(both, ((rank, inputs), (rows, rank)), strict=True):
-                if (found := stored[tensor].shape if tensor in stored else "none") != shape:
+            rank = module_value("rank_pattern", module, fields["r"])
+            for tensor, shape in zip(factors, ((rank, inputs), (rows, rank)), strict=True):
+                if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
                     raise ValueError(
-                        f"{file}: tensor {tensor!r} has shape {found}, but {_ADAPTER_CONFIG} and the model ask for"
-                        f" {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
+                        f"{file}: tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask"
+                        f" for {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
                     )
-            unread -= {*both}
-            a, b = (stored[tensor] for tensor in both)
+            unread -= {*factors}
+            a, b = (stored[tensor] for tensor in factors)
             used = b[start:end].any(0) | (~b.any(0) & a.any(1))
-            scale = of_module("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
-            parts[kernel, place] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
+            scale = module_value("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
+            parts[kernel, index] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
     if unread or not any(len(b) for _, b in parts.values()):
-        name = min((str(theirs.get(name, name)) for name in unread), default="none")
+        name = min((str(adapter_names.get(name, name)) for name in unread), default="none")
         raise ValueError(
             f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)}); merge the adapter"
             " into its base with PEFT's merge_and_unload and set model.path to the result"
@@ -560,24 +562,24 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
     """
     count = config.experts.count
     module = config.experts.module
-    ends = {str(one).split(".")[-1] for one in fields.get("target_parameters") or ()}
+    ends = {str(parameter).split(".")[-1] for parameter in fields.get("target_parameters") or ()}
     parameters = {}
     for layer in range(config.num_layers):
-        place = f"model.layers.{layer}.mlp.experts"
+        joint_experts = f"model.layers.{layer}.mlp.experts"
         nested = zip([name for name in _JOINT_EXPERTS if name in ends], ("", ".base_layer"), strict=False)
         for parameter, wrapper in nested:
-            a, b = (stored.pop(f"{place}{wrapper}.lora_{side}.weight", None) for side in "AB")
+            a, b = (stored.pop(f"{joint_experts}{wrapper}.lora_{side}.weight", None) for side in "AB")
             if a is None or b is None or len(a) % count:
                 continue
             a = a.reshape(count, -1, a.shape[-1])
             b = np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
-            for part, rows in zip(
+            for projection, rows in zip(
                 _JOINT_EXPERTS[parameter], np.split(b, len(_JOINT_EXPERTS[parameter]), 1), strict=True
             ):
                 for expert in range(count):
-                    name = f"model.layers.{layer}.{module}.experts.{expert}.{EXPERT_MODULES[module][part]}"
+                    name = f"model.layers.{layer}.{module}.experts.{expert}.{EXPERT_MODULES[module][projection]}"
                     stored |= {f"{name}.lora_A.weight": a[expert], f"{name}.lora_B.weight": rows[expert]}
-                    parameters[name] = f"{place}.{parameter}"
+                    parameters[name] = f"{joint_experts}.{parameter}"
     return parameters
 
 
@@ -624,9 +626,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _check_names(folder: Path, expected: set[str], found: dict) -> None:
-    missing = sorted(expected - found.keys())
-    wrapped = next((name for name in found if missing and name.endswith(f".{missing[0]}")), None)
+def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
+    missing = sorted(expected - sources.keys())
+    wrapped = next((name for name in sources if missing and name.endswith(f".{missing[0]}")), None)
     if wrapped:
         raise ValueError(
             f"{folder}: the tensors' names begin with {wrapped.removesuffix(missing[0])!r}, as in {wrapped!r}: they are"
@@ -638,11 +640,11 @@ def _check_names(folder: Path, expected: set[str], found: dict) -> None:
             f"{folder}: {len(missing)} tensors that config.json calls for are in none of the safetensors files, first "
             f"{missing[0]!r}; check num_hidden_layers and tie_word_embeddings, or fetch the files again"
         )
-    extra = {name for name in found.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {_HEAD}
+    extra = {name for name in sources.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {_HEAD}
     if extra:
         first = min(extra)
         raise ValueError(
-            f"{found[first][0]}: {len(extra)} tensors that config.json does not call for, first {first!r}; the "
+            f"{sources[first][0]}: {len(extra)} tensors that config.json does not call for, first {first!r}; the "
             "weights belong to another config or architecture, or hold more than a language model"
         )
 
@@ -650,10 +652,10 @@ def _check_names(folder: Path, expected: set[str], found: dict) -> None:
 def _read(file: Path, opened, name: str, shape: tuple[int, ...], cut: tuple | None) -> np.ndarray:
     """A tensor of a file; with a cut, the shape of the whole tensor and an index, its part of `shape`."""
     header = opened.get_slice(name)
-    whole = shape if cut is None else cut[0]
-    if tuple(header.get_shape()) != whole:
+    stored_shape = shape if cut is None else cut[0]
+    if tuple(header.get_shape()) != stored_shape:
         raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {whole}; "
+            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {stored_shape}; "
             "use the config.json that belongs to these weights"
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):

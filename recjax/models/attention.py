@@ -61,14 +61,14 @@ def attend(
     """
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
-    alone = len(segments) == 1 and time > 1
+    is_whole_sequence = len(segments) == 1 and time > 1
     # Pallas compiles for no mesh and for no absent GPU.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
-    if alone and kernel == "cudnn" and cap is None:
+    if is_whole_sequence and kernel == "cudnn" and cap is None:
         mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
     elif is_sampling and kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
-    elif alone and kernel == "splash" and ids is not None:
+    elif is_whole_sequence and kernel == "splash" and ids is not None:
         mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
     else:
         mixed = plain_attention(queries, segments, scale, cap)
@@ -148,8 +148,8 @@ def one_token_attention(
 ) -> Float[Array, "batch heads 1 head_dim"]:
     """Attention of one token per row, as one kernel on an NVIDIA GPU; `plain_attention` takes about fifteen.
 
-    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes blocks of keys one
-    after the other.
+    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes one block of keys
+    after another.
 
     Args:
         queries: in bfloat16, as keys and values are; head_dim is a power of two.
@@ -180,7 +180,7 @@ def one_token_attention(
         real = (jnp.arange(rows) < count)[:, None]
         queries = triton.load(queries_ref.at[:, :], mask=real, other=0.0)
         carry = jnp.zeros((rows, width)), jnp.full(rows, -1e30), jnp.zeros(rows)
-        for keys_ref, values_ref, seen_ref in zip(*(refs[which::3] for which in range(3)), strict=True):
+        for keys_ref, values_ref, seen_ref in zip(*(refs[offset::3] for offset in range(3)), strict=True):
             length = seen_ref.shape[0]
             size = min(KEYS, max(LEAST_ROWS, 1 << (length - 1).bit_length()))
 
@@ -231,7 +231,6 @@ def splash_attention(
         scale, cap: see `attend`.
         interpret: run the kernel step by step, on any device.
     """
-    time = queries.shape[2]
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
     length = padded[0].shape[2]
     block = next(size for size in (512, 256, LANES) if length % size == 0)
@@ -246,7 +245,7 @@ def splash_attention(
     )
     ids = _lengthened(ids, 1, LANES)
     mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids, ids))
-    return mixed[:, :, :time]
+    return mixed[:, :, : queries.shape[2]]
 
 
 def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):

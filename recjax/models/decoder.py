@@ -30,10 +30,10 @@ class Context(NamedTuple):
     """Keys and values of earlier tokens, for all layers with attention.
 
     A context may have fewer rows than the batch: each context row then serves batch/rows consecutive rows, so that a
-    prompt is run once for all completions of its group. `mask` is True at real tokens.
-    An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer. If
-    layers are of several kinds, a scanned decoder takes tuples over the layers of a period, of arrays of all periods.
-    `states` are those of the layers with delta nets, in the same form; only those of the last context are read.
+    prompt is run once for all completions of the group. `mask` is True at real tokens. An unrolled decoder takes keys
+    and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer. If there are several kinds of
+    layers, a scanned decoder takes tuples over the layers of a period, of arrays of all periods. `states` has the
+    states of layers with delta nets, in the same form; only the last context's states are read.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "batch time"],
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
-        place: Int[Array, ""] | None = None,
+        write_at: Int[Array, ""] | None = None,
         turns: tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None = None,
         experts: Int[Array, "batch time layers per_token"] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
@@ -90,17 +90,18 @@ class Decoder(nn.Module):
             mask: True at real tokens; no token attends to padding. For several sequences packed into a row: integers,
                 for each token the index after the last token that attends to it; 0 at padding.
             contexts: earlier tokens that every row may attend to.
-            place: index in the last context at which the keys and values of these tokens are written; the context's
-                mask and positions already include them. A sampling loop so updates its cache without a copy. None:
-                write nothing.
+            write_at: index in the last context at which the keys and values of these tokens are written; the context's
+                mask and positions already include them. A sampling loop so updates its cache without a copy. None: do
+                not write.
             turns: `turns(positions)`, if the caller has it; None: compute it here.
             experts: experts of each token; `NO_RECORD` where the router chooses; None: the router chooses everywhere.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `place`, the keys and values
-            of the last context. If layers have delta nets, (keys, values, states): the states after these tokens.
+            [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `write_at`, the keys and
+            values of the last context. If layers have delta nets, also the states after these tokens: (keys, values,
+            states).
         """
-        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask, experts),), contexts, place, turns)
+        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask, experts),), contexts, write_at, turns)
         return hidden, keys_values
 
     def turns(
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
         rotary = rotary_of(self.config)
         return turns_of(positions, rotary) if rotary.frequencies.ndim == 1 else None
 
-    def of_groups(
+    def run_groups(
         self, prompts: Tokens, completions: Tokens
     ) -> tuple[Float[Array, "prompts prompt_time hidden"], Float[Array, "batch time hidden"]]:
         """Hidden states of prompts and of their completions, in one pass that runs each prompt once.
@@ -129,20 +130,20 @@ class Decoder(nn.Module):
         self,
         parts: tuple[Tokens, ...],
         contexts: tuple[Context, ...] = (),
-        place: Int[Array, ""] | None = None,
+        write_at: Int[Array, ""] | None = None,
         turns: tuple[Array, Array] | None = None,
     ) -> tuple[list[Float[Array, "batch time hidden"]], tuple]:
         """Runs the layers on several parts; each part also attends to all earlier parts.
 
         Args:
             parts: the number of rows of each part is a multiple of the number of rows of every earlier part.
-            contexts, place, turns: see `__call__`; the last two require a single part.
+            contexts, write_at, turns: see `__call__`; the last two require a single part.
         Returns:
             Hidden states of each part; keys and values of the last part, as `__call__` returns them.
         """
         embedded = self._embedded(parts)
-        sections = self._sections(parts, contexts, place is not None, turns)
-        hidden, keys_values = self._run_layers(embedded, contexts, self._per_layer(parts), sections, place)
+        sections = self._sections(parts, contexts, write_at is not None, turns)
+        hidden, keys_values = self._run_layers(embedded, contexts, self._per_layer(parts), sections, write_at)
         hidden = RMSNorm(self.config, self.dtype, name="norm")(hidden)
         return cut(hidden, [tokens.ids.shape for tokens in parts]), keys_values
 
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
         contexts: tuple[Context, ...],
         per_layer: PerLayer,
         sections: list[Section],
-        place: Int[Array, ""] | None,
+        write_at: Int[Array, ""] | None,
     ) -> tuple[Array, tuple]:
         """The stream after all layers, and keys and values in the form of a context's: written out, or as a scan."""
         config = self.config
@@ -234,17 +235,17 @@ class Decoder(nn.Module):
                 jax.tree.map(lambda option, number=number: option[number], per_layer)
                 for number in range(config.num_layers)
             ]
-            return run_layers(layers, embedded, (keys_values, states), options, sections, place)
-        alike = config.period == 1
+            return run_layers(layers, embedded, (keys_values, states), options, sections, write_at)
+        is_uniform = config.period == 1
         layers = nn.scan(
-            block if alike else Period,
+            block if is_uniform else Period,
             variable_axes={"params": 0, "routing": 0},
             split_rngs={"params": True},
             in_axes=(0, 0, *(nn.broadcast,) * 2),
             length=config.num_layers // config.period,
         )
-        scanned = layers(*shared, *([] if alike else [block]), name="layers")
-        return scanned(embedded, keys_values if alike else (keys_values, states), per_layer, sections, place)
+        scanned = layers(*shared, *([] if is_uniform else [block]), name="layers")
+        return scanned(embedded, keys_values if is_uniform else (keys_values, states), per_layer, sections, write_at)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

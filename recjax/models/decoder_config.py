@@ -48,7 +48,7 @@ class DeltaNet(NamedTuple):
 class ExpertOptions(NamedTuple):
     """Experts in every layer, each an MLP of width `intermediate_size`.
 
-    count, per_token: number of experts of a layer, and of those that run for each token.
+    count, per_token: number of experts in a layer, and how many run for each token.
     renormalize: divide the router's probabilities of a token's experts by their sum.
     module: name of the MLP in checkpoints: "mlp", or "block_sparse_moe" with Mixtral's names of projections.
     """
@@ -129,7 +129,7 @@ class DecoderConfig:
 
     @property
     def period(self) -> int:
-        """Number of layers after which their kinds repeat, a divisor of the number of layers; 1 if they are alike."""
+        """Number of layers after which the kinds repeat, a divisor of `num_layers`; 1 if all layers have one kind."""
         kinds = self.delta.layers if self.delta else ()
         count = self.num_layers
         return next(
@@ -168,7 +168,7 @@ class DecoderConfig:
 
 
 def rotary_of(config: DecoderConfig) -> Rotary:
-    """Frequencies and factor of the rotary positions, for all layers together if they are alike."""
+    """Frequencies and factor of the rotary positions: one pair if all layers share it, else one for each layer."""
     size = config.rotary_dim or config.head_dim
     frequencies = scaled_frequencies(config.rope_theta, size, config.rope_scaling).astype(np.float32)
     factor = None if config.rope_scaling is None else config.rope_scaling.attention_factor

@@ -18,7 +18,7 @@ class DeltaState(NamedTuple):
     """All that a layer keeps of a row's earlier tokens.
 
     recurrent: maps keys to values.
-    window: inputs of the convolution at the latest tokens, zeros before the first token; the second axis is of size 1.
+    window: inputs of the convolution at the latest tokens, zeros before the first token; the second axis has size 1.
     """
 
     recurrent: Float[Array, "*layers rows value_heads key_dim value_dim"]
@@ -65,7 +65,7 @@ def delta_rule(
 ) -> tuple[Float[Array, "rows time value_heads value_dim"], Float[Array, "rows value_heads key_dim value_dim"]]:
     """Reads the state after each token: S ← exp(decay) S;  S ← S + rate · k (v - Sᵀ k)ᵀ;  output Sᵀ q.
 
-    A token with rate and decay 0 leaves the state as it is. Several tokens are computed in chunks: a unit-triangular
+    A token with rate and decay 0 does not change the state. Several tokens are computed in chunks: a unit-triangular
     system gives all corrections of a chunk at once, so that only chunks follow one another.
 
     Args:
@@ -112,10 +112,10 @@ def _in_chunks(
 
     q, k, v, rate, decay = map(chunks, (q, k, v, rate, decay))
     started = jnp.cumsum(chunks(starts[:, None, None, :, None].astype(jnp.int32)), axis=-2)  # 0: of an earlier chunk
-    together = (started == started.mT) & jnp.tril(jnp.ones((chunk, chunk), bool))
-    # Decays of other sequences are multiplied by 0, so that not even rounding errors pass from one to the other.
-    total = _matmul(together.astype(jnp.float32), decay)
-    between = jnp.exp(jnp.where(together, total - total.mT, -jnp.inf))
+    same_sequence = (started == started.mT) & jnp.tril(jnp.ones((chunk, chunk), bool))
+    # Decays of other sequences are multiplied by 0, so that not even rounding errors pass between sequences.
+    total = _matmul(same_sequence.astype(jnp.float32), decay)
+    between = jnp.exp(jnp.where(same_sequence, total - total.mT, -jnp.inf))
     from_state = jnp.where(started == 0, jnp.exp(total), 0.0)
     to_end = jnp.exp(jnp.where(started == started[..., -1:, :], total[..., -1:, :] - total, -jnp.inf))
     system = _matmul(k, k.mT) * rate * between
@@ -141,7 +141,7 @@ def _solve_unit_lower(
 ) -> Float[Array, "*batch size units"]:
     """x of (I + strict) x = right, for a strictly lower triangular matrix whose size is a power of two.
 
-    XLA's triangular_solve never returns on a CPU where two of them run at once. This function inverts diagonal
+    XLA's triangular_solve never returns on a CPU where two calls run at once. This function inverts diagonal
     blocks of 1, 2, 4, … rows: [[A, 0], [C, D]] has the inverse [[A⁻¹, 0], [-D⁻¹ C A⁻¹, D⁻¹]].
     """
     size = strict.shape[-1]

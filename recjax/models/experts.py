@@ -17,7 +17,7 @@ from recjax.models.placement import ROWS, dividing_axes
 from recjax.models.products import PRODUCT, grouped_product
 
 EXPERTS = "experts"  # name of the recorded experts of each token, [time, layers, per_token]; see `routing_shapes`
-NO_RECORD = -1  # in place of an expert: the router chooses
+NO_RECORD = -1  # instead of an expert's number: the router chooses
 _COLLECTION = "routing"
 
 
@@ -68,8 +68,6 @@ class Experts(nn.Module):
         self.sow(_COLLECTION, "chosen", chosen)
         counts = jax.nn.one_hot(chosen, options.count).sum(1)
         self.sow(_COLLECTION, "load", tuple((y * real[:, None]).sum(0) for y in (counts, probabilities)))
-        size = self.config.hidden_size
-        width = self.config.intermediate_size
         lora = self.config.lora
 
         def kernels_of(name: str, inputs: int, units: int) -> tuple[Array, ...]:
@@ -80,6 +78,8 @@ class Experts(nn.Module):
             added = _Kernels((options.count, lora.rank, units), name=f"{name}_lora_b")()
             return kernel, low, added * (lora.alpha / lora.rank)
 
+        size = self.config.hidden_size
+        width = self.config.intermediate_size
         shapes = ("gate", size, width), ("up", size, width), ("down", width, size)
         kernels = tuple(kernels_of(*shape) for shape in shapes)
         chosen = jnp.where(real[:, None], chosen, options.count)
@@ -201,8 +201,8 @@ def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> 
     result, sown = decoder.apply(variables, *arguments, mutable=[_COLLECTION], **options)
     sown = sown[_COLLECTION]
     layers = [sown[f"layer_{number}"] for number in range(decoder.config.num_layers)] if decoder.unrolled else []
-    whole = jax.tree.map(lambda *parts: jnp.stack(parts), *layers) if layers else sown["layers"]
-    return result, {name: value[0] for name, value in whole["experts"].items()}
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers) if layers else sown["layers"]
+    return result, {name: value[0] for name, value in stacked["experts"].items()}
 
 
 def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:
@@ -212,7 +212,7 @@ def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:
 
 
 def load_of(sown: dict, per_token: int) -> Load:
-    """The load of a forward pass, from the sown values of its layers."""
+    """The experts' load in a forward pass, from the values that the layers have sown."""
     counts, probabilities = sown["load"]
     return Load(counts, probabilities, counts[0].sum() / per_token)
 

@@ -57,7 +57,7 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
 class PerLayer(NamedTuple):
     """Options that differ between layers, for the scan over layers; None: equal in all layers.
 
-    `experts` are recorded experts of each token of the stream, see `Experts`; None: nothing is recorded.
+    `experts` are recorded experts of each token of the stream, see `Experts`; None: no record.
     """
 
     rotary: Rotary | None
@@ -85,8 +85,9 @@ class Block(nn.Module):
     The stream is [all tokens, hidden] for any number of sections: matmuls with more rows are faster, and on a CPU the
     gradients of 2-D matmuls take half the time of gradients of [batch, time, hidden] matmuls.
 
-    A layer with attention takes keys and values of all contexts and returns those of the last source. A layer with a
-    delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last section.
+    A layer with attention takes keys and values of all contexts and returns the last source's keys and values. A layer
+    with a delta net takes a `DeltaState`, or None at the beginning of all rows, and returns the state after the last
+    section.
     """
 
     config: DecoderConfig
@@ -95,14 +96,14 @@ class Block(nn.Module):
     has_delta: bool = False
 
     @nn.compact
-    def __call__(self, hidden, earlier, layer, sections, place):
+    def __call__(self, hidden, earlier, layer, sections, write_at):
         rows, units = _stream_axes_of(sections)
 
         x = constrain(self._input(hidden, "attention_norm"), rows, units)
         if self.has_delta:
             mixed, kept = self._delta_net(x, earlier, sections)
         else:
-            mixed, kept = self._attention(x, earlier, layer, sections, place)
+            mixed, kept = self._attention(x, earlier, layer, sections, write_at)
         hidden = self._added(hidden, mixed, "attention_post_norm")
 
         x = constrain(self._input(hidden, "mlp_norm"), rows, units)
@@ -136,15 +137,15 @@ class Block(nn.Module):
 
     # --- Attention.
 
-    def _attention(self, x, earlier, layer, sections, place):
+    def _attention(self, x, earlier, layer, sections, write_at):
         """The output of attention, and the keys and values of the last source."""
         config = self.config
         query_units = config.num_heads * config.head_dim
         key_units = config.num_kv_heads * config.head_dim
         if config.gated_attention:
-            both = self._dense(x, 2 * query_units, "query", config.qkv_bias)
-            both = both.reshape(-1, config.num_heads, 2, config.head_dim)
-            query, gate = (both[:, :, which].reshape(-1, query_units) for which in (0, 1))
+            query_and_gate = self._dense(x, 2 * query_units, "query", config.qkv_bias)
+            query_and_gate = query_and_gate.reshape(-1, config.num_heads, 2, config.head_dim)
+            query, gate = (query_and_gate[:, :, half].reshape(-1, query_units) for half in (0, 1))
         else:
             query = self._dense(x, query_units, "query", config.qkv_bias)
         queries = self._heads(query, sections, "query_norm" if config.qk_norm else None)
@@ -157,13 +158,13 @@ class Block(nn.Module):
         for section, query, key, value in zip(sections, queries, keys, values, strict=True):
             turns = section.turns if layer.rotary is None else turns_of(section.positions, layer.rotary)
             keys_values = rotate(key, turns), value
-            if place is not None:
+            if write_at is not None:
                 keys_values = tuple(
-                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), place, 2)
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), write_at, 2)
                     for old, new in zip(sources.pop(), keys_values, strict=True)
                 )
             sources.append(keys_values)
-            outputs.append(self._attended(query, turns, sources, section, layer.windows, place is not None))
+            outputs.append(self._attended(query, turns, sources, section, layer.windows, write_at is not None))
         mixed = joined(outputs, _shapes(sections))
         if config.gated_attention:
             mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
@@ -181,12 +182,12 @@ class Block(nn.Module):
         return [constrain(heads.swapaxes(1, 2), ROWS, "tensor") for heads in cut(x, _shapes(sections))]
 
     def _attended(self, query, turns, sources, section, windows, is_sampling):
-        """Attention of a section's queries over the keys and values of its sources."""
+        """Attention of a section's queries over the sources' keys and values."""
         config = self.config
         masks = section.masks
         if windows is not None:
-            near = [distance < windows for distance in section.distances]
-            masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
+            are_near = [distance < windows for distance in section.distances]
+            masks = [mask & is_near for mask, is_near in zip(masks, are_near, strict=True)]
         segments = [(*keys_values, mask) for keys_values, mask in zip(sources, masks, strict=True)]
         return attend(
             rotate(query, turns),
@@ -243,7 +244,7 @@ class Block(nn.Module):
             constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")
             for piece, count in zip(pieces, (net.key_heads, net.key_heads, net.value_heads), strict=True)
         ]
-        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding leaves the state as it is
+        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding does not change the state
         output, recurrent = delta_rule(*heads, *steps, (section.positions == 0) & real, recurrent)
         return output.reshape(batch * time, net.value_heads, net.value_dim), DeltaState(recurrent, window)
 
@@ -280,11 +281,11 @@ class Period(nn.Module):
     block: type[Block]
 
     @nn.compact
-    def __call__(self, hidden, earlier, options, sections, place):
+    def __call__(self, hidden, earlier, options, sections, write_at):
         shared = self.config, self.dtype, self.attention
         kinds = self.config.delta.layers[: self.config.period]
         layers = [self.block(*shared, kind, name=str(number)) for number, kind in enumerate(kinds)]
-        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, place)
+        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, write_at)
 
 
 def run_layers(
@@ -293,9 +294,9 @@ def run_layers(
     earlier: tuple,
     options: Sequence[PerLayer],
     sections: list[Section],
-    place: Any,
+    write_at: Any,
 ) -> tuple[Array, tuple]:
-    """Runs layers one after the other.
+    """Runs layers in order.
 
     Args:
         earlier: (keys, values) of each context, tuples over the layers with attention; and the states of the layers
@@ -314,7 +315,7 @@ def run_layers(
             new_states.append(state)
         else:
             pairs = [(keys[len(new_pairs)], values[len(new_pairs)]) for keys, values in contexts]
-            hidden, pair = layer(hidden, pairs, option, sections, place)
+            hidden, pair = layer(hidden, pairs, option, sections, write_at)
             new_pairs.append(pair)
     return hidden, (*zip(*new_pairs, strict=True), *([tuple(new_states)] if new_states else []))
 

@@ -63,11 +63,11 @@ def sampling_logits(
 def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: int) -> dict[str, Array]:
     """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
 
-    `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. Where that takes more memory, `kept_ids`
-    has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
+    `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. If these bits take more memory than ids,
+    `kept_ids` has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
 
     Args:
-        most: largest set to record as ids; 0: record nothing.
+        most: largest set to record as ids; 0: no record.
     """
     if not most or not sampling.has_cuts:
         return {}
@@ -124,14 +124,14 @@ def logprobs_and_entropy(
         has_set = keep.any(-1) | ~recorded[SAMPLED]
         keep |= jnp.arange(scores.shape[-1]) == tokens[:, None]
 
-        def of_sets() -> Array:
+        def recorded_scores() -> Array:
             return jnp.where(keep, scores / sampling.temperature, -jnp.inf)
 
-        def of_both() -> Array:
-            return jnp.where(has_set[:, None], of_sets(), sampling_logits(scores, sampling, forced=tokens))
+        def recorded_or_current_scores() -> Array:
+            return jnp.where(has_set[:, None], recorded_scores(), sampling_logits(scores, sampling, forced=tokens))
 
         # The cuts of the current policy, which sort the vocabulary, are computed only where a set is missing.
-        kept_scores = jax.lax.cond(has_set.all(), of_sets, of_both)
+        kept_scores = jax.lax.cond(has_set.all(), recorded_scores, recorded_or_current_scores)
     distribution = jax.nn.log_softmax(kept_scores, axis=-1)
     possible = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
     entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
@@ -167,7 +167,7 @@ def chunked_logprobs(
         name = "head" if "head" in params else "embedding"
         return {name: params[name]}
 
-    def of_rows(heads, hidden, teacher_hidden, recorded, tokens):
+    def score_rows(heads, hidden, teacher_hidden, recorded, tokens):
         count = tokens.size
         length = min(chunk, count)
         padding = -count % length
@@ -190,7 +190,7 @@ def chunked_logprobs(
         return tuple(x.reshape(-1)[:count].reshape(tokens.shape) for x in values)
 
     heads = [head_of(params), *([] if compared is None else [head_of(compared.params)])]
-    return over_rows(of_rows, heads, hidden, teacher_hidden, recorded, tokens)
+    return over_rows(score_rows, heads, hidden, teacher_hidden, recorded, tokens)
 
 
 def last_hidden(
@@ -243,7 +243,7 @@ def completion_logprobs(
             experts = _recorded_experts(decoder, recorded)
             experts = None if experts is None else experts[:, 1:]
             written = Tokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
-            (hidden, *later), sown = apply_routed(decoder, weights, prompt_tokens, written, method="of_groups")
+            (hidden, *later), sown = apply_routed(decoder, weights, prompt_tokens, written, method="run_groups")
         else:
             (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
             later = []

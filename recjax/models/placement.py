@@ -23,7 +23,7 @@ ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batc
 INTO = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay"
 OUT_OF = "output|down|delta_output"
 
-# End of a parameter's path → mesh axes of its dimensions. Stacked layers have a first axis, which is never split.
+# End of a parameter's path → mesh axes of the dimensions. Stacked layers have a first axis, which is never split.
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
@@ -155,26 +155,26 @@ def moved_params(mesh: Mesh, tree: Any) -> Any:
     if mesh.size <= 1:
         return tree
 
-    def moved(leaf: Array, there: NamedSharding) -> Array:
-        if leaf.sharding.is_equivalent_to(there, leaf.ndim):
+    def move(leaf: Array, sharding: NamedSharding) -> Array:
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        if leaf.sharding.device_set != there.device_set:
-            return jax.device_put(leaf, there)
-        return mover(there)(leaf)
+        if leaf.sharding.device_set != sharding.device_set:
+            return jax.device_put(leaf, sharding)
+        return mover(sharding)(leaf)
 
-    return jax.tree.map(moved, tree, param_shardings(mesh, tree))
+    return jax.tree.map(move, tree, param_shardings(mesh, tree))
 
 
 @functools.lru_cache
-def mover(there: NamedSharding) -> Callable[[Array], Array]:
-    """A jitted function that sends an array to the sharding `there`, from device to device."""
-    return jax.jit(lambda x: x, out_shardings=there)
+def mover(sharding: NamedSharding) -> Callable[[Array], Array]:
+    """A jitted function that sends an array to a sharding, from device to device."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def on_host(tree: Any) -> Any:
     """Arrays as NumPy arrays, whole on every process."""
-    here = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
-    return jax.device_get(tree if here else _whole(tree))
+    is_local = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+    return jax.device_get(tree if is_local else _whole(tree))
 
 
 def params_on_host(tree: Any) -> Any:
@@ -203,8 +203,8 @@ def row_shards(mesh: AnyMesh | None = None) -> int:
 def over_rows(function: Callable, whole: Any, *rows: Any, axis: Callable[[Array], int] = lambda _: 0) -> Any:
     """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before the call.
 
-    The gradient of `whole` adds up on each device and is summed over devices once, after the call. XLA alone would do
-    both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
+    The gradient of `whole` adds up on each device and is summed over devices once, after the call. By itself, XLA would
+    do both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
 
     Args:
         rows: trees of arrays with equal numbers of rows; the result has the form of the first tree, and the last is
@@ -227,7 +227,7 @@ def _sizes(mesh: AbstractMesh) -> dict[str, int]:
 
 
 def dividing_axes(wanted: Iterable[str], length: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of `wanted` that a mesh of these sizes has; none if together they do not divide `length`."""
+    """The axes of `wanted` that a mesh with these sizes has; none if their product does not divide `length`."""
     names = tuple(name for name in wanted if name in sizes)
     return () if length % math.prod(sizes[name] for name in names) else names
 
@@ -245,7 +245,7 @@ def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str,
 def _by_path(function: Any, tree: Any) -> Any:
     """Maps `function(leaf, axes)` over a tree, with each leaf's axes from the rules."""
 
-    def of_leaf(key_path, leaf):
+    def map_leaf(key_path, leaf):
         return function(leaf, param_axes(jax.tree_util.keystr(key_path, simple=True, separator="/"), leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+    return jax.tree_util.tree_map_with_path(map_leaf, tree)

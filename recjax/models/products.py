@@ -20,7 +20,7 @@ def product(subscripts: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
     """The einsum of a matrix of rows with a matrix of weights, accumulated in float32 and then cast to `dtype`.
 
     The backward pass casts the incoming gradient to the dtype of `a`, so that its matmuls are in low precision too;
-    weight gradients have the precision of these matmuls. It keeps no low-precision copy of the weights.
+    weight gradients have the same precision. It keeps no low-precision copy of the weights.
 
     Args:
         subscripts: rows are the first index of `a` and of the result; every index is in two of the three operands.
@@ -68,7 +68,7 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
         return _summed_in_float32("mr,rn->mn", with_layout_constraint(a.T, Layout((0, 1))), b)
 
     if math.prod(jax.sharding.get_abstract_mesh().shape.values()) > 1:
-        return usual(a, b)  # a layout constraint is not split over devices: rows would be sent to all of them
+        return usual(a, b)  # a layout constraint is not split over devices: rows would be sent to every device
     return jax.lax.platform_dependent(a, b, default=usual, **dict.fromkeys(WRITE_TRANSPOSED, transposed))
 
 
@@ -77,7 +77,7 @@ def dense_product(
 ) -> Float[Array, "rows units"]:
     """The `dot_general` of flax.linen.Dense.
 
-    XLA on the CPU has fast bfloat16 matmuls with a float32 result; it computes those with a bfloat16 result in float32.
+    XLA on the CPU has fast bfloat16 matmuls with a float32 result; with a bfloat16 result, it computes in float32.
     """
     return product("mk,kn->mn", x, kernel, x.dtype)
 
@@ -87,7 +87,7 @@ def all_but_kernel(x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeL
     return x.astype(dtype), kernel, None if bias is None else bias.astype(dtype)
 
 
-# --- Matmuls of groups of rows, each with a kernel of its own.
+# --- Matmuls of groups of rows; each group has its own kernel.
 
 
 @jax.custom_vjp
@@ -122,7 +122,7 @@ def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
             kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
             inputs = jax.lax.dynamic_slice_in_dim(rows, start, size)
             outputs = _summed_in_float32("rm,mn->rn", inputs, kernel).astype(x.dtype)
-            # Behind a group's end they mean nothing; the next block overwrites them.
+            # The next block overwrites the rows behind the group's end, which are wrong here.
             return jax.lax.dynamic_update_slice_in_dim(whole, outputs, start, 0)
 
         whole = jnp.zeros((len(rows), kernels.shape[-1]), x.dtype)
@@ -181,5 +181,5 @@ class _Blocks(NamedTuple):
 
 
 def _block_size(rows: int, groups: int) -> int:
-    """Rows of a block: about those of a group, if all are alike, from 8 to 256."""
+    """Rows of a block, from 8 to 256: about the mean size of a group."""
     return min(max(8, 2 ** (rows // groups).bit_length()), 256)

@@ -48,13 +48,13 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     """Parameters of the same policy without adapters: each kernel with its adapters' product added."""
     leaves = flatten(params)
     scale = config.lora.alpha / config.lora.rank
-    whole = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
+    base_leaves = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
     for path in leaves:
         if path.endswith("_lora_a/kernel"):
             kernel = path.replace("_lora_a/", "/")
             product = leaves[path] @ leaves[path.replace("_lora_a/", "_lora_b/")]
-            whole[kernel] = whole[kernel] + scale * product
-    return unflatten(whole)
+            base_leaves[kernel] = base_leaves[kernel] + scale * product
+    return unflatten(base_leaves)
 
 
 def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
@@ -78,7 +78,7 @@ def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
 
 
 def combine(first: dict, second: dict) -> dict:
-    """Merges two trees; a leaf of both is that of the second."""
+    """Merges two trees; a leaf in both has the second tree's value."""
     return unflatten(flatten(first) | flatten(second))
 
 

@@ -20,7 +20,7 @@ MOST_TRAINED_LOW = 32
 
 
 def unrolled_for_training(decoder: Decoder) -> Decoder:
-    """The decoder, with unrolled layers if that trains faster: on a CPU, and on one GPU if it recomputes nothing.
+    """The decoder, with unrolled layers if that trains faster: on a CPU, and on one GPU without recomputation.
 
     A scan copies each layer's weights out of a stack, and its activations and gradients into stacks. XLA would merge
     the recomputations of unrolled layers into the forward pass, which saves no memory.
@@ -56,7 +56,7 @@ def _on_cpu() -> bool:
 
 
 def params_for(decoder: Decoder, params: dict) -> dict:
-    """Converts parameters, or a part of them, to the decoder's form; unrolled parameters stay as they are."""
+    """Converts parameters, or some parameters, to the decoder's form; does not change unrolled parameters."""
     return unrolled_params(decoder.config, params) if decoder.unrolled and "layers" in params else params
 
 
@@ -71,15 +71,15 @@ def unrolled_params(config: DecoderConfig, params: dict) -> dict:
 
 
 def stacked_params(config: DecoderConfig, params: dict) -> dict:
-    """The inverse of `unrolled_params`; stacked parameters stay as they are."""
+    """The inverse of `unrolled_params`; does not change stacked parameters."""
     if "layer_0" not in params:
         return params
     size = config.period
     layers = [params[f"layer_{number}"] for number in range(config.num_layers)]
-    alike = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
-    kinds = {str(kind): stack for kind, stack in enumerate(alike) if stack}
-    others = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    return others | {"layers": kinds if size > 1 else alike[0]}
+    stacks = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
+    kinds = {str(kind): stack for kind, stack in enumerate(stacks) if stack}
+    other_params = {name: value for name, value in params.items() if not name.startswith("layer_")}
+    return other_params | {"layers": kinds if size > 1 else stacks[0]}
 
 
 def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:

@@ -71,7 +71,7 @@ def most_completions(config: Config) -> int:
 def sampling_of(
     config: Config, decoder: Decoder, mesh: AnyMesh, prompt_tokens: int, free: int, platform: str
 ) -> SamplingPlan:
-    """The plan for the larger of training's and evaluation's batches.
+    """The engine plan for training and evaluation batches, sized for the larger ones.
 
     Args:
         mesh: the mesh of the run.

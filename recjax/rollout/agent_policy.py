@@ -82,7 +82,9 @@ class Seats:
         """Has no seats and no time limit yet."""
         self.players: dict[str, AgentPolicy | Script] = {}
         self.timeout: asyncio.Timeout | None = None
-        self._left, self._waiting, self._ended = 0.0, set[asyncio.Task](), False
+        self._left = 0.0
+        self._waiting: set[asyncio.Task] = set()
+        self._ended = False
 
     def seat(self, name: str) -> "AgentPolicy | Script":
         """Returns a seat, which has the methods of a policy; its replies are a trajectory of its own.
@@ -227,10 +229,10 @@ class AgentPolicy:
         limit = min(longest, max_tokens or longest)
         with self.seats.standing_still():
             sampled = await self._live.sample(Request(ids, self._keys[turn], limit, self._sampling))
-        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
+        sampled, reply_text, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
-        self.last_text = said
-        return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
+        self.last_text = reply_text
+        return Reply(reply_text, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Gives a reply a reward, which is added to the agent's return value; several rewards of one reply add up.

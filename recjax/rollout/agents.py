@@ -30,7 +30,7 @@ from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
-from recjax.tasks.grading.event_loop import finished
+from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, SCORE, TURNS, agent_weights, is_accurate
 from recjax.tasks.problems import Problem
@@ -100,9 +100,10 @@ class Agents(contextlib.AbstractContextManager):
         self.last_failure = ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
-        places = {name: player for name, player in task.seats.items() if ":" in str(player)}
-        self._scripts = {name: named(f"task.seats.{name}", place) for name, place in places.items()}
-        self.older_params, self._older = older_params, dict[int, dict]()
+        scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
+        self._scripts = {name: named(f"task.seats.{name}", player) for name, player in scripted.items()}
+        self.older_params = older_params
+        self._older: dict[int, dict] = {}
 
     def __exit__(self, *exception: object) -> None:
         """Ends the processes."""
@@ -151,26 +152,26 @@ class Agents(contextlib.AbstractContextManager):
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, task.agent_turns, len(problems) * max(len(task.seats), 1))
-        tried_seats = finished(self._all_tried(lives, version, policy, problems, keys, sampling))
+        tried_seats = run_to_end(self._all_tried(lives, version, policy, problems, keys, sampling))
         self._report_failures([agent[0] for agent in tried_seats], fatal)
         by_group = [
-            [one for one in seat if one.failure or one.policy.trajectory.turns]
+            [agent for agent in seat if agent.failure or agent.policy.trajectory.turns]
             for at in range(0, len(tried_seats), group_size)
             for seat in zip(*tried_seats[at : at + group_size], strict=True)
         ]
         seats = len(task.trained_seats)
         played = [problem for problem in prompts.problems for _ in range(seats)]
-        sampled = [[completion_of(one, source, sampling) for one in group] for group in by_group]
+        sampled = [[completion_of(agent, source, sampling) for agent in group] for group in by_group]
         groups = problem_groups(name, played, sampled)
         tried = list(itertools.chain(*by_group))
-        completions = [one for group in groups for one in group.completions]
-        places = [place // seats for place, group in enumerate(by_group) for _ in group]
-        problems, texts = ([column[place] for place in places] for column in (prompts.problems, prompts.texts))
+        completions = [completion for group in groups for completion in group.completions]
+        indices = [index // seats for index, group in enumerate(by_group) for _ in group]
+        problems, texts = ([column[index] for index in indices] for column in (prompts.problems, prompts.texts))
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
         answered = [
             Answered.to(problem, text, done.text, done.sampled_tokens, done.id, opening_of(done))
-            for one, text, problem, done in zip(tried, texts, problems, completions, strict=True)
-            if one.needs_reward
+            for agent, text, problem, done in zip(tried, texts, problems, completions, strict=True)
+            if agent.needs_reward
         ]
         grades_of = functools.partial(self._grades, tried, completions)
         return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
@@ -209,9 +210,9 @@ class Agents(contextlib.AbstractContextManager):
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
                 await stack.enter_async_context(live)
-            for place, problem in enumerate(problems):
+            for index, problem in enumerate(problems):
                 seats = Seats()
-                for number, name in enumerate(names, place * len(names)):
+                for number, name in enumerate(names, index * len(names)):
                     if name in self._scripts:
                         seats.players[name] = Script(self._scripts[name], keys[:, number])
                         continue
@@ -227,19 +228,21 @@ class Agents(contextlib.AbstractContextManager):
         return tried
 
     def _report_failures(self, tried: Sequence[Tried], fatal: bool) -> None:
-        failed = [one for one in tried if one.failure]
+        failed = [agent for agent in tried if agent.failure]
         if not failed:
             return
         self.last_failure = f"{failed[0].failure}: {failed[0].words}"
-        place = f"task.agent = {self._config.task.agent!r}:"
-        is_lost = all(one.failure in MISTAKES for one in tried) and self._config.task.agent_failure_reward is None
+        key = f"task.agent = {self._config.task.agent!r}:"
+        is_lost = all(agent.failure in MISTAKES for agent in tried) and self._config.task.agent_failure_reward is None
         if fatal and is_lost:
             raise ValueError(
-                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
+                f"{key} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
                 " agent, or set task.agent_failure_reward"
             )
         # Raised errors are the same failure if they have the same type.
-        kinds = [(one.failure, one.words.partition(":")[0] if one.failure == "raised" else "") for one in failed]
+        kinds = [
+            (agent.failure, agent.words.partition(":")[0] if agent.failure == "raised" else "") for agent in failed
+        ]
         (most, count), *_ = Counter(kinds).most_common(1)
         level = logging.WARNING
         problem = "the most frequent failure"
@@ -248,8 +251,8 @@ class Agents(contextlib.AbstractContextManager):
             problem = "most of the batch failed for the same reason, so the policy learns little from it"
         counts = ", ".join(f"{reason} {number}" for reason, number in Counter(kind for kind, _ in kinds).items())
         first = failed[kinds.index(most)]
-        said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}; {problem}: {first.words};"
-        logger.log(level, "%s %s", said, AGENT_FAILURES[first.failure])
+        summary = f"{key} {len(failed)} of {len(tried)} agents failed: {counts}; {problem}: {first.words};"
+        logger.log(level, "%s %s", summary, AGENT_FAILURES[first.failure])
 
     def _grades(
         self, tried: Sequence[Tried], completions: Sequence[Completion], of_reward: Sequence[Grade]
@@ -260,37 +263,41 @@ class Agents(contextlib.AbstractContextManager):
             ValueError: an agent's rewards lack a part that has a weight.
         """
         task = self._config.task
-        left = iter(of_reward)
+        remaining = iter(of_reward)
         grades = []
         weights = agent_weights(task.reward_weights)
-        for one, completion in zip(tried, completions, strict=True):
-            if one.failure:
-                grades.append(Grade(task.agent_failure_reward, None, False, one.failure))
+        for agent, completion in zip(tried, completions, strict=True):
+            if agent.failure:
+                grades.append(Grade(task.agent_failure_reward, None, False, agent.failure))
                 continue
-            returned = one.returned if isinstance(one.returned, Mapping) else {SCORE: one.returned}
-            of_turns = one.policy.rewarded
-            grade = next(left) if one.needs_reward else Grade(None, returned, failure=FAILURES[0])
+            returned = agent.returned if isinstance(agent.returned, Mapping) else {SCORE: agent.returned}
+            of_turns = agent.policy.rewarded
+            grade = next(remaining) if agent.needs_reward else Grade(None, returned, failure=FAILURES[0])
             reward = grade.reward
-            parts = {part: float(value) for part, value in grade.reward_parts.items()}
+            parts = {name: float(value) for name, value in grade.reward_parts.items()}
             if of_turns is not None:
                 parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
-            if not one.needs_reward:
+            if not agent.needs_reward:
                 parts[LENGTH] = completion.sampled_tokens / self._config.rollout.max_completion_tokens
-                unknown = [part for part in task.reward_weights if part not in {*parts, TURNS, ROWS}]
+                unknown = [name for name in task.reward_weights if name not in {*parts, TURNS, ROWS}]
                 if unknown and not task.seats:  # a part may be of another seat
                     raise ValueError(
                         f"task.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
                         f" {', '.join(parts)}"
                     )
-                reward = sum(weights.get(part, 1.0) * value for part, value in parts.items())
+                reward = sum(weights.get(name, 1.0) * value for name, value in parts.items())
             elif reward is not None and of_turns is not None:
                 reward += weights.get(SCORE, 1.0) * of_turns
-            given = one.policy.rewards
+            turn_rewards = agent.policy.rewards
             count = len(completion.turns)
-            turns = tuple(weights.get(SCORE, 1.0) * given.get(turn, 0.0) for turn in range(count)) if given else ()
+            turns = (
+                tuple(weights.get(SCORE, 1.0) * turn_rewards.get(turn, 0.0) for turn in range(count))
+                if turn_rewards
+                else ()
+            )
             grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
             grade = with_counts(grade, count, len(completion.rows), weights)
-            if not one.needs_reward:
+            if not agent.needs_reward:
                 success = task.of(completion.metadata.get("task")).success
                 if of_turns is not None and SCORE not in returned:  # the rewards of turns are not the whole score
                     parts = parts | {SCORE: of_turns + sum(returned.values())}
@@ -304,7 +311,7 @@ def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float
     counts = {TURNS: float(turns), ROWS: float(rows)}
     reward = grade.reward
     if reward is not None:
-        reward = float(np.float32(reward + sum(weights[part] * value for part, value in counts.items())))
+        reward = float(np.float32(reward + sum(weights[name] * value for name, value in counts.items())))
     return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
 
 
@@ -345,7 +352,9 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         by_seat = dict.fromkeys(trained) if returned is None else returned
         has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
         rewards = [by_seat[name] if has_all else math.nan for name in trained]
-    parts = [one.items() if isinstance(one, Mapping) else [("", 0.0 if one is None else one)] for one in rewards]
+    parts = [
+        value.items() if isinstance(value, Mapping) else [("", 0.0 if value is None else value)] for value in rewards
+    ]
     are_valid = (each and all(isinstance(name, str) and is_reward(value) for name, value in each) for each in parts)
     if failure is None and not all(are_valid):
         form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"

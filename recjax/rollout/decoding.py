@@ -204,7 +204,7 @@ def decode(
             # Idle slots may write any keys and values, which are overwritten, but a state would keep their tokens.
             state.live[:, None] if memory.states else jnp.ones((slots, 1), bool),
             (*contexts, Context(*state.recent[:2], seen, starts[:, None] + offsets, *state.recent[2:])),
-            place=time,
+            write_at=time,
             turns=turns_now,
         )
         scores = _scores(decoder, params, hidden[:, 0])

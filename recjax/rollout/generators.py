@@ -147,8 +147,8 @@ class Generators:
         else:
             for actor in self._actors:
                 self._ray.kill(actor)
-            for place in self._places:
-                self._ray.util.remove_placement_group(place)
+            for group in self._places:
+                self._ray.util.remove_placement_group(group)
 
     def start(self, open_generator: OpenGenerator, *arguments: Any) -> None:
         """Starts the processes; each samples with the function that the first process's `open_generator` gives it."""
@@ -161,8 +161,8 @@ class Generators:
             # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
-            least = jax.config.jax_persistent_cache_min_compile_time_secs
-            variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(least)
+            shortest_compile = jax.config.jax_persistent_cache_min_compile_time_secs
+            variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(shortest_compile)
         needs = {"CPU": 1.0} | ({"GPU": gpus} if gpus > 0 else {})
         self._options = {
             "num_cpus": 1,
@@ -172,8 +172,8 @@ class Generators:
         }
         self._arguments = open_generator, self._ray.put(arguments)
         self._places = [self._ray.util.placement_group([needs]) for _ in range(self._regime.generators)]
-        self._actors = [self._new_actor(place) for place in self._places]
-        if not all(place.wait(_PLACED_SECONDS) for place in self._places):
+        self._actors = [self._new_actor(group) for group in self._places]
+        if not all(group.wait(_PLACED_SECONDS) for group in self._places):
             self._log_waiting()
 
     def _new_actor(self, place: Any) -> Any:
@@ -185,7 +185,7 @@ class Generators:
 
     def _placed(self) -> list[int]:
         """The generators for which the cluster has room."""
-        states = [self._ray.util.placement_group_table(place)["state"] for place in self._places]
+        states = [self._ray.util.placement_group_table(group)["state"] for group in self._places]
         return [generator for generator, state in enumerate(states) if state == "CREATED"]
 
     def _log_waiting(self) -> None:
@@ -244,25 +244,25 @@ class Generators:
         """
 
         def received() -> tuple[list[tuple[int, Any]], dict[int, int], int, float]:
-            found = self._collected(wait)
-            in_flight = {one.number: one.version for one in self._assigned.values()}
-            return found, in_flight, self.restarts, self.waited_seconds
+            batches = self._collected(wait)
+            in_flight = {assignment.number: assignment.version for assignment in self._assigned.values()}
+            return batches, in_flight, self.restarts, self.waited_seconds
 
-        found, self.in_flight, self.restarts, self.waited_seconds = hosts.from_first(received)
-        return found
+        batches, self.in_flight, self.restarts, self.waited_seconds = hosts.from_first(received)
+        return batches
 
     def _collected(self, wait: bool) -> list[tuple[int, Any]]:
         started = time.monotonic()
-        found = []
+        batches = []
         while self._assigned:
-            answer_by = min(self._since[one.generator] for one in self._assigned.values()) + self._seconds
-            left = max(answer_by - time.monotonic(), 0.0) if wait and not found else 0.0
-            done, _ = self._ray.wait(list(self._assigned), num_returns=1, timeout=left)
+            answer_by = min(self._since[assignment.generator] for assignment in self._assigned.values()) + self._seconds
+            timeout = max(answer_by - time.monotonic(), 0.0) if wait and not batches else 0.0
+            done, _ = self._ray.wait(list(self._assigned), num_returns=1, timeout=timeout)
             if done:
-                found += self._received(done[0])
+                batches += self._received(done[0])
             elif time.monotonic() > answer_by:
                 # Every answer has been read, so a generator past its deadline has really not answered.
-                for generator in sorted({one.generator for one in self._assigned.values()}):
+                for generator in sorted({assignment.generator for assignment in self._assigned.values()}):
                     if time.monotonic() - self._since[generator] > self._seconds:
                         if generator in self._placed():
                             limit = f"regime.generator_seconds = {self._seconds:g}"
@@ -270,17 +270,17 @@ class Generators:
                         else:
                             self._log_waiting()
                             self._since[generator] = time.monotonic()
-            elif found or not wait:
+            elif batches or not wait:
                 break
         self.waited_seconds += time.monotonic() - started if wait else 0.0
-        return found
+        return batches
 
     @property
     def _seconds(self) -> float:
         return self._regime.generator_seconds
 
     def _at(self, generator: int) -> list[int]:
-        return [one.number for one in self._assigned.values() if one.generator == generator]
+        return [assignment.number for assignment in self._assigned.values() if assignment.generator == generator]
 
     def _send(self, number: int, generator: int) -> None:
         reference = self._actors[generator].sample.remote(number, self._version, self._weights)
@@ -312,7 +312,9 @@ class Generators:
             )
         logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
-        self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
+        self._assigned = {
+            key: assignment for key, assignment in self._assigned.items() if assignment.generator != generator
+        }
         self._actors[generator] = self._new_actor(self._places[generator])
         self._since[generator] = time.monotonic()
         for number in numbers:

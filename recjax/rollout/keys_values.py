@@ -115,11 +115,11 @@ def put_behind(cache: tuple, new: tuple, places: Int[Array, "3 rows"], count: In
             slot, row, tokens = places[:, index]
 
             def copied(mine: Array, theirs: Array) -> Array:
-                one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
+                new_row = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
                 start = [0] * mine.ndim
                 start[_ROW_AXIS] = slot
                 start[_TIME_AXIS] = tokens
-                return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
+                return jax.lax.dynamic_update_slice(mine, new_row.astype(mine.dtype), start)
 
             return jax.tree.map(copied, cache, new)
 

@@ -19,7 +19,7 @@ from recjax.rollout.requests import Request, Sampled
 PASSES = 16
 
 
-class _Asked:
+class _Pending:
     """A request, the future of its completion and, for followers, the tokens sampled so far."""
 
     def __init__(self, request: Request, followed: bool):
@@ -48,8 +48,8 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         self._mesh = jax.sharding.get_mesh()
         self._passes = passes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._arrived: list[_Asked] = []
-        self._waiting: dict[int, _Asked] = {}
+        self._arrived: list[_Pending] = []
+        self._waiting: dict[int, _Pending] = {}
         self._serving: asyncio.Task | None = None
         self.error: BaseException | None = None  # the error that ended the engine
 
@@ -79,23 +79,23 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         Raises:
             ValueError, RuntimeError: see `sample`.
         """
-        asked = self._ask(request, followed=True)
+        pending = self._ask(request, followed=True)
         try:
-            while await asked.changed.wait() and not asked.done.done():
-                asked.changed.clear()
-                yield asked.so_far
-            yield asked.done.result()
+            while await pending.changed.wait() and not pending.done.done():
+                pending.changed.clear()
+                yield pending.so_far
+            yield pending.done.result()
         finally:
-            asked.done.cancel()
+            pending.done.cancel()
 
-    def _ask(self, request: Request, followed: bool) -> _Asked:
+    def _ask(self, request: Request, followed: bool) -> _Pending:
         if self.error is not None:
             raise self._failure()
-        asked = _Asked(request, followed)
-        self._arrived.append(asked)
+        pending = _Pending(request, followed)
+        self._arrived.append(pending)
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_task(self._serve())
-        return asked
+        return pending
 
     async def replace_weights(self, params: dict, version: int) -> None:
         """Replaces the weights between two rounds, see `Engine.replace_weights`."""
@@ -109,38 +109,38 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
                     await asyncio.sleep(0)
                 self._admit_and_cancel()
                 finished = await self._in_thread(self._engine.round)
-                followed = [ticket for ticket, asked in self._waiting.items() if asked.followed]
+                followed = [ticket for ticket, pending in self._waiting.items() if pending.followed]
                 for ticket, sampled in self._engine.so_far(followed).items():
                     self._waiting[ticket].so_far = sampled
                     self._waiting[ticket].changed.set()
                 for ticket, sampled in finished.items():
-                    if not (asked := self._waiting.pop(ticket)).done.done():
-                        asked.done.set_result(sampled)
+                    if not (pending := self._waiting.pop(ticket)).done.done():
+                        pending.done.set_result(sampled)
         except Exception as error:
             self.error = error
-            for asked in [*self._waiting.values(), *self._arrived]:
-                if not asked.done.done():
-                    asked.done.set_exception(self._failure())
+            for pending in [*self._waiting.values(), *self._arrived]:
+                if not pending.done.done():
+                    pending.done.set_exception(self._failure())
         finally:
-            for asked in [*self._waiting.values(), *self._arrived]:
-                asked.done.cancel()
+            for pending in [*self._waiting.values(), *self._arrived]:
+                pending.done.cancel()
             self._serving = None
             self._waiting = {}
             self._arrived = []
 
     def _admit_and_cancel(self) -> None:
         """Between rounds: cancels requests that nobody awaits anymore, and admits requests that have arrived."""
-        gone = [ticket for ticket, asked in self._waiting.items() if asked.done.done()]
+        gone = [ticket for ticket, pending in self._waiting.items() if pending.done.done()]
         self._engine.cancel(gone)
         for ticket in gone:
             del self._waiting[ticket]
-        arrived = [asked for asked in self._arrived if not asked.done.done()]
+        arrived = [pending for pending in self._arrived if not pending.done.done()]
         self._arrived = []
-        for asked in arrived:
+        for pending in arrived:
             try:
-                self._waiting |= dict.fromkeys(self._engine.admit([asked.request]), asked)
+                self._waiting |= dict.fromkeys(self._engine.admit([pending.request]), pending)
             except ValueError as error:
-                asked.done.set_exception(error)
+                pending.done.set_exception(error)
 
     def _failure(self) -> RuntimeError:
         failure = RuntimeError(f"the engine has failed: {self.error!r}")

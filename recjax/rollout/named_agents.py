@@ -32,14 +32,14 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     if task.agent == "environment":
         return environment_agent(named("task.environment", task.environment), task.agent_turns)
     agent = named("task.agent", task.agent)
-    place = f"task.agent = {task.agent!r}:"
+    key = f"task.agent = {task.agent!r}:"
     form = "write it as async def agent(problem, policy)"
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))):  # noqa: B004
-        raise ValueError(f"{place} must be a coroutine function; {form}")
+        raise ValueError(f"{key} must be a coroutine function; {form}")
     try:
         inspect.signature(agent).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{place} must take a problem and a policy ({error}); {form}") from error
+        raise ValueError(f"{key} must take a problem and a policy ({error}); {form}") from error
     return agent
 
 

@@ -245,7 +245,7 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
     weights = abstract_weights(decoder)
     shape = decoder.config
     free = free_bytes() if free is None else free
-    found = mesh
+    smallest = mesh
     needed = 0
     most = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
     for size in range(1, most + 1):
@@ -254,11 +254,11 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
         lengths = tuple({"data": mesh.size // size, "tensor": size}.get(axis, 1) for axis in mesh.axis_names)
         axes = mesh.axis_names, mesh.axis_types
         is_abstract = isinstance(mesh, AbstractMesh)
-        found = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
-        needed = bytes_on_device(laid_out_by_rules(found, weights))
+        smallest = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
+        needed = bytes_on_device(laid_out_by_rules(smallest, weights))
         if needed <= WEIGHTS_SHARE * free:
             break
-    return found if needed <= free else mesh
+    return smallest if needed <= free else mesh
 
 
 def abstract_weights(decoder: Decoder) -> dict:

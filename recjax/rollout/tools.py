@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from recjax.tasks.grading.event_loop import finished
+from recjax.tasks.grading.event_loop import run_to_end
 from recjax.workers import CallFailed, Workers
 
 MOST_CHARACTERS = 20_000  # longer results are cut
@@ -98,7 +98,7 @@ class Tools(contextlib.AbstractContextManager):
 
 def _called(import_name: str, arguments: dict[str, Any]) -> str:
     """Runs in a worker: calls a tool and returns its result as text."""
-    result = finished(pkgutil.resolve_name(import_name)(**arguments))
+    result = run_to_end(pkgutil.resolve_name(import_name)(**arguments))
     if not isinstance(result, str):
         try:
             result = json.dumps(result, default=str)

@@ -46,39 +46,39 @@ class Answering:
         self._numbers = numbers
         self._long_prompts = ThreadPoolExecutor(1, "long prompts")
 
-    def asked(self, kind: str, body: Any) -> ReplyBody:
+    def checked_body(self, kind: str, body: Any) -> ReplyBody:
         """Checks the body of a request.
 
         Raises:
             Refused: the request is invalid.
         """
-        asked = read_body(BODIES[kind], body)
-        if asked.model not in (None, self.name):
-            raise Refused(404, f"model = {asked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
-        return asked
+        checked = read_body(BODIES[kind], body)
+        if checked.model not in (None, self.name):
+            raise Refused(404, f"model = {checked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
+        return checked
 
-    async def job(self, kind: str, asked: ReplyBody, session: str | None) -> Job:
+    async def job(self, kind: str, body: ReplyBody, session: str | None) -> Job:
         """Prepares the prompts of a request.
 
         Raises:
             Refused: the request is invalid.
         """
         began = time.monotonic()
-        held = None
+        open_session = None
         if session is not None:
-            held = await self.require_recorder().session(session)
-            check_sampling(held, session, asked.sampled.sampling())
+            open_session = await self.require_recorder().session(session)
+            check_sampling(open_session, session, body.sampled.sampling())
         try:
-            prompts = await self._prompts(asked, held)
+            prompts = await self._prompts(body, open_session)
         except ValueError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
-        limits = [self.sampler.limit(prompt.tokens, asked.sampled.limit) for prompt in prompts]
-        self.sampler.add_distribution(asked.sampled.sampling())
+        limits = [self.sampler.limit(prompt.tokens, body.sampled.limit) for prompt in prompts]
+        self.sampler.add_distribution(body.sampled.sampling())
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
         created = int(time.time())
         version = self.versions.version
         tokenizer = self.sampler.policy.tokenizer
-        return Job(kind, reply, created, self.name, version, asked, tokenizer, prompts, limits, session, began)
+        return Job(kind, reply, created, self.name, version, body, tokenizer, prompts, limits, session, began)
 
     def require_recorder(self) -> Recorder:
         """The recorder.
@@ -90,16 +90,16 @@ class Answering:
             raise Refused(404, "this server does not record (--norecording), so it has no sessions and no rewards")
         return self.recorder
 
-    async def _prompts(self, asked: ReplyBody, session: Session | None) -> list[Prompt]:
-        if not isinstance(asked, Chat):
-            return await self._read(asked.prompts, session)
-        messages = [as_written(message, session) for message in asked.messages]
-        given = {"tools": asked.functions, "variables": [asked.chat_template_kwargs]}
+    async def _prompts(self, body: ReplyBody, session: Session | None) -> list[Prompt]:
+        if not isinstance(body, Chat):
+            return await self._read(body.prompts, session)
+        messages = [as_written(message, session) for message in body.messages]
+        options = {"tools": body.functions, "variables": [body.chat_template_kwargs]}
         async with self._rendering:
             texts = await asyncio.to_thread(
-                render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS, **given
+                render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS, **options
             )
-        says_it_all = not (asked.functions or asked.chat_template_kwargs) and all(
+        says_it_all = not (body.functions or body.chat_template_kwargs) and all(
             message.keys() == {"role", "content"} for message in messages
         )
         (prompt,) = await self._read(texts, session, rendered=True)
@@ -134,16 +134,16 @@ class Answering:
 
         The whole completions come last, in order, once all are on disk.
         """
-        asked = job.asked.sampled
-        held = [CALL_BEGINS] if job.asked.functions else []
-        keys = self.sampler.keys(asked.seed, job.asked.count)
+        settings = job.body.sampled
+        withheld = [CALL_BEGINS] if job.body.functions else []
+        keys = self.sampler.keys(settings.seed, job.body.count)
         queue: asyncio.Queue = asyncio.Queue()
 
         async def follow(index: int) -> None:
-            place = index // asked.n
-            prompt = job.prompts[place].tokens
-            limit = job.limits[place]
-            options = prompt, keys[index], limit, asked.sampling(), asked.stops, held
+            prompt_index = index // settings.n
+            prompt = job.prompts[prompt_index].tokens
+            limit = job.limits[prompt_index]
+            options = prompt, keys[index], limit, settings.sampling(), settings.stops, withheld
             try:
                 async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
                     async for piece in pieces:
@@ -151,11 +151,11 @@ class Answering:
             except Exception as error:
                 queue.put_nowait((index, error))
 
-        tasks = [asyncio.create_task(follow(index)) for index in range(job.asked.count)]
+        tasks = [asyncio.create_task(follow(index)) for index in range(job.body.count)]
         done = {}
         is_first = True
         try:
-            while len(done) < job.asked.count:
+            while len(done) < job.body.count:
                 index, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
@@ -170,37 +170,37 @@ class Answering:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        whole = [done[index] for index in range(job.asked.count)]
-        await self._record(job, whole)
-        for index, piece in enumerate(whole):
+        completed = [done[index] for index in range(job.body.count)]
+        await self._record(job, completed)
+        for index, piece in enumerate(completed):
             yield index, piece
 
     async def _record(self, job: Job, pieces: Sequence[Piece]) -> None:
         if self.recorder:
             now = datetime.now(UTC)
-            metadata = {"request": job.id, "endpoint": job.kind} | job.asked.recorded
+            metadata = {"request": job.id, "endpoint": job.kind} | job.body.recorded
             metadata |= {"session": job.session} if job.session else {}
             metadata |= {"run": self.versions.run} if self.versions.run else {}
             records = []
             for index, (text, sampled) in enumerate((piece.text, piece.sampled) for piece in pieces):
-                place = index // job.asked.sampled.n
-                prompt = job.prompts[place]
-                group = job.id if len(job.prompts) == 1 else f"{job.id}/prompt{place}"
+                prompt_index = index // job.body.sampled.n
+                prompt = job.prompts[prompt_index]
+                group = job.id if len(job.prompts) == 1 else f"{job.id}/prompt{prompt_index}"
                 completion = Completion(
                     id=f"{job.id}/{index}",
                     source=self.recorder.options.source,
                     text=text,
                     rows=(Row(prompt.tokens, *sampled.row_columns),),
-                    sampling=job.asked.sampled.sampling(),
+                    sampling=job.body.sampled.sampling(),
                     policy_version=int(sampled.versions.min()),
                     truncated=sampled.truncated,
                     version_runs=runs_of(sampled.versions),
                     metadata=metadata,
                 )
-                asked = prompt.messages or prompt.text or PROMPT_LEFT_OUT
-                group = Group(group, prompt.tokens, (completion,), asked)
+                written_prompt = prompt.messages or prompt.text or PROMPT_LEFT_OUT
+                group = Group(group, prompt.tokens, (completion,), written_prompt)
                 records.append(Record(group, now, self.recorder.tokenizer_name))
-            texts = [prompt.text for prompt in job.prompts for _ in range(job.asked.sampled.n)]
+            texts = [prompt.text for prompt in job.prompts for _ in range(job.body.sampled.n)]
             await self.recorder.record(records, texts, job.session)
         self._numbers.whole.observe(time.monotonic() - job.began)
         self._numbers.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in job.prompts))

@@ -74,11 +74,11 @@ class Server:
 
     def _answers(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            asked = self.answering.asked(kind, await _body(request))
+            body = self.answering.checked_body(kind, await _body(request))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.answering.sampler.places(asked.count))
-                job = await _unless_gone(request, self.answering.job(kind, asked, _session(request)))
-                if job.asked.stream:
+                stack.enter_context(self.answering.sampler.places(body.count))
+                job = await _unless_gone(request, self.answering.job(kind, body, _session(request)))
+                if job.body.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
             return JSONResponse(full_reply(job, pieces, self.answering.versions.tag))
@@ -91,23 +91,23 @@ class Server:
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
-        chunks = [Chunks(job, index) for index in range(job.asked.count)]
-        whole = []
-        for one in chunks:
-            for chunk in one.first():
+        streams = [Chunks(job, index) for index in range(job.body.count)]
+        completed = []
+        for stream in streams:
+            for chunk in stream.first():
                 yield chunk
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
-                whole += [piece] if piece.finish is not None else []
-                for chunk in chunks[index].next(piece):
+                completed += [piece] if piece.finish is not None else []
+                for chunk in streams[index].next(piece):
                     yield chunk
-        if job.asked.stream_options.include_usage:
-            yield last_chunk(job, whole)
+        if job.body.stream_options.include_usage:
+            yield last_chunk(job, completed)
 
     # --- Feedback.
 
     async def feedback(self, request: Request) -> Response:
-        """Takes a reward for a completion or a turn, by the id of its reply or of its row."""
+        """Takes a reward for a completion or a turn, by the id of the reply or the row."""
         recorder = self.answering.require_recorder()
         body = read_body(CompletionReward, await _body(request))
         if "/" in body.id:
@@ -115,7 +115,7 @@ class Server:
         return await self._rewarded(*await recorder.place_of(body.id, body.index), body)
 
     async def session_reward(self, request: Request) -> Response:
-        """Takes the reward of a session, or of one of its turns."""
+        """Takes the reward of a session or a turn."""
         self.answering.require_recorder()
         body = read_body(SessionReward, await _body(request))
         return await self._rewarded(session_row(_session(request)), body.turn, body)
@@ -125,7 +125,7 @@ class Server:
         if turn is None:
             reward, is_new = await recorder.reward(row, body)
         else:
-            reward = body.of_turn()
+            reward = body.turn_reward()
             is_new = await recorder.reward_turn(row, turn, reward)
         self._numbers.rewards.inc(is_new)
         return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})
@@ -146,10 +146,10 @@ class Server:
         model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
         limits = answering.sampler.limits
         model |= {"max_model_len": limits.context, "policy_version": answering.versions.version}
-        asked = request.path_params.get("model")
-        if asked not in (None, answering.name):
-            raise Refused(404, f"model = {asked!r:.100}: unknown; this server has {answering.name!r}", param="model")
-        return JSONResponse(model if asked else {"object": "list", "data": [model]})
+        name = request.path_params.get("model")
+        if name not in (None, answering.name):
+            raise Refused(404, f"model = {name!r:.100}: unknown; this server has {answering.name!r}", param="model")
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
         """Reports if requests can be served, and if not, why."""

@@ -71,15 +71,15 @@ def read_body(kind: type[T], values: Any) -> T:
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
-def fits(of: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
-    """The type `of` with the values it takes in words, and a function that is true for them."""
+def fits(kind: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
+    """The type `kind` with the values it takes in words, and a function that is true for them."""
 
     def validate(value: Any) -> Any:
         if not check(value):
             raise ValueError
         return value
 
-    return Annotated[of, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
+    return Annotated[kind, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
 
 
 def whole_field(low: int, high: int) -> Any:
@@ -111,7 +111,7 @@ Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTE
 
 
 def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 class StreamOptions(Body):
@@ -161,7 +161,7 @@ class SampledBody(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the reply has log-probs; 0 of the most likely tokens also asks for those of the sampled tokens."""
+        """True if the reply has log-probs; 0 most likely tokens also requests the sampled tokens' log-probs."""
         return self.logprobs is not None and self.logprobs is not False
 
 
@@ -245,8 +245,12 @@ class Chat(ReplyBody, SampledBody):
     @pydantic.field_validator("tools")
     @classmethod
     def _check_tools(cls, tools: list) -> list:
-        of_tools = [tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
-        named = [one for one in of_tools if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        functions = [
+            tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
+        ]
+        named = [
+            function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)
+        ]
         if not len(named) == len(tools) <= MOST_TOOLS:
             raise ValueError
         return tools
@@ -279,9 +283,9 @@ class Text(ReplyBody, SampledBody):
         prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
         if len(prompts) > MOST_CHOICES:
             raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
-        for one in prompts:
-            if not (isinstance(one, str) and one) and not _are_token_ids(one):
-                raise ValueError(f"{one!r:.100} takes token ids, at least one")
+        for prompt in prompts:
+            if not (isinstance(prompt, str) and prompt) and not _are_token_ids(prompt):
+                raise ValueError(f"{prompt!r:.100} takes token ids, at least one")
         return prompts
 
     @property
@@ -292,7 +296,7 @@ class Text(ReplyBody, SampledBody):
     @property
     def prompts(self) -> list[str | np.ndarray]:
         """Texts, or token ids."""
-        return [one if isinstance(one, str) else np.array(one, np.int32) for one in self.prompt]
+        return [prompt if isinstance(prompt, str) else np.array(prompt, np.int32) for prompt in self.prompt]
 
 
 class Parameters(SampledBody):
@@ -357,21 +361,21 @@ class RewardBody(Body):
     turn_rewards: fits(list[fits(float, "a number", is_finite_number)], "a list of numbers, one for each turn") = None
     comment: text_field(10_000) = None
 
-    def grade(self, turns: int, known: Sequence[float]) -> Grade:
+    def grade(self, turns: int, known_rewards: Sequence[float]) -> Grade:
         """The grade of a completion.
 
         Args:
-            turns: number of its turns.
-            known: reward of each turn that the turns have; empty if they have none.
+            turns: number of turns in the completion.
+            known_rewards: reward of each turn that the turns have; empty if they have none.
         Raises:
             Refused: the reward is missing, or contradicts the turns or their rewards.
         """
         try:
-            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known)
+            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except ValueError as error:
             raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
 
-    def of_turn(self) -> float:
+    def turn_reward(self) -> float:
         """The reward of a single turn.
 
         Raises:
@@ -388,7 +392,7 @@ class RewardBody(Body):
 
 
 class SessionReward(RewardBody):
-    """The body of a session's reward, or of the reward of one of its turns."""
+    """The body of a session's reward or of a turn's reward."""
 
     turn: whole_field(0, 2**31 - 1) = None
 

@@ -66,9 +66,9 @@ class Guard:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
             raise Refused(403, f"Host = {host!r:.100}: unknown; use one of {', '.join(guarded.hosts)}")
-        given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
+        sent_key = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
         # Compares all keys, so that the response time reveals no key.
-        scope[HAS_KEY] = not guarded.keys or any([hmac.compare_digest(given, key.encode()) for key in guarded.keys])
+        scope[HAS_KEY] = not guarded.keys or any([hmac.compare_digest(sent_key, key.encode()) for key in guarded.keys])
         if not scope[HAS_KEY] and scope["path"] != "/health":
             raise Refused(
                 401,

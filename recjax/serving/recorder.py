@@ -79,7 +79,7 @@ class Recorder:
         self._changes: list[tuple[Change, asyncio.Future]] = []
         self._writing: asyncio.Task | None = None
         self._ticking: asyncio.Task | None = None
-        # A database that does not answer holds these threads, and those of prompts stay free.
+        # A database that does not answer holds these threads, and the threads of prompts stay free.
         self._threads = ThreadPoolExecutor(8, "recorder")
         with contextlib.ExitStack() as opened:
             self._store = opened.enter_context(Store(options.store, create=True))
@@ -238,7 +238,7 @@ class Recorder:
                 session.changed = time.monotonic()
             return before is None
 
-    async def reward(self, row: str, given: RewardBody) -> tuple[float, bool]:
+    async def reward(self, row: str, body: RewardBody) -> tuple[float, bool]:
         """Gives a completion its reward, which ends a session; returns the reward, and True if it is new.
 
         Args:
@@ -248,20 +248,20 @@ class Recorder:
         """
         async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
             if session := self.sessions.get(row):
-                grade = given.grade(len(session.turns), session.turn_rewards)
-                await self._end(session, grade, given.comment)
+                grade = body.grade(len(session.turns), session.turn_rewards)
+                await self._end(session, grade, body.comment)
                 return grade.reward, True
         for tries in (1, 0):  # another client may give the reward first, or the completion may be deleted
             number = await self._number(row)
             if number is None:
                 raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
             try:
-                return await self._reward(row, number, given)
+                return await self._reward(row, number, body)
             except Refused as error:
                 if error.code != _CHANGED or not tries:
                     raise
 
-    async def _reward(self, row: str, number: int, given: RewardBody) -> tuple[float, bool]:
+    async def _reward(self, row: str, number: int, body: RewardBody) -> tuple[float, bool]:
         def known() -> tuple[Any, tuple[float, ...], int]:
             rewards = self._store.rewards([number])
             (record,) = self._store.read([number], None)
@@ -269,8 +269,8 @@ class Recorder:
             return rewards.get(number), turns, len(record.completion.turns) or 1
 
         before, of_turns, count = await self._read(known)
-        grade = given.grade(count, of_turns)
-        if before == (grade, given.comment):
+        grade = body.grade(count, of_turns)
+        if before == (grade, body.comment):
             return grade.reward, False
         if before is not None:
             raise Refused(
@@ -278,17 +278,17 @@ class Recorder:
                 f"{row!r} already has another reward, {before[0].reward:g}; rewards cannot change",
                 code="reward_given",
             )
-        await self._write(Change(rewards={number: (grade, given.comment)}))
+        await self._write(Change(rewards={number: (grade, body.comment)}))
         return grade.reward, True
 
     async def end_sessions(self, seconds: float) -> None:
         """Ends the sessions without a turn for `seconds`, without rewards; deletes old completions."""
         before = time.monotonic() - seconds
-        for one in [one for one in self.sessions.values() if one.changed <= before]:
-            async with self._lock(one.name.removeprefix("session/")):
-                if one.name in self.sessions and one.changed <= before:
+        for session in [session for session in self.sessions.values() if session.changed <= before]:
+            async with self._lock(session.name.removeprefix("session/")):
+                if session.name in self.sessions and session.changed <= before:
                     with contextlib.suppress(Refused):  # said in the log, and tried again
-                        await self._end(one)
+                        await self._end(session)
         if self.options.keep_days is not None:
             oldest = datetime.now(UTC) - timedelta(days=self.options.keep_days)
             with contextlib.suppress(Refused):
@@ -353,12 +353,12 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def check_sampling(held: Session, session: str, sampling: Sampling) -> None:
+def check_sampling(open_session: Session, session: str, sampling: Sampling) -> None:
     """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
-    if held.sampling not in (None, sampling):
+    if open_session.sampling not in (None, sampling):
         raise Refused(
             409,
-            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, held.sampling))},"
+            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, open_session.sampling))},"
             " and all turns of a session have the same values; send these values, or use another session",
             param="temperature",
         )

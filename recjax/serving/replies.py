@@ -45,7 +45,7 @@ class Job(NamedTuple):
     created: int
     model: str
     version: int
-    asked: ReplyBody
+    body: ReplyBody
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     limits: list[int]
@@ -57,7 +57,7 @@ def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dic
     """The complete reply to a request.
 
     Args:
-        pieces: whole completions, `job.asked.sampled.n` for each prompt.
+        pieces: whole completions, `job.body.sampled.n` for each prompt.
         tag: the client's name of the newest weights; None: no client pushed them.
     """
     choices = [_choice(job, index, piece) for index, piece in enumerate(pieces)]
@@ -68,7 +68,7 @@ def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dic
     reply["policy_version"] = oldest_sampled_version(pieces)
     if tag:
         reply["weight_version"] = tag
-    if job.asked.wants_ids and len(job.prompts) == 1:
+    if job.body.wants_ids and len(job.prompts) == 1:
         reply["prompt_token_ids"] = job.prompts[0].tokens.tolist()
     return reply
 
@@ -84,16 +84,20 @@ def _head(job: Job, object_: str) -> dict[str, Any]:
 
 def usage(job: Job, pieces: Sequence[Piece]) -> dict[str, int]:
     """Token counts; a prompt counts once for all its completions."""
-    asked = sum(len(prompt.tokens) for prompt in job.prompts)
-    given = sum(len(piece.sampled.tokens) for piece in pieces)
-    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+    prompt_tokens = sum(len(prompt.tokens) for prompt in job.prompts)
+    completion_tokens = sum(len(piece.sampled.tokens) for piece in pieces)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
-    if job.asked.sampled.wants_logprobs:
+    if job.body.sampled.wants_logprobs:
         choice["logprobs"] = logprobs(job, piece.sampled, 0)
-    if job.asked.wants_ids:
+    if job.body.wants_ids:
         choice |= _token_lists(piece.sampled)
     if job.kind == "text":
         return choice | {"text": piece.text} | _prompt_ids(job, index)
@@ -109,9 +113,7 @@ def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
 
 def _prompt_ids(job: Job, index: int) -> dict[str, list[int]]:
     """The tokens of a choice's prompt, if the request asks for token ids."""
-    return (
-        {"prompt_token_ids": job.prompts[index // job.asked.sampled.n].tokens.tolist()} if job.asked.wants_ids else {}
-    )
+    return {"prompt_token_ids": job.prompts[index // job.body.sampled.n].tokens.tolist()} if job.body.wants_ids else {}
 
 
 def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
@@ -162,16 +164,16 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 
 def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
-    calls = parsed_calls(text) if job.asked.functions else []
+    calls = parsed_calls(text) if job.body.functions else []
     if not calls or any(call.error for call in calls):
         return text, []
     written = [
         {
-            "id": call_id(job.id, index, place),
+            "id": call_id(job.id, index, call_index),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for place, call in enumerate(calls)
+        for call_index, call in enumerate(calls)
     ]
     return CALL.sub("", text).rstrip() or None, written
 
@@ -181,9 +183,9 @@ def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
     return "tool_calls" if calls and piece.finish == "stop" else piece.finish
 
 
-def call_id(reply: str, index: int, place: int) -> str:
-    """The id of a call, which encodes the reply, the choice and the call's place."""
-    return f"call_{reply}_{index}_{place}"
+def call_id(reply: str, index: int, call_index: int) -> str:
+    """The id of a call, which encodes the reply, the choice and the call's index."""
+    return f"call_{reply}_{index}_{call_index}"
 
 
 def row_of_call(call: Any) -> str:
@@ -218,7 +220,7 @@ class Chunks:
         self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
         text = piece.text
         calls = []
-        if self._job.asked.functions and self._job.kind == "chat":
+        if self._job.body.functions and self._job.kind == "chat":
             # Until the completion ends, only text before a tool call is certain.
             if piece.finish is None:
                 text = piece.text.partition(CALL_BEGINS)[0].rstrip()
@@ -227,16 +229,16 @@ class Chunks:
                 text = content or ""
         new = text[len(self._text) :] if text.startswith(self._text) else ""
         finish = _finish(piece, calls)
-        if not (new or finish or (self._job.asked.wants_ids and len(piece.sampled.tokens) > self._tokens)):
+        if not (new or finish or (self._job.body.wants_ids and len(piece.sampled.tokens) > self._tokens)):
             return []
         self._text += new
         delta = {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
         if calls:
-            delta["delta"]["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+            delta["delta"]["tool_calls"] = [{"index": call_index} | call for call_index, call in enumerate(calls)]
         extra: dict[str, Any] = {"finish_reason": finish}
-        if self._job.asked.sampled.wants_logprobs:
+        if self._job.body.sampled.wants_logprobs:
             extra["logprobs"] = logprobs(self._job, piece.sampled, self._tokens)
-        if self._job.asked.wants_ids:
+        if self._job.body.wants_ids:
             extra |= _token_lists(piece.sampled, self._tokens)
         self._tokens = len(piece.sampled.tokens)
         return [self._chunk(delta, extra)]

@@ -54,7 +54,7 @@ class Serving:
     pushed: Callable[[str], dict] | None = None
 
 
-def made(serving: Serving, when_ready: str) -> Server:
+def build_server(serving: Serving, when_ready: str) -> Server:
     """Creates the server; its application's lifespan starts and ends everything that it needs.
 
     Args:
@@ -110,7 +110,7 @@ class Connection(H11Protocol):
         self._waiting = self.loop.call_later(self.timeout_keep_alive, self._close_idle, self.cycle)
 
     def _close_idle(self, before: Any) -> None:
-        if self.cycle is before:  # each request has a cycle of its own
+        if self.cycle is before:  # each request has its own cycle
             self.timeout_keep_alive_handler()
 
 

@@ -62,7 +62,7 @@ class Sampler:
         self.limits = limits
         self._seed = seed
         self._words = int(jax.random.key_data(jax.random.key(0)).size)
-        self._asked = 0
+        self._unseeded_requests = 0
         self._distributions = set()
         self.under_way = 0
 
@@ -101,7 +101,9 @@ class Sampler:
             Refused: the server has its most distributions.
         """
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
-            known = ", ".join("/".join(f"{value:g}" for value in one) for one in sorted(self._distributions))
+            known = ", ".join(
+                "/".join(f"{value:g}" for value in distribution) for distribution in sorted(self._distributions)
+            )
             raise Refused(
                 400,
                 f"{'/'.join(Sampling._fields)}: a new distribution, and this server already has programs for"
@@ -113,11 +115,11 @@ class Sampler:
     def keys(self, seed: int | None, count: int) -> list[UInt32[np.ndarray, " words"]]:
         """Keys of a request's completions: from its seed, or unique keys if it has no seed."""
         if seed is None:
-            origin = f"server {self._seed} {self._asked}"
-            self._asked = self._asked + 1
+            origin = f"server {self._seed} {self._unseeded_requests}"
+            self._unseeded_requests = self._unseeded_requests + 1
         else:
             origin = f"request {seed}"
-        digests = [hashlib.sha512(f"{origin} {place}".encode()).digest() for place in range(count)]
+        digests = [hashlib.sha512(f"{origin} {index}".encode()).digest() for index in range(count)]
         return [np.frombuffer(digest, np.uint32)[: self._words].copy() for digest in digests]
 
     def check_length(self, prompt: str | Int[np.ndarray, " time"]) -> None:
@@ -137,7 +139,7 @@ class Sampler:
                 code="context_length_exceeded",
             )
 
-    def limit(self, prompt: Int[np.ndarray, " time"], asked: int | None) -> int:
+    def limit(self, prompt: Int[np.ndarray, " time"], requested: int | None) -> int:
         """The most tokens that a completion may have.
 
         Raises:
@@ -147,12 +149,12 @@ class Sampler:
         vocabulary = self.policy.decoder.config.vocab_size
         if prompt.max() >= vocabulary:
             raise Refused(400, f"token {prompt.max()} is outside the vocabulary of {vocabulary}", param="prompt")
-        if asked is not None and asked > limits.completion:
+        if requested is not None and requested > limits.completion:
             raise Refused(
-                400, f"max_tokens = {asked}: this server samples {limits.completion} at most", param="max_tokens"
+                400, f"max_tokens = {requested}: this server samples {limits.completion} at most", param="max_tokens"
             )
         self.check_length(prompt)
-        return min(limits.context - len(prompt), limits.completion, asked or limits.completion)
+        return min(limits.context - len(prompt), limits.completion, requested or limits.completion)
 
     async def follow(
         self,
@@ -161,14 +163,14 @@ class Sampler:
         limit: int,
         sampling: Sampling,
         stop: Sequence[str],
-        held: Sequence[str] = (),
+        withheld: Sequence[str] = (),
     ) -> AsyncIterator[Piece]:
-        """Yields a completion after each of its rounds; only the last piece has a finish reason.
+        """Yields a completion after each round; only the last piece has a finish reason.
 
         A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.
 
         Args:
-            held: strings to withhold: text that may be the beginning of one is not yet certain.
+            withheld: strings to withhold: text that may be the beginning of one is not yet certain.
         """
         tokenizer = self.policy.tokenizer
         async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
@@ -178,13 +180,13 @@ class Sampler:
                 if ended:
                     yield Piece(kept, text, "length" if kept.truncated else "stop")
                     return
-                yield Piece(sampled, certain(text, [*stop, *held]), None)
+                yield Piece(sampled, certain(text, [*stop, *withheld]), None)
 
 
-def certain(text: str, held: Sequence[str]) -> str:
-    """The text that later tokens cannot change: no partial character, and no possible beginning of `held`."""
+def certain(text: str, withheld: Sequence[str]) -> str:
+    """The text that later tokens cannot change: no partial character, and no possible beginning of `withheld`."""
     text = text.rstrip("\ufffd")
-    for size in range(min(len(text), max(map(len, held), default=0)), 0, -1):
-        if any(end.startswith(text[-size:]) for end in held):
+    for size in range(min(len(text), max(map(len, withheld), default=0)), 0, -1):
+        if any(end.startswith(text[-size:]) for end in withheld):
             return text[:-size]
     return text

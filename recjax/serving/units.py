@@ -17,8 +17,8 @@ class Session:
     """The turns of one agent: one trajectory with one reward.
 
     Attributes:
-        name: id of its completion.
-        turns: turns in the order of recording, each as a completion of its own.
+        name: id of the completion.
+        turns: turns in the order of recording, each as a separate completion.
         trajectory: trajectory of the turns; prompts that continue it keep its tokens.
         rewards: rewards of turns, by the turn's number from 0.
         changed: time of the last turn or reward, by time.monotonic.
@@ -45,7 +45,7 @@ class Session:
         """Adds a recorded turn.
 
         Args:
-            text: text of its prompt as the model read it; None: the prompt was not recorded.
+            text: the turn's prompt as the model read it; None: the prompt was not recorded.
         """
         self.turns.append(turn)
         self.changed = time.monotonic()
@@ -54,7 +54,7 @@ class Session:
 
     def turn_of(self, row: str) -> int | None:
         """The number of the turn with an id; None if the session has no such turn."""
-        return next((place for place, turn in enumerate(self.turns) if turn.completion.id == row), None)
+        return next((index for index, turn in enumerate(self.turns) if turn.completion.id == row), None)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
@@ -70,7 +70,6 @@ class Session:
             comment: the client's comment on the reward.
         """
         first = self.turns[0]
-        last = self.turns[-1].completion
         turns = [turn.completion for turn in self.turns]
         has_prompts = prompts and all(len(turn.group.prompt_tokens) for turn in self.turns)
         rows = self.trajectory.rows
@@ -93,7 +92,7 @@ class Session:
         metadata["requests"] = list(dict.fromkeys(turn.metadata["request"] for turn in turns))
         del metadata["request"]
         metadata |= {} if comment is None else {"comment": comment}
-        completion = last._replace(
+        completion = turns[-1]._replace(
             id=self.name,
             rows=rows,
             policy_version=min(turn.policy_version for turn in turns),
@@ -119,11 +118,11 @@ def _sampled(turn: Completion) -> Sampled:
 def without_prompt(record: Record) -> Record:
     """A copy of a completion without its prompt."""
     nothing = record.group.prompt_tokens[:0]
-    one = record.completion
-    one = one._replace(rows=tuple(row._replace(prompt_tokens=nothing) for row in one.rows))
-    return record._replace(group=Group(record.group.id, nothing, (one,), PROMPT_LEFT_OUT))
+    completion = record.completion
+    completion = completion._replace(rows=tuple(row._replace(prompt_tokens=nothing) for row in completion.rows))
+    return record._replace(group=Group(record.group.id, nothing, (completion,), PROMPT_LEFT_OUT))
 
 
 def session_row(name: str) -> str:
-    """The id of a session's completion, and of its group."""
+    """The id of a session's completion and group."""
     return f"session/{name}"

@@ -41,7 +41,7 @@ class Versions:
         self._pushing = asyncio.Lock()
 
     async def push(self, folder: str, tag: str) -> None:
-        """Serves the weights in a client's folder, all of them or none.
+        """Serves the weights in a client's folder, either all or none.
 
         Args:
             tag: name of the weights, which ends with their version.

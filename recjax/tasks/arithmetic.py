@@ -43,32 +43,32 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
                 f"task.arithmetic.problems: {kind!r} is not of the form 'A..B op C..D' with op one of + - *"
             )
         first, last, symbol, other_first, other_last = match.groups()
-        left = range(int(first), int(last) + 1)
-        right = range(int(other_first), int(other_last) + 1)
-        if not 0 < (count := len(left) * len(right)) <= _LIMIT:
+        first_numbers = range(int(first), int(last) + 1)
+        second_numbers = range(int(other_first), int(other_last) + 1)
+        if not 0 < (count := len(first_numbers) * len(second_numbers)) <= _LIMIT:
             raise ValueError(f"task.arithmetic.problems: {kind!r} spans {count} questions; 1 to {_LIMIT}")
-        for question in itertools.product(left, symbol, right):
+        for question in itertools.product(first_numbers, symbol, second_numbers):
             kinds.setdefault(question, kind)
     questions = list(kinds)
     if len(questions) <= config.examples + 1:
         raise ValueError(f"task.arithmetic.problems = {config.problems!r} gives only {len(questions)} questions")
     generator = np.random.default_rng([seed, 0])
-    asked = [config.template.format(a=a, op=symbol, b=b) for a, symbol, b in questions]
+    question_texts = [config.template.format(a=a, op=symbol, b=b) for a, symbol, b in questions]
     answers = [worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]
     problems = []
     for index in generator.permutation(len(questions)):
-        others = generator.choice(len(questions) - 1, config.examples, replace=False)
-        shots = [other + (other >= index) for other in others]
-        prompt = "".join(f"{asked[shot]} {answers[shot]}\n" for shot in shots) + asked[index]
+        drawn = generator.choice(len(questions) - 1, config.examples, replace=False)
+        shots = [draw + (draw >= index) for draw in drawn]
+        prompt = "".join(f"{question_texts[shot]} {answers[shot]}\n" for shot in shots) + question_texts[index]
         a, _, b = question = questions[index]
-        right = answers[index]
+        answer = answers[index]
         mistakes = ()
         if config.worked:  # one column is off by one or two
             columns = range(len(str(max(a, b))))
             wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
             # A negative column sum would not be a plausible mistake.
-            mistakes = tuple(text for text in wrong if text != right and "-" not in text)
-        problems.append(Problem(prompt, right, mistakes, difficulty=kinds[question]))
+            mistakes = tuple(text for text in wrong if text != answer and "-" not in text)
+        problems.append(Problem(prompt, answer, mistakes, difficulty=kinds[question]))
     return problems
 
 
@@ -83,9 +83,9 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
     digits = ""
     carry = 0
     for column in range(len(str(max(a, b)))):
-        left, right = (number // 10**column % 10 for number in (a, b))
-        total = left + right + carry + (slip if column == slip_column else 0)
-        steps.append(f"{left}+{right}+{carry}={total}")
+        digit_a, digit_b = (number // 10**column % 10 for number in (a, b))
+        total = digit_a + digit_b + carry + (slip if column == slip_column else 0)
+        steps.append(f"{digit_a}+{digit_b}+{carry}={total}")
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"
     return ";".join([*steps, str(int(f"{carry}{digits}"))])

@@ -30,7 +30,7 @@ def file_problems(
     """
     rows = read_file(Path(path), "task.file")
     if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
-        rows = [row._replace(place=f"problems: row {number}") for number, row in enumerate(rows)]
+        rows = [row._replace(location=f"problems: row {number}") for number, row in enumerate(rows)]
     if not needs_answers and all(row.values.get(config.answer_column) is None for row in rows):
         config = config.model_copy(update={"answer_column": None})
     return [_problem(row, config, system_prompt) for row in rows]
@@ -41,13 +41,13 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     for key, column in names.items():
         if column is not None and row.values.get(column) is None:
             raise ValueError(
-                f"{row.place}: no {column!r}; the row has"
+                f"{row.location}: no {column!r}; the row has"
                 f" {', '.join(repr(name) for name, value in row.values.items() if value is not None)}."
                 f" Add it, or name another column in task.file.{key}"
                 + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
             )
     prompt = messages_in(row.values[config.prompt_column])
-    place = f"{row.place}: column {config.prompt_column!r}"
+    location = f"{row.location}: column {config.prompt_column!r}"
     column = config.answer_column
     answer = "" if column is None else row.answer(column, row.values[column])
     if isinstance(prompt, str) and prompt.strip():
@@ -56,8 +56,8 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
     else:
-        prompt = checked_messages(prompt, place)
-    check_last_message(prompt, place)
+        prompt = checked_messages(prompt, location)
+    check_last_message(prompt, location)
     if system_prompt is not None:
         # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):
@@ -124,19 +124,19 @@ def passed_files(config: Config) -> dict[str, Path]:
     Raises:
         ValueError: no file has the content of this name.
     """
-    found = {}
+    files = {}
     task = config.task.file
     for name in (task.train, task.evaluation) if task else ():
         if name is None or name.partition(":")[0] != PASSED:
             continue
-        places = Path(config.output) / f"problems-{name.partition(':')[2]}.jsonl", rows_file(name)
-        whole = [path for path in places if path.is_file() and f"{PASSED}:{digest(path.read_bytes())}" == name]
+        candidates = Path(config.output) / f"problems-{name.partition(':')[2]}.jsonl", rows_file(name)
+        matching = [path for path in candidates if path.is_file() and f"{PASSED}:{digest(path.read_bytes())}" == name]
         if name == PASSED:
             raise ValueError("the config has no task; set one, or pass problems: recjax.run(config, problems=…)")
-        if not whole:
+        if not matching:
             raise ValueError(
-                f"task.file = {name!r}: these problems are neither in {places[0]} nor in the cache; pass them:"
+                f"task.file = {name!r}: these problems are neither in {candidates[0]} nor in the cache; pass them:"
                 " recjax.run(config, problems=…), or restore the file"
             )
-        found[name] = whole[0]
-    return found
+        files[name] = matching[0]
+    return files

@@ -38,31 +38,31 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
             different questions.
     """
     check_gym(config.name, config.options, config.template)
-    asked = config.examples + count
-    if asked > _LIMIT:
+    needed = config.examples + count
+    if needed > _LIMIT:
         raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
-    entries = _generated(config, asked, seed * _LIMIT)
+    entries = _generated(config, needed, seed * _LIMIT)
     if len(entries) <= config.examples:
         raise ValueError(
             f"task.reasoning_gym.examples = {config.examples}: {config.name!r} gives {len(entries)} different questions"
-            f" in {asked}; show fewer"
+            f" in {needed}; show fewer"
         )
-    if len(entries) < asked:
-        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
+    if len(entries) < needed:
+        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), needed)
     shots = entries[: config.examples]
     entries = entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
-    shown = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
+    examples = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
     problems = []
     for entry, label in zip(entries, _difficulties(entries), strict=True):
         columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
         question = config.template.replace("{question}", entry["question"])
         if config.chat:
-            turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
+            turns = [turn for text, answer in examples for turn in (text, f"<answer>{answer}</answer>")]
             prompt = chat(system_prompt, *turns, question)
         else:
-            prompt = "".join(f"{text} {answer}\n" for text, answer in shown) + question
+            prompt = "".join(f"{text} {answer}\n" for text, answer in examples) + question
         problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
     return problems
 

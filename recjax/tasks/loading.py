@@ -64,8 +64,8 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         if is_shown and not any(problem.answer for problem in splits[0]):
             raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
-            place = f"task.mixture.{min(clash)}"
-            raise ValueError(f"{place}: a part of the reward {reward.name} has the same name; rename the task")
+            key = f"task.mixture.{min(clash)}"
+            raise ValueError(f"{key}: a part of the reward {reward.name} has the same name; rename the task")
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             if not reward.per_row and _chosen_weights(config, tasks[name]):
@@ -74,7 +74,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
 
 
 def load_rewards(config: Config, function: Callable | None = None) -> dict[str, Reward]:
-    """The reward of each task by the task's name, still without the columns of its problems; see `load_task`."""
+    """The reward of each task by the task's name, still without the problems' columns; see `load_task`."""
     rewards = {}
     for name, task in config.task.tasks().items():
         with _naming(name):
@@ -88,7 +88,7 @@ def load_rewards(config: Config, function: Callable | None = None) -> dict[str, 
 
 @contextlib.contextmanager
 def _naming(task: str) -> Iterator[None]:
-    """Errors about keys of `task` name the keys of this task of a mixture; the name "" changes nothing."""
+    """Errors about keys of `task` name the keys of this task of a mixture; the name "" has no effect."""
     try:
         yield
     except ValueError as error:
@@ -103,7 +103,7 @@ def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
         return task.reward_weights
     # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
     return {
-        part: task.reward_weights[part] for part in task.reward_weights if task.reward and part not in (TURNS, ROWS)
+        name: task.reward_weights[name] for name in task.reward_weights if task.reward and name not in (TURNS, ROWS)
     }
 
 
@@ -139,14 +139,16 @@ def load_problems(
     for name, task in config.task.tasks().items():
         with _naming(name):
             reads_answers = name in rewards and needs_answers(rewards[name])
-            known, asked = _problems(config, task, pool, reads_answers)
+            task_train, task_evaluation = _problems(config, task, pool, reads_answers)
             if name in rewards:
-                _check_answers(rewards[name], [*known, *asked], by_agent=config.task.agent is not None)
-        held_out.update(*map(_origins, asked))
+                _check_answers(rewards[name], [*task_train, *task_evaluation], by_agent=config.task.agent is not None)
+        held_out.update(*map(_origins, task_evaluation))
         if name:
-            known, asked = ([one._replace(task=name) for one in problems] for problems in (known, asked))
-        train += known if everything or config.task.shares()[name] else []
-        evaluation += asked if everything else asked[: config.evaluation.most_problems]
+            task_train, task_evaluation = (
+                [problem._replace(task=name) for problem in problems] for problems in (task_train, task_evaluation)
+            )
+        train += task_train if everything or config.task.shares()[name] else []
+        evaluation += task_evaluation if everything else task_evaluation[: config.evaluation.most_problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if everything:
         return [], [*kept, *evaluation]
@@ -164,15 +166,15 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
         ValueError: with the remedy.
     """
     seats = len(config.task.trained_seats)
-    found = Counter(problem.task for problem in problems)
-    count = config.rollout.prompts_per_step / seats
+    counts = Counter(problem.task for problem in problems)
+    needed = config.rollout.prompts_per_step / seats
     divided = f" / {seats} seats" if seats > 1 else ""
     for name, share in config.task.shares().items():
-        if found[name] < math.ceil(share * count - 1e-9):
+        if counts[name] < math.ceil(share * needed - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
             raise ValueError(
-                f"the {task} has {found[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
-                f" {count:g}{share}; {remedy}"
+                f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
+                f" {needed:g}{share}; {remedy}"
             )
 
 
@@ -191,28 +193,28 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
-def _problems(config: Config, of: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
+def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
     """All train problems and all held-out problems; both may contain the same prompt."""
-    name = of.chosen()
-    task = getattr(of, name)
-    system_prompt = of.system_prompt
+    name = task.chosen()
+    block = getattr(task, name)
+    system_prompt = task.system_prompt
     if name == "arithmetic":
-        return _hold_out(arithmetic_problems(task, config.seed_of_base), config, pool)
+        return _hold_out(arithmetic_problems(block, config.seed_of_base), config, pool)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
-        return _hold_out(gym.gym_problems(task, count, config.seed_of_base, system_prompt), config, pool)
+        count = block.problems + min(block.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
+        return _hold_out(gym.gym_problems(block, count, config.seed_of_base, system_prompt), config, pool)
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
-            file and file_problems(passed.get(file, file), task, system_prompt, reads_answers)
-            for file in (task.train, task.evaluation)
+            file and file_problems(passed.get(file, file), block, system_prompt, reads_answers)
+            for file in (block.train, block.evaluation)
         )
     else:
         files, held_out_files, usual_prompt, problems_of = _HUB_TASKS[name]
         system_prompt = usual_prompt if system_prompt is None else system_prompt
-        rows = read_split(task.train, files, "train", f"task.{name}.train")
-        held_out = task.evaluation and read_split(task.evaluation, held_out_files, "test", f"task.{name}.evaluation")
+        rows = read_split(block.train, files, "train", f"task.{name}.train")
+        held_out = block.evaluation and read_split(block.evaluation, held_out_files, "test", f"task.{name}.evaluation")
         train = problems_of(rows, system_prompt)
         evaluation = problems_of(held_out or [], system_prompt)
     if evaluation:
@@ -228,8 +230,8 @@ def _origins(problem: Problem) -> set[str]:
 
 
 def _prompt_of(problem: Problem) -> str:
-    asked = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
-    return json.dumps(asked, sort_keys=True)
+    content = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
+    return json.dumps(content, sort_keys=True)
 
 
 def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list[Problem], list[Problem]]:
@@ -246,15 +248,15 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
         if count + size <= most:
             chosen.add(key)
             count += size
-    more = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
+    hint = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
     if pool != "all" and count < (config.evaluation.problems or 1):
         raise ValueError(
             f"evaluation.problems = {config.evaluation.problems}: of the task's {len(problems)} problems {count} are"
             f" held out, a third and at most {MOST_HELD_OUT}; set at most that number, give the task evaluation data of"
-            f" its own{more}, or add problems"
+            f" its own{hint}, or add problems"
         )
     if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
-        logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), more)
+        logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), hint)
     train, held_out = (
         [problem for problem, key in zip(problems, keys, strict=True) if (key in chosen) is side]
         for side in (False, True)

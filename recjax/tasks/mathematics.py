@@ -54,15 +54,15 @@ def gsm8k_problems(rows: Sequence[FileRow], system_prompt: str = TAGGED_PROMPT) 
     Raises:
         ValueError: a row has no question or answer, or its answer does not end in "####" and a number.
     """
-    found = []
+    problems = []
     for row in rows:
         prompt = chat(system_prompt, row.text("question"))
         _, mark, last = row.text("answer").rpartition("####")
         number = last.strip().removeprefix("$")
         if not mark or not _NUMBER.fullmatch(number):
             raise row.error("answer", f"must end in '####' and a number; got {row.values['answer'][-80:]!r}")
-        found.append(Problem(prompt, number.replace(",", "")))
-    return found
+        problems.append(Problem(prompt, number.replace(",", "")))
+    return problems
 
 
 def math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) -> list[Problem]:
@@ -75,10 +75,10 @@ def math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) ->
 
 
 def _math_problem(row: FileRow, system_prompt: str) -> Problem:
-    given = row.values.get("answer")
-    is_given = given is not None and given == given and given != ""  # NaN also means no answer
-    if is_given:
-        answer = row.text("answer") if isinstance(given, str) else row.answer("answer", given)
+    stated = row.values.get("answer")
+    is_stated = stated is not None and stated == stated and stated != ""  # NaN also means no answer
+    if is_stated:
+        answer = row.text("answer") if isinstance(stated, str) else row.answer("answer", stated)
     else:
         column = "solution" if row.values.get("solution") or "answer" not in row.values else "answer"
         answer = last_boxed(row.text(column))
@@ -93,8 +93,10 @@ def _math_problem(row: FileRow, system_prompt: str) -> Problem:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of a text's last non-empty \boxed or \fbox: text in braces, or the next word; None without one."""
-    rests = [text[match.end() :] for match in _BOXED.finditer(text)]
-    contents = [braced(rest) if rest.startswith("{") else re.match(r"[^\s$.]*", rest).group() for rest in rests]
+    endings = [text[match.end() :] for match in _BOXED.finditer(text)]
+    contents = [
+        braced(ending) if ending.startswith("{") else re.match(r"[^\s$.]*", ending).group() for ending in endings
+    ]
     return next((content.strip() for content in reversed(contents) if content and content.strip()), None)
 
 
@@ -108,9 +110,9 @@ def guru_math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMP
 
 
 def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
-    prompt = checked_messages(messages_in(row.values.get("prompt")), f"{row.place}: column 'prompt'")
+    prompt = checked_messages(messages_in(row.values.get("prompt")), f"{row.location}: column 'prompt'")
     reward_model = row.values.get("reward_model")
-    check_last_message(prompt, f"{row.place}: column 'prompt'")
+    check_last_message(prompt, f"{row.location}: column 'prompt'")
     answer = as_text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else None
     if not (answer or "").strip():
         reason = "must hold an object with the answer as ground_truth"

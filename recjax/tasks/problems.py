@@ -42,7 +42,7 @@ class Task(NamedTuple):
 def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     """A chat: a system message unless `system_prompt` is empty, then turns of user and assistant, user first."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
+    return system + [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
 
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem
@@ -65,44 +65,48 @@ def question_of(prompt: str | list[dict[str, str]]) -> str:
     return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), prompt[-1]["content"])
 
 
-def check_last_message(prompt: str | Sequence[Mapping[str, Any]], place: str) -> None:
-    """Refuses a chat that ends with an assistant's message, which some libraries continue and others leave as it is.
+def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str) -> None:
+    """Refuses a chat that ends with an assistant's message, which some libraries continue and other libraries do not.
 
     Args:
-        place: beginning of the message.
+        location: beginning of the message.
     Raises:
         ValueError: with the remedy.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         raise ValueError(
-            f"{place}: the last message is an assistant's, which recjax does not continue; remove it, or give the text"
-            " to continue as a plain prompt, rendered with the chat template"
+            f"{location}: the last message is an assistant's, which recjax does not continue; remove it, or give the"
+            " text to continue as a plain prompt, rendered with the chat template"
         )
 
 
 def messages_in(text: Any) -> Any:
-    """The messages of which a text is the JSON; other values as given."""
+    """The messages in a JSON text; other values unchanged."""
     with contextlib.suppress(ValueError, RecursionError, TypeError):
         messages = json.loads(text)
-        if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
+        if (
+            isinstance(messages, list)
+            and messages
+            and all(isinstance(message, dict) and "role" in message for message in messages)
+        ):
             return messages
     return text
 
 
-def checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
+def checked_messages(messages: Any, location: str) -> list[dict[str, Any]]:
     """The messages of a chat, each read by `checked_message`.
 
     Args:
-        place: beginning of error messages.
+        location: beginning of error messages.
     Raises:
         ValueError: the value is no list of messages; error messages number the messages from 0.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{place} must hold a list of messages with role and content; got {messages!r:.80}")
-    return [checked_message(message, f"{place}: message {number}") for number, message in enumerate(messages)]
+        raise ValueError(f"{location} must hold a list of messages with role and content; got {messages!r:.80}")
+    return [checked_message(message, f"{location}: message {number}") for number, message in enumerate(messages)]
 
 
-def checked_message(message: Any, place: str) -> dict[str, Any]:
+def checked_message(message: Any, location: str) -> dict[str, Any]:
     """A message in OpenAI's format, with its content as one text and without keys of value null.
 
     Parts of type text are joined. Null or missing content next to an assistant's tool calls is an empty text.
@@ -112,15 +116,23 @@ def checked_message(message: Any, place: str) -> dict[str, Any]:
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{place}: {message!r:.80} is no message; it has a role, and content")
+        raise ValueError(f"{location}: {message!r:.80} is no message; it has a role, and content")
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise ValueError(f"{place}: content has {part!r:.80}: takes text, or only parts of type text")
-        content = "".join(part["text"] for part in content)
+        for content_part in content:
+            if not (
+                isinstance(content_part, Mapping)
+                and content_part.get("type") == "text"
+                and isinstance(content_part.get("text"), str)
+            ):
+                raise ValueError(
+                    f"{location}: content has {content_part!r:.80}: takes text, or only parts of type text"
+                )
+        content = "".join(content_part["text"] for content_part in content)
     if content is None and role == "assistant" and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"{place}: content = {content!r:.80}: takes text, or null next to an assistant's tool_calls")
+        raise ValueError(
+            f"{location}: content = {content!r:.80}: takes text, or null next to an assistant's tool_calls"
+        )
     return {name: value for name, value in message.items() if value is not None} | {"content": content}

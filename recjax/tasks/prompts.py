@@ -42,7 +42,9 @@ class Prompts(NamedTuple):
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
     """Problems whose rendered prompts have at most `max_tokens` tokens; the processes of a run share the work."""
-    lengths = hosts.shared_out(lambda own, first: [len(ids) for _, ids in _encoded(own, first, tokenizer)], problems)
+    lengths = hosts.shared_out(
+        lambda share, first: [len(ids) for _, ids in _encoded(share, first, tokenizer)], problems
+    )
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
@@ -81,8 +83,8 @@ def encode_problems(
     Raises:
         ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
-    found = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer, vocabulary=vocabulary), problems)
-    texts, encoded = map(list, zip(*found, strict=True))
+    rendered = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer, vocabulary=vocabulary), problems)
+    texts, encoded = map(list, zip(*rendered, strict=True))
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:
@@ -102,12 +104,14 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
     Each epoch uses every problem once, in an order that depends on (seed, epoch). A batch may span two epochs. The
     result depends only on the arguments, so a resumed run continues with the same data.
     """
-    return _places(problems, (batch - 1) * prompts_per_step, prompts_per_step, seed)
+    return _shuffled_indices(problems, (batch - 1) * prompts_per_step, prompts_per_step, seed)
 
 
-def _places(problems: int, first: int, count: int, seed: int) -> np.ndarray:
-    places = np.arange(first, first + count)
-    return np.array([_epoch_order(problems, seed, int(place) // problems)[place % problems] for place in places], int)
+def _shuffled_indices(problems: int, first: int, count: int, seed: int) -> np.ndarray:
+    positions = np.arange(first, first + count)
+    return np.array(
+        [_epoch_order(problems, seed, int(position) // problems)[position % problems] for position in positions], int
+    )
 
 
 @functools.lru_cache(maxsize=32)
@@ -120,7 +124,7 @@ def batch_prompts(
 ) -> Prompts:
     """The `count` train prompts of batch number `batch` (from 1); a pure function of its arguments.
 
-    Each task of a mixture has its own epochs. The number of its prompts in a batch is its expected number, rounded up
+    Each task of a mixture has its own epochs. A task's number of prompts in a batch is the expected number, rounded up
     or down at random (systematic sampling), so that its mean over the batches is exact.
 
     Args:
@@ -133,23 +137,23 @@ def batch_prompts(
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
     sizes = Counter(problem.task for problem in prompts.problems)
     shares = task.shares()
-    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly nothing
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly 0
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))
     indices = np.empty(count, int)
     start = 0
-    for place, name in enumerate(shares):
-        before = int(drawn[:-1, place].sum())
-        new = int(drawn[-1, place])
+    for task_index, name in enumerate(shares):
+        before = int(drawn[:-1, task_index].sum())
+        new = int(drawn[-1, task_index])
         size = sizes[name]
         if rates is None or not new:
-            chosen = _places(size, before, new, seed)
+            chosen = _shuffled_indices(size, before, new, seed)
         else:
             recent = np.array([rates.get(key, 0.5) or 0.0 for key in prompts.keys[start : start + size]])
             chances = curriculum_chances(recent, task.curriculum.uniform)
-            chosen = np.random.default_rng([seed, 10, batch, place]).choice(size, new, new > size, chances)
-        indices[labels == place] = start + chosen
+            chosen = np.random.default_rng([seed, 10, batch, task_index]).choice(size, new, new > size, chances)
+        indices[labels == task_index] = start + chosen
         start += size
     return prompts.take(indices)
 
@@ -162,9 +166,9 @@ def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
     Reference: arXiv 2502.12272 (learnability p (1 − p), and batches with a share of uniform draws).
     """
     learnable = rates * (1 - rates)
-    alike = np.full(len(rates), 1 / len(rates))
+    equal_chances = np.full(len(rates), 1 / len(rates))
     if not learnable.any():
-        return alike
+        return equal_chances
     # A floor keeps enough problems drawable for a batch without repeats.
-    chances = uniform * alike + (1 - uniform) * learnable / learnable.sum() + 1e-12
+    chances = uniform * equal_chances + (1 - uniform) * learnable / learnable.sum() + 1e-12
     return chances / chances.sum()

@@ -28,10 +28,10 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
 class FileRow(NamedTuple):
-    """One row of a data set: its columns, and its place for error messages."""
+    """One row of a data set: its columns, and its location for error messages."""
 
     values: Mapping[str, Any]
-    place: str
+    location: str
 
     def text(self, column: str) -> str:
         """The text of a column.
@@ -59,7 +59,7 @@ class FileRow(NamedTuple):
 
     def error(self, column: str, reason: str) -> ValueError:
         """The exception for an invalid column of this row."""
-        return ValueError(f"{self.place}: column {column!r} {reason}")
+        return ValueError(f"{self.location}: column {column!r} {reason}")
 
 
 def as_text(value: Any) -> str | None:
@@ -115,15 +115,15 @@ def template_of(row: FileRow) -> dict[str, Any]:
     Raises:
         ValueError: a column holds anything else; the message names the row.
     """
-    found = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
-    for name, value in found.items():
+    cells = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
+    for name, value in cells.items():
         if isinstance(value, str) and value.strip():
             try:
-                found[name] = json.loads(value)
+                cells[name] = json.loads(value)
             except ValueError as error:
                 raise row.error(name, f"must hold JSON; got {value!r:.80} ({error})") from error
-    tools = found["tools"] or None
-    variables = found["chat_template_kwargs"] or {}
+    tools = cells["tools"] or None
+    variables = cells["chat_template_kwargs"] or {}
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
         reason = "must hold a list of JSON schemas of functions, which the chat template reads"
         raise row.error("tools", f"{reason}; got {tools!r:.80}. Name the column otherwise if it holds something else")
@@ -135,8 +135,8 @@ def template_of(row: FileRow) -> dict[str, Any]:
 def _without_nulls(value: Any) -> Any:
     """The value without the nulls that Parquet adds to objects for the keys of other rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
@@ -182,9 +182,9 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
         rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
         raise ValueError(f"{where}: the file holds no rows")
-    for values, place in rows:
+    for values, location in rows:
         if not isinstance(values, dict):
-            raise ValueError(f"{place}: a row must be an object with named columns; got {values!r:.80}")
+            raise ValueError(f"{location}: a row must be an object with named columns; got {values!r:.80}")
     return rows
 
 
@@ -200,11 +200,11 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     Raises:
         ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
-    place = Path(where)
-    if (ENDING.search(where) and not place.is_dir()) or place.is_file():
-        return read_file(place, key)
-    folder = place
-    if not place.is_dir():
+    path = Path(where)
+    if (ENDING.search(where) and not path.is_dir()) or path.is_file():
+        return read_file(path, key)
+    folder = path
+    if not path.is_dir():
         import huggingface_hub
 
         try:
@@ -219,13 +219,13 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
     patterns = [(files,), *(tuple(f"{at}{split}*.{end}" for end in kind) for at in ("", "data/") for kind in kinds)]
     globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
-    found = next(filter(None, globbed), None)
-    if not found:
+    paths = next(filter(None, globbed), None)
+    if not paths:
         raise ValueError(
             f"{key}: the folder {folder} holds neither {files} nor, in it or in data/, {split}*.parquet or"
             f" {split}*.jsonl {MORE_ENDINGS}; {_CONVERTED}"
         )
-    return [row for file in found for row in read_file(file, key)]
+    return [row for file in paths for row in read_file(file, key)]
 
 
 def _unpacked(file: Path, where: str) -> bytes:
@@ -251,7 +251,7 @@ def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileR
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
     texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
-    return [FileRow(_parsed(line, place), place) for place, line in texts.items()]
+    return [FileRow(_parsed(line, location), location) for location, line in texts.items()]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _decode = json.JSONDecoder(object_pairs_hook=_unique).decode  # json.loads would make a decoder for every line
 
 
-def _parsed(line: bytes, place: str) -> Any:
+def _parsed(line: bytes, location: str) -> Any:
     try:
         text = line.decode("utf-8")
         values = _decode(text)
@@ -271,16 +271,16 @@ def _parsed(line: bytes, place: str) -> Any:
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{place}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8"
+            f"{location}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: has half of a character, {error.object[error.start]!r}; remove it") from error
+        raise ValueError(f"{location}: has half of a character, {error.object[error.start]!r}; remove it") from error
     except RecursionError as error:
-        raise ValueError(f"{place}: is nested too deeply; give rows of plain columns") from error
+        raise ValueError(f"{location}: is nested too deeply; give rows of plain columns") from error
     except KeyError as error:
-        raise ValueError(f"{place}: the key {error} is given twice; remove one") from error
+        raise ValueError(f"{location}: the key {error} is given twice; remove one") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not valid JSON ({error})") from error
+        raise ValueError(f"{location}: not valid JSON ({error})") from error
     except ValueError as error:
-        raise ValueError(f"{place}: has a number that is too long ({error})") from error
+        raise ValueError(f"{location}: has a number that is too long ({error})") from error
     return values

@@ -19,8 +19,8 @@ def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Seq
     texts = zip(completions, _answer_texts(prompts, completions), answers, strict=True)
     # An answer with thinking tags needs the whole completion.
     return [
-        float((said if after_thoughts(answer) == answer else whole).strip() == answer.strip())
-        for whole, said, answer in texts
+        float((visible_text if after_thoughts(answer) == answer else reply).strip() == answer.strip())
+        for reply, visible_text, answer in texts
     ]
 
 
@@ -44,8 +44,8 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
     need = "last_number_match needs answers that hold a number"
 
     def last(text: str) -> Fraction | None:
-        found = [match.group() for match in _NUMBER.finditer(text)]
-        return _number(found[-1]) if found else None
+        numbers = [match.group() for match in _NUMBER.finditer(text)]
+        return _number(numbers[-1]) if numbers else None
 
     return _compared(last, need, _answer_texts(prompts, completions), answers)
 
@@ -56,12 +56,12 @@ def _answer_texts(prompts: Sequence[str], completions: Sequence[str]) -> list[st
 
 
 def _compared(
-    read: Callable[[str], Fraction | None], need: str, completions: Sequence[str], answers: Sequence[str]
+    number_in: Callable[[str], Fraction | None], need: str, completions: Sequence[str], answers: Sequence[str]
 ) -> list[float]:
-    expected = [read(answer) for answer in answers]
+    expected = [number_in(answer) for answer in answers]
     if None in expected:
         raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
-    return [float(read(text) == number) for text, number in zip(completions, expected, strict=True)]
+    return [float(number_in(text) == number) for text, number in zip(completions, expected, strict=True)]
 
 
 def _number(text: str) -> Fraction | None:

@@ -7,7 +7,7 @@ Problems: one per call turn. Its prompt is the previous turns, with earlier call
 Prompt: the row's own system message up to the end of the list of functions, then the system prompt below.
 Answer: a JSON list of {"name", "arguments"}, keys of the arguments sorted. recjax skips and counts call turns that it
 cannot parse.
-Difficulty: the number of calls. Columns: toolace_conversation, the row's place.
+Difficulty: the number of calls. Columns: toolace_conversation, the row's location.
 Reward: `tool_calls`, 1 if exactly one think block precedes a JSON list with the calls of the answer in any order, 0
 otherwise.
 """
@@ -49,7 +49,7 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
     Raises:
         ValueError: a row has no system text or no turns, or a turn has no known speaker or no text.
     """
-    found = []
+    problems = []
     unreadable = 0
     for row in rows:
         functions = row.text("system")
@@ -74,12 +74,14 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
             if calls is not None:
                 text = json.dumps(calls, ensure_ascii=False)
                 difficulty = {1: "1 call", 2: "2 calls", 3: "3 calls"}.get(len(calls), "4 or more calls")
-                found.append(Problem(list(messages), text, columns={CONVERSATION: row.place}, difficulty=difficulty))
+                problems.append(
+                    Problem(list(messages), text, columns={CONVERSATION: row.location}, difficulty=difficulty)
+                )
             elif speaker == "assistant" and _looks_like_calls(text):
                 unreadable += 1
             messages.append({"role": speaker, "content": text})
-    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(found), unreadable)
-    return found
+    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
+    return problems
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
@@ -143,9 +145,9 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            made = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
-            if len(made) == len(keys):
-                return made
+            arguments = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+            if len(arguments) == len(keys):
+                return arguments
     raise ValueError(f"{ast.dump(node)} is no literal")
 
 
@@ -158,12 +160,12 @@ def _split(text: str, has_names: bool = False) -> list[str]:
     parts = []
     start = 0
     depth = 0
-    place = 0
-    while place < len(text):
-        token = text[place] if has_names and depth == 0 else _QUOTED_OR_CHARACTER.match(text, place).group()
+    position = 0
+    while position < len(text):
+        token = text[position] if has_names and depth == 0 else _QUOTED_OR_CHARACTER.match(text, position).group()
         if token == "," and depth == 0:
-            parts.append(text[start:place].strip())
-            start = place + 1
+            parts.append(text[start:position].strip())
+            start = position + 1
         depth += (token in "([{") - (token in ")]}")
-        place += len(token)
+        position += len(token)
     return [*parts, text[start:].strip()]

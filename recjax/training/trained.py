@@ -499,7 +499,9 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
         card_files = _card_files(run, config, step, base, output.name)
-        export_model(output, policy.decoder.config, params, base, dtype, beside=card_files, stop_ids=policy.stop_ids)
+        export_model(
+            output, policy.decoder.config, params, base, dtype, extra_files=card_files, stop_ids=policy.stop_ids
+        )
     return f"{run} after step {step}"
 
 

@@ -279,11 +279,11 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         for row_part in trajectory.rows:
             check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
     except ValueError as error:
-        raise ValueError(f"{row.place}: {error}") from error
+        raise ValueError(f"{row.location}: {error}") from error
     rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
-    shown = Completion(row.place, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
-    return Group(row.place, rows[0].prompt_tokens, (shown,), messages)
+    shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
+    return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
 
 
 _AFTER = {  # roles that a message may follow; None is the beginning of the chat

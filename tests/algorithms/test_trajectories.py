@@ -89,7 +89,7 @@ def test_first_rows_by_a_loop():
         found = first_rows(jnp.asarray(ids), jnp.asarray(mask))
         assert found.is_first.tolist() == [mask[i] and firsts[ids[i]] == i for i in range(12)]
         for i in np.flatnonzero(mask):
-            assert found.place[i] == firsts[ids[i]]
+            assert found.first_row[i] == firsts[ids[i]]
 
 
 def test_advantages_of_tokens_are_refused():

@@ -404,14 +404,14 @@ FAULTS = {
     "tasks-parts-without-weights": Fault(
         "the parts of a reward are added without their weights",
         "recjax/tasks/grading/pool.py",
-        "sum(weights.get(part, 1.0) * np.nan_to_num(values)",
+        "sum(weights.get(name, 1.0) * np.nan_to_num(values)",
         "sum(np.nan_to_num(values)",
         ("tests/tasks/test_grading.py::test_the_reward_is_the_weighted_sum_of_its_parts",),
     ),
     "tasks-length-decides-accuracy": Fault(
         "parts that only shape a reward, such as the length, make an answer right or wrong",
         "recjax/tasks/grading/reward.py",
-        "returned = [part for part in parts if part not in SHAPING]",
+        "returned = [name for name in parts if name not in SHAPING]",
         "returned = list(parts)",
         ("tests/tasks/test_grading.py::test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong",),
     ),
@@ -455,8 +455,8 @@ FAULTS = {
     "hub-chat-variables-swapped": Fault(
         "template variables of the whole model override those of a single chat",
         "recjax/hub/chat_rendering.py",
-        "{**common, **own, **fixed}",
-        "{**own, **common, **fixed}",
+        "{**common, **chat_variables, **fixed}",
+        "{**chat_variables, **common, **fixed}",
         ("tests/hub/test_chat_templates.py::test_each_chat_has_its_own_variables_before_those_of_the_tokenizer",),
     ),
     "hub-export-replaces-ends": Fault(
@@ -470,8 +470,8 @@ FAULTS = {
     "serving-part-of-a-key-is-enough": Fault(
         "the beginning of an API key, even an empty one, is accepted",
         "recjax/serving/guards.py",
-        "hmac.compare_digest(given, key.encode())",
-        "key.encode().startswith(given)",
+        "hmac.compare_digest(sent_key, key.encode())",
+        "key.encode().startswith(sent_key)",
         ("tests/serving/test_clients.py::test_who_has_no_key_gets_nothing_but_the_health",),
     ),
     "serving-turn-reward-changes": Fault(

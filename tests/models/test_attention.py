@@ -308,7 +308,7 @@ def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
 
     def total(params):
         parts = [Tokens(token, token - 1, mask), Tokens(token, token, mask)]  # a prompt, and its completion
-        of_parts = decoder.apply({"params": params}, *parts, method="of_groups")
+        of_parts = decoder.apply({"params": params}, *parts, method="run_groups")
         return sum(hidden.astype(jnp.float32).sum() for hidden in of_parts)
 
     gradient = jax.grad(total)(params)["layers"]["key"]["kernel"]

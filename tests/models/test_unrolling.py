@@ -40,7 +40,7 @@ def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_comp
         ),
     )
     last = {"tokens": jnp.full((1, 1), 7), "positions": jnp.full((1, 1), 6), "mask": jnp.ones((1, 1), bool)}
-    written, room = sampler.apply({"params": params}, **last, contexts=contexts, place=jnp.int32(0))
+    written, room = sampler.apply({"params": params}, **last, contexts=contexts, write_at=jnp.int32(0))
     alone, own = sampler.apply({"params": params}, **last, contexts=contexts[:1])
     for kept, computed in zip(room, own, strict=True):
         assert kept.dtype == jnp.float32

@@ -17,7 +17,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
-from recjax.serving.running import Serving, made, uvicorn_server
+from recjax.serving.running import Serving, build_server, uvicorn_server
 from recjax.serving.sampler import Limits
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
@@ -50,14 +50,14 @@ def serving(
 @contextlib.contextmanager
 def serve(folder, **options):
     """A client of a server that ends with the block, and then writes its store."""
-    with TestClient(made(serving(folder, **options), "ready").app) as client:
+    with TestClient(build_server(serving(folder, **options), "ready").app) as client:
         yield client
 
 
 @contextlib.contextmanager
 def listening(folder, **options):
     """A server on a port of this machine: its port, and the server."""
-    server = made(serving(folder, **options), "ready")
+    server = build_server(serving(folder, **options), "ready")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         runs = uvicorn_server(server.app, options.get("guarded") or Guarded(), lifespan="on")
         thread = threading.Thread(target=runs.run, args=([listener],))

@@ -297,7 +297,7 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
     assert [{"index": place} | call for place, call in enumerate(calls)] == choices[-1]["delta"].get("tool_calls", [])
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
     assert _finishes(job, written, "length") == ["length"] * 2, "what was cut off says so, whatever it calls"
-    without = job._replace(asked=asked.model_copy(update={"tools": []}))
+    without = job._replace(body=asked.model_copy(update={"tools": []}))
     assert message_parts(without, 0, written) == (written, []), "who gives no tools gets text"
 
 

@@ -30,7 +30,7 @@ from recjax.rollout.requests import Sampled
 from recjax.serving import recorder
 from recjax.serving.bodies import RewardBody
 from recjax.serving.recorder import Recorder, Recording
-from recjax.serving.running import made
+from recjax.serving.running import build_server
 from tests.experience.rows import read, same
 from tests.experience.test_feedback import give_rewards
 from tests.serving.some_server import POLICY, TOKENIZER, TestClient, post, serve, serving
@@ -393,7 +393,7 @@ def test_a_row_that_cannot_be_read_is_no_failure_of_the_server(db, monkeypatch):
 def test_a_completion_that_cannot_be_recorded_fails_alone(db, monkeypatch):
     sampled = Sampled.row_columns.fget
     columns = property(lambda self: (*sampled(self)[:2], np.full(len(self.tokens), np.nan, np.float32), {}))
-    with TestClient(made(serving(db), "ready").app, raise_server_exceptions=False) as client:
+    with TestClient(build_server(serving(db), "ready").app, raise_server_exceptions=False) as client:
         monkeypatch.setattr(Sampled, "row_columns", columns)
         for path in (TEXT, f"/sessions/s{TEXT}"):
             error = post(client, path, status=500, prompt="a", max_tokens=1)["error"]

@@ -28,7 +28,7 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     def newer():
         return coming.pop() if coming and begun else None
 
-    server = running.made(serving(tmp_path, newer=newer), "ready")
+    server = running.build_server(serving(tmp_path, newer=newer), "ready")
     with TestClient(server.app) as client:
         reply = post(client, TEXT, prompt="abc", max_tokens=100, seed=1, n=4, return_token_ids=True)
         found = [choice["token_policy_versions"] for choice in reply["choices"]]

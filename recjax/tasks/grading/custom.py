@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.algorithms.options import described
-from recjax.tasks.grading.event_loop import finished
+from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, SCORE, Reward, check_parts
 from recjax.workers import Workers
 
@@ -54,7 +54,7 @@ class Answered(NamedTuple):
         id: str,
         opening: str | None = None,
     ) -> "Answered":
-        """A completion of a problem; for the other arguments see the fields."""
+        """A completion of a problem; the fields describe further arguments."""
         chat = None if isinstance(problem.prompt, str) else problem.prompt
         return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
 
@@ -86,10 +86,15 @@ def _form(reward: Reward) -> _Form:
         ordered += LISTS[len(ordered) :]
     options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
     names = {*LISTS, *(reward.columns or ()), reward.answer}
-    # The names that a place does not take; a fourth parameter such as threshold=0.5 keeps its default.
-    others = [names - {"prompts"}, names - {"completions"}, names - {"answers", reward.answer}, names | options]
-    others[3].discard("columns")
-    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, others, strict=False))
+    # The names that a position does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    names_elsewhere = [
+        names - {"prompts"},
+        names - {"completions"},
+        names - {"answers", reward.answer},
+        names | options,
+    ]
+    names_elsewhere[3].discard("columns")
+    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, names_elsewhere, strict=False))
     by_position = [name for name, _ in pairs]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -180,14 +185,15 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     try:
         result = _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
-        at = _graded_row(error, rows, named.get("completions", ()))
+        row_index = _graded_row(error, rows, named.get("completions", ()))
         first = f"in a batch of {len(rows)} completions, of which the first is "
-        where = "while it graded " if at is not None else first
+        where = "while it graded " if row_index is not None else first
         raise ValueError(
-            f"reward function {reward.name} failed with {described(error)}\n  {where}{_place(rows, at or 0)}"
+            f"reward function {reward.name} failed with {described(error)}\n"
+            f"  {where}{_described_row(rows, row_index or 0)}"
         ) from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
-    return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
+    return {part_name: _checked(reward, part_name, values, rows) for part_name, values in parts.items()}
 
 
 def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
@@ -196,7 +202,7 @@ def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[flo
     return {name: values.tolist() for name, values in parts.items()}
 
 
-def _place(rows: Sequence[Answered], index: int) -> str:
+def _described_row(rows: Sequence[Answered], index: int) -> str:
     if not rows:
         return "none"
     row = rows[index]
@@ -204,17 +210,19 @@ def _place(rows: Sequence[Answered], index: int) -> str:
     return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
 
 
-def _graded_row(error: BaseException, rows: Sequence[Answered], given: Sequence[Any]) -> int | None:
+def _graded_row(error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any]) -> int | None:
     """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
 
     Args:
-        given: the completions as the function got them, if they are not the texts.
+        passed_completions: the completions as the function got them, if they are not the texts.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         held = {id(value) for value in frame.f_locals.values()}
         hits = []
-        for index, (row, one) in enumerate(zip(rows, given or [row.completion for row in rows], strict=True)):
-            if id(row.completion) in held or id(one) in held:
+        for index, (row, passed) in enumerate(
+            zip(rows, passed_completions or [row.completion for row in rows], strict=True)
+        ):
+            if id(row.completion) in held or id(passed) in held:
                 # Short texts may be one object in several rows.
                 hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
         if hits:
@@ -272,7 +280,7 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
     for retry in itertools.count():
         try:
             result = reward.function(*lists, **named)
-            return finished(awaited(result) if inspect.isawaitable(result) else result)
+            return run_to_end(awaited(result) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
                 raise
@@ -282,8 +290,8 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
             time.sleep(wait)
 
 
-def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
-    name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
+def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
+    name = f"reward function {reward.name}" + ("" if part_name == SCORE else f", part {part_name!r},")
     try:
         values = list(values)
         numbers = [math.nan if value is None else float(value) for value in values]
@@ -294,7 +302,7 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Answered]) -
     for index, value in enumerate(numbers):
         if not (abs(value) <= MOST_REWARD or values[index] is None):
             raise ValueError(
-                f"{name} returned {value} for {_place(rows, index)}; rewards are finite and at most"
+                f"{name} returned {value} for {_described_row(rows, index)}; rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so scale or bound it there"
             )
     return np.array(numbers)

@@ -13,7 +13,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
 
 
-def finished(result: Any) -> Any:
+def run_to_end(result: Any) -> Any:
     """Returns a result unchanged; runs an awaitable to its end in the process's single event loop first.
 
     A thread runs the loop as long as the process lives. A client, lock or semaphore in a user's module works with only
@@ -54,11 +54,11 @@ def finished(result: Any) -> Any:
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
                 task._log_destroy_pending = False  # some tasks do not end when canceled
                 task.cancel()
-            await asyncio.wait(others, timeout=_END_SECONDS)
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
 
     task = asyncio.run_coroutine_threadsafe(cancel(), loop)
     futures.wait([task], 2 * _END_SECONDS)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 class Grader(NamedTuple):
     """A built-in reward; `grade` and `parse` are names of the form module:function.
 
-    `grade` maps (completion, answer, columns) of one row to the named parts of its reward. `weights` holds the default
+    `grade` maps (completion, answer, columns) of one row to the reward's parts by name. `weights` holds the default
     weight of every part. `parse` maps a completion to its answer as text, for counting votes, or to None. Worker
     processes import `package` before they start, as its import would take most of a completion's time limit.
     """

@@ -28,8 +28,8 @@ def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     """
     generators = _package().factory.DATASETS
     if name not in generators:
-        near = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
         raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
     known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
     for option, value in options.items():
@@ -58,7 +58,7 @@ def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> An
     """Makes a generator of the package with its options: a data set of problems."""
     if name == "composite" and isinstance(options.get("datasets"), list):
         specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
-        options = {"datasets": [specification(**part) for part in options["datasets"]]}
+        options = {"datasets": [specification(**member) for member in options["datasets"]]}
     return _package().create_dataset(name, **options, **size_and_seed)
 
 
@@ -83,21 +83,21 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
         answer: the generator's answer.
         columns: a problem's columns, from `gym_problems`.
     """
-    given = parse(completion)
+    parsed = parse(completion)
     entry = columns["entry"]
     source = entry["metadata"].get("source_dataset", columns["generator"])
-    if given is None:
+    if parsed is None:
         return {"accuracy": 0.0, "score": 0.0}
     score = 0.0
-    words = {*re.findall(r"[^\W\d]\w+", given)}
-    is_list = source not in _LISTS or "(" not in given
-    is_formula = words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", given)
+    words = {*re.findall(r"[^\W\d]\w+", parsed)}
+    is_list = source not in _LISTS or "(" not in parsed
+    is_formula = words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", parsed)
     if is_list and (is_formula or source not in _FORMULAS):
         scorer = _scorer(columns["generator"], json.dumps(columns["options"]))
         # Some scorers raise for an answer that they cannot read.
         with contextlib.suppress(Exception):
-            if source not in _TOO_KIND or _TOO_KIND[source](given, answer):
-                score = float(scorer.score_answer(given, entry))
+            if source not in _TOO_KIND or _TOO_KIND[source](parsed, answer):
+                score = float(scorer.score_answer(parsed, entry))
     return {"accuracy": float(score >= 1), "score": score}
 
 
@@ -107,11 +107,11 @@ _FORMULAS = set("countdown intermediate_integration polynomial_multiplication pu
 _WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split())
 
 
-# Scorers that give some wrong answers the full score, such as "0" for every coin_flip, and an additional condition.
+# Extra condition for each scorer that gives wrong answers the full score, such as "0" for every coin_flip.
 _TOO_KIND: dict[str, Callable[[str, str], bool]] = {
-    "coin_flip": lambda given, answer: abs(Fraction(given) - Fraction(answer)) <= 1e-4,
-    "complex_arithmetic": lambda given, answer: "nan" not in given.lower(),
-    "game_of_life_halting": lambda given, answer: given == answer,
+    "coin_flip": lambda parsed, answer: abs(Fraction(parsed) - Fraction(answer)) <= 1e-4,
+    "complex_arithmetic": lambda parsed, answer: "nan" not in parsed.lower(),
+    "game_of_life_halting": lambda parsed, answer: parsed == answer,
 }
 
 

@@ -82,49 +82,47 @@ class Grading:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the worker processes, even while they work; a running call of a user's function finishes by itself."""
+        """Kills the worker processes, even while they work; a reward in this process runs to its end."""
         if self._workers:
             self._workers.__exit__()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, asked: Sequence[Answered]) -> "Future[Scores]":
+    def submit(self, rows: Sequence[Answered]) -> "Future[Scores]":
         """A future of a batch's scores; its `result()` raises any exception of the grading."""
-        return self._thread.submit(self._scores, asked)
+        return self._thread.submit(self._scores, rows)
 
-    def _scores(self, asked: Sequence[Answered]) -> Scores:
+    def _scores(self, rows: Sequence[Answered]) -> Scores:
         if not isinstance(self.reward, MixedReward):
-            return self._scored(self.reward, asked, self._config.task.success)
-        order = sorted(range(len(asked)), key=lambda place: asked[place].task)
-        found = []
-        for task, places in itertools.groupby(order, key=lambda place: asked[place].task):
+            return self._scored(self.reward, rows, self._config.task.success)
+        order = sorted(range(len(rows)), key=lambda index: rows[index].task)
+        task_scores = []
+        for task, indices in itertools.groupby(order, key=lambda index: rows[index].task):
             if task not in self._rewards:
                 raise ValueError(
                     f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
                     f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
                 )
-            own = [asked[place] for place in places]
+            task_rows = [rows[index] for index in indices]
             success = self._config.task.of(task).success
-            found.append(self._scored(self._rewards[task], own, success))
-            if clash := found[-1].parts.keys() & self._rewards.keys():
+            task_scores.append(self._scored(self._rewards[task], task_rows, success))
+            if clash := task_scores[-1].parts.keys() & self._rewards.keys():
                 raise ValueError(
                     f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
                     " both would be the metric reward/NAME; rename the task"
                 )
         back = np.argsort(order)
-        nothing = [np.full(len(scores.rewards), np.nan, np.float32) for scores in found]
-        parts = {
-            name: np.concatenate(
-                [scores.parts.get(name, missing) for scores, missing in zip(found, nothing, strict=True)]
-            )[back]
-            for name in dict.fromkeys(name for scores in found for name in scores.parts)
-        }
-        columns = zip(*((scores.rewards, scores.accurate, scores.failures) for scores in found), strict=True)
+        missing_parts = [np.full(len(scores.rewards), np.nan, np.float32) for scores in task_scores]
+        parts = {}
+        for name in dict.fromkeys(name for scores in task_scores for name in scores.parts):
+            pairs = zip(task_scores, missing_parts, strict=True)
+            parts[name] = np.concatenate([scores.parts.get(name, missing) for scores, missing in pairs])[back]
+        columns = zip(*((scores.rewards, scores.accurate, scores.failures) for scores in task_scores), strict=True)
         rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
         return Scores(rewards, parts, accurate, failures)
 
-    def _scored(self, reward: Reward, asked: Sequence[Answered], success: float) -> Scores:
-        lengths = np.array([row.length for row in asked])
-        parts, failures = self._graded(reward, asked) if reward.per_row else self._custom(reward, asked)
+    def _scored(self, reward: Reward, rows: Sequence[Answered], success: float) -> Scores:
+        lengths = np.array([row.length for row in rows])
+        parts, failures = self._graded(reward, rows) if reward.per_row else self._custom(reward, rows)
         longest = self._config.rollout.max_completion_tokens
         overlong = self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
@@ -132,28 +130,28 @@ class Grading:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
         check_parts(reward.name, weights, parts)
-        rewards = sum(weights.get(part, 1.0) * np.nan_to_num(values) for part, values in parts.items())
+        rewards = sum(weights.get(name, 1.0) * np.nan_to_num(values) for name, values in parts.items())
         rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
         if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
             row = int(np.argmax(bad))
             raise ValueError(
                 f"reward {reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
-                f" completion {asked[row].completion!r:.200} (row {row}); rewards are finite and at most"
+                f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so lower task.reward_weights"
             )
         accurate = is_accurate(parts, None, success) & (failures == 0)
-        parts = {part: values.astype(np.float32) for part, values in parts.items()}
+        parts = {name: values.astype(np.float32) for name, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row from a user's function, and the failure of its grading."""
+        """Parts of each row from a user's function, and each row's failure."""
         failures = np.zeros(len(rows), np.int32)
         parts = {}
-        for places, values in (
+        for indices, values in (
             self._remote(reward, rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]
         ):
             if isinstance(values, str):
-                failures[places] = FAILURES.index(values)
+                failures[indices] = FAILURES.index(values)
                 continue
             names = self._names.setdefault(reward.name, sorted(values))
             if sorted(values) != names:
@@ -162,7 +160,7 @@ class Grading:
                     f" {', '.join(names)}; it must return the same parts for every batch, with 0 or None in them"
                 )
             for name, numbers in values.items():
-                parts.setdefault(name, np.zeros(len(rows)))[places] = numbers
+                parts.setdefault(name, np.zeros(len(rows)))[indices] = numbers
         if not parts:  # all calls failed
             names = self._names.get(reward.name) or {*reward.weights} - {LENGTH, OVERLONG} or [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
@@ -172,29 +170,29 @@ class Grading:
         return parts, failures
 
     def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
-        """The parts, or the failure, of each list of places in `rows`, from the worker processes."""
+        """The parts, or the failure, of each list of indices in `rows`, from the worker processes."""
         limits = self._config.grading
-        found = []
+        outcomes = []
         settings = reward._replace(function=None, remote=None)  # the workers hold the function
 
-        def started(places: list[int]) -> tuple[list[int], Future]:
-            asked = [rows[place]._replace(columns=dict(rows[place].columns)) for place in places]
-            return places, self._workers.call(remote_parts, settings, asked, seconds=limits.seconds * len(places))
+        def started(indices: list[int]) -> tuple[list[int], Future]:
+            copies = [rows[index]._replace(columns=dict(rows[index].columns)) for index in indices]
+            return indices, self._workers.call(remote_parts, settings, copies, seconds=limits.seconds * len(indices))
 
-        short = [place for place, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
-        found.append((sorted({*range(len(rows))} - {*short}), "too_long"))
-        calls = [started(list(group)) for _, group in itertools.groupby(short, lambda place: rows[place].prompt)]
-        for places, call in calls:
+        short = [index for index, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
+        outcomes.append((sorted({*range(len(rows))} - {*short}), "too_long"))
+        calls = [started(list(group)) for _, group in itertools.groupby(short, lambda index: rows[index].prompt)]
+        for indices, call in calls:
             try:
-                found.append((places, call.result()))
+                outcomes.append((indices, call.result()))
             except CallFailed as error:
                 if error.reason == "error":
                     raise ValueError(str(error).removeprefix("ValueError: ")) from error
-                if len(places) > 1:
-                    calls += [started([place]) for place in places]
+                if len(indices) > 1:
+                    calls += [started([index]) for index in indices]
                 else:
-                    found.append((places, error.reason))
-        return found
+                    outcomes.append((indices, error.reason))
+        return outcomes
 
     def parsed(
         self, completions: Sequence[str], openings: Sequence[str] | None = None, task: str = ""
@@ -210,19 +208,19 @@ class Grading:
         openings = openings or [""] * len(completions)
         reward = self._rewards[task]
         if not reward.per_row:
-            said = zip(openings, completions, strict=True)
+            replies = zip(openings, completions, strict=True)
             # A completion that ends inside its thoughts has no answer.
-            texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, said)]
-            return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
+            texts = [(reply, after_thoughts(reply)) for reply in itertools.starmap(whole_reply, replies)]
+            return [None if reply.strip() and not text.strip() else text.strip() for reply, text in texts]
         rows = [(text,) for text in completions]
         return [answer for _, answer in self._called(GRADERS[reward.name].parse, rows, openings)]
 
-    def _graded(self, reward: Reward, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row, and the failure of its grading, from the worker processes."""
+    def _graded(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Parts and failure of each row, from the worker processes."""
         grader = GRADERS[reward.name]
-        openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in asked]
-        rows = [(row.completion, row.answer, dict(row.columns)) for row in asked]
-        outcomes = self._called(grader.grade, rows, openings)
+        openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in rows]
+        arguments = [(row.completion, row.answer, dict(row.columns)) for row in rows]
+        outcomes = self._called(grader.grade, arguments, openings)
         parts = {
             name: np.array([0.0 if values is None else values[name] for _, values in outcomes])
             for name in grader.weights

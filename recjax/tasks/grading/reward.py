@@ -160,7 +160,7 @@ def passed_name(function: Any) -> str:
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and code.co_firstlineno in {one.lineno for one in (node, *getattr(node, "decorator_list", ()))}
+        and code.co_firstlineno in {first.lineno for first in (node, *getattr(node, "decorator_list", ()))}
     ]
     values = sorted((key, value) for key, value in outside.items() if isinstance(value, int | float | str | None))
     return f"{name}#{digest(repr((source, values)).encode())[:16]}"
@@ -187,13 +187,13 @@ def is_accurate(
     """
     if "accuracy" in parts:
         return parts["accuracy"] >= 1
-    returned = [part for part in parts if part not in SHAPING]
+    returned = [name for name in parts if name not in SHAPING]
     if not returned or len(returned) == len(parts):
         score = reward
     elif SCORE in parts:
         score = parts[SCORE]
     else:
-        values = np.array([parts[part] for part in returned])
+        values = np.array([parts[name] for name in returned])
         score = np.nansum(values, axis=0)
         if (np.sum(~np.isnan(values), axis=0) > 1).any():
             _warn_once(
@@ -209,7 +209,9 @@ def is_accurate(
 
 def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
     """Refuses weights for parts that the reward `name` does not have."""
-    for part in weights:
-        if part not in known:
+    for part_name in weights:
+        if part_name not in known:
             parts = ", ".join(known)
-            raise ValueError(f"task.reward_weights.{part}: the reward {name} has the parts {parts}; name one of them")
+            raise ValueError(
+                f"task.reward_weights.{part_name}: the reward {name} has the parts {parts}; name one of them"
+            )

@@ -57,17 +57,16 @@ class RewardModel:
         self, prompts: Sequence[str | list[dict[str, str]]], completions: Sequence[str], answers: Sequence[str]
     ) -> list[float]:
         """Scores of the completions; `answers` are not read."""
-        chats = [
-            [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), reply]
-            for prompt, text in zip(prompts, completions, strict=True)
-            for reply in [{"role": "assistant", "content": text}]
-        ]
+        chats = []
+        for prompt, text in zip(prompts, completions, strict=True):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            chats.append([*messages, {"role": "assistant", "content": text}])
         if is_chat := self._tokenizer.chat_template is not None or not all(isinstance(each, str) for each in prompts):
             texts = render_chats(self._tokenizer, chats, asks=False)
         else:
             texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
         encoded = encode_prompts(self._tokenizer, texts, rendered=is_chat, vocabulary=self._config.vocab_size)
-        order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
+        order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index]))
         scores = np.zeros(len(encoded))
         device = jax.local_devices(backend="cpu" if self._device == "cpu" else None)[0]
         mesh = jax.make_mesh((1,) * 3, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=[device])
@@ -86,13 +85,13 @@ class RewardModel:
                 order = order[rows:]
                 tokens = np.zeros((rows, time), np.int32)
                 mask = np.tile(np.arange(time) < 1, (rows, 1))
-                for row, place in enumerate(chosen):
-                    ids = np.array(encoded[place], np.int32)
+                for row, index in enumerate(chosen):
+                    ids = np.array(encoded[index], np.int32)
                     tokens[row, : len(ids)] = ids
                     # transformers reads the score at the last token that is no padding, also if the text ends in one.
                     mask[row, : np.max(np.flatnonzero(ids != self._pad), initial=0) + 1] = True
-                found = _scores(*self._loaded, tokens, mask)
-                scores[chosen] = jax.device_get(found)[: len(chosen)]
+                batch_scores = _scores(*self._loaded, tokens, mask)
+                scores[chosen] = jax.device_get(batch_scores)[: len(chosen)]
         return scores.tolist()
 
 
