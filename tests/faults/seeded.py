@@ -98,23 +98,23 @@ FAULTS = {
     "regularizer-not-spread": Fault(
         "each token of a completion gets the completion's whole pull to the behavior policy, not its share",
         "recjax/algorithms/regularizers.py",
-        "tau / 2 * jnp.square(whole) / jnp.maximum(lengths, 1.0)",
-        "tau / 2 * jnp.square(whole)",
+        "jnp.square(completion_log_ratio) / jnp.maximum(lengths, 1.0)",
+        "jnp.square(completion_log_ratio)",
         ("tests/algorithms/test_regularizers.py",),
     ),
     # --- Schema.
     "config-override-empties-its-block": Fault(
         "an override of one key of a block resets the block's other keys to their defaults",
         "recjax/config/load.py",
-        "into[key] = old if isinstance(old, dict) else {}",
-        "into[key] = {}",
+        "merged[key] = old if isinstance(old, dict) else {}",
+        "merged[key] = {}",
         ("tests/test_config.py",),
     ),
     "config-no-task-is-no-error": Fault(
         "a config without a task, or without a model, is accepted",
         "recjax/config/schema.py",
-        "if len(given) != 1 and (given",
-        "if len(given) > 1 and (given",
+        "if len(chosen) != 1 and (chosen",
+        "if len(chosen) > 1 and (chosen",
         ("tests/test_refusals.py",),
     ),
     "config-padding-is-lost": Fault(
