@@ -276,6 +276,7 @@ def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
         load_reward("python:score", function=lambda p, c, a: [lock.locked()])
 
 
+@pytest.mark.slow
 def test_rows_without_answers_train_where_the_reward_needs_none(counted):
     """TRL's quick start: rows with only a prompt. A name for the column is no hindrance."""
     rows = [{"prompt": row["prompt"]} for row in ROWS]

@@ -112,7 +112,11 @@ def test_processes_meet_in_any_order_and_ignore_other_programs(port, caplog):
         ([(4, 0), (4, 2)], "processes 1, 3 of 4 did not come within 2 s; check --coordinator"),
         ([(2, 0), (3, 1)], "came with --processes 3 --process_id 1, to process 0 with --processes 2; give all the"),
         ([(3, 0), (3, 1), (3, 1)], "came with --processes 3 --process_id 1, to process 0"),
-        ([(2, 1)], "process 0 did not answer at 127.0.0.1:PORT within 2 s ([Errno 111] Connection refused); check"),
+        pytest.param(
+            [(2, 1)],
+            "process 0 did not answer at 127.0.0.1:PORT within 2 s ([Errno 111] Connection refused); check",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_processes_that_wait_for_another_one_learn_which(port, calls, message):

@@ -23,7 +23,13 @@ def pids(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("then", "reason"), [("hang", "timeout"), ("crash", "crash"), ("end its group", "crash"), ("return", None)]
+    ("then", "reason"),
+    [
+        pytest.param("hang", "timeout", marks=pytest.mark.slow),
+        ("crash", "crash"),
+        ("end its group", "crash"),
+        ("return", None),
+    ],
 )
 def test_what_a_call_starts_ends_with_its_worker(pids, then, reason):
     others = f"{pids}_of_the_other"

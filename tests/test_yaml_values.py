@@ -112,7 +112,7 @@ VALUES = st.recursive(
 )
 
 
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(VALUES)
 @hypothesis.example(PROMPT)
 @hypothesis.example({"notes": PROMPT, "seeds": ["008", "1e-6", "no"]})

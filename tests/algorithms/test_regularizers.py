@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from recjax.algorithms import regularizers
 from recjax.algorithms.reading import call
 from tests.algorithms.examples import make_example
+from tests.marks import slow
 
 EXAMPLE = make_example()
 MASK = EXAMPLE.completion_mask
@@ -252,7 +253,7 @@ def divergence_loop(scores, teacher, kind, beta, top_k):
     return np.array(values)
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("top_k", [*slow(0), 3])
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1)])
 def test_divergences_and_their_gradients_by_loops(kind, beta, top_k):
     options = {"kind": kind, "beta": beta, "top_k": top_k}

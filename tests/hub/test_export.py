@@ -17,7 +17,7 @@ from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
-from tests.marks import campaign_except
+from tests.marks import campaign_except, slow, slow_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
 FAMILIES = {
@@ -126,8 +126,8 @@ def test_what_an_adapter_left_beside_merged_weights_does_not_reach_the_export(ba
     np.testing.assert_allclose(torch_logits(tmp_path / "out")[1], our_logits(config, params), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+@pytest.mark.parametrize("dtype", [*slow("float32"), "bfloat16"])
 def test_a_head_that_config_json_says_is_tied_but_is_not_comes_out_as_it_was(family, dtype, tmp_path):
     random_model(family, tmp_path / "base", tie_word_embeddings=False)
     said = json.loads((tmp_path / "base" / "config.json").read_text())
@@ -207,8 +207,12 @@ def test_what_llama_cannot_say_is_refused(tmp_path):
         write_base(tmp_path, DecoderConfig(len(tokenizer), 16, 24, 2, 4, 2, 4, qk_norm=True), tokenizer, (1,))
 
 
-@pytest.mark.parametrize("dtype, code", [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
-def test_weights_get_the_dtype_asked_for_and_keep_it(small, tmp_path, dtype, code):
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@pytest.mark.parametrize("dtype", slow_except(DTYPES, "bfloat16"))
+def test_weights_get_the_dtype_asked_for_and_keep_it(small, tmp_path, dtype):
+    code = DTYPES[dtype]
     base, config, params = small
     export_model(tmp_path / "once", config, params, base, dtype)
     rounded = load_pretrained(tmp_path / "once")[1]

@@ -115,8 +115,8 @@ def test_saved_forms(tmp_path, form):
 @pytest.mark.parametrize(
     "name, change",
     [
-        ("other theta and epsilon", {"rope_theta": 60.0}),
-        ("linear", {"rope_scaling": None}),
+        pytest.param("other theta and epsilon", {"rope_theta": 60.0}, marks=pytest.mark.slow),
+        pytest.param("linear", {"rope_scaling": None}, marks=pytest.mark.slow),
         ("llama3", {"rope_scaling": None}),
     ],
 )

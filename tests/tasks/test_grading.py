@@ -598,6 +598,7 @@ def test_functions_in_this_process_start_no_other():
         assert submitted(grading, ["abcd"]).result().rewards == [1] and grading._workers is None
 
 
+@pytest.mark.slow
 def test_votes_are_read_in_worker_processes_under_their_limits():
     patch = pytest.MonkeyPatch()
     faulty = "tests.tasks.faulty_graders"
