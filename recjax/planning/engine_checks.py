@@ -187,9 +187,9 @@ class EngineCheck:
         rows = [completion.rows[0] for group in groups for completion in group.completions]
         longest = max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows)
         batch = pad(groups, Shape(len(groups), len(groups[0].completions), *longest))
-        scorer = unrolled_for_training(self._opened.policy.decoder)
+        decoder = unrolled_for_training(self._opened.policy.decoder)
         sampling = self._config.rollout.sampling()
-        scored = score(scorer, params, batch, sampling, self._config.model.logprob_chunk, Layout())
+        scored = score(decoder, params, batch, sampling, self._config.model.logprob_chunk, Layout())
         sizes = np.abs(np.float64(scored) - batch.behavior_logprobs)[batch.completion_mask]
         return sizes, np.broadcast_to(np.arange(scored.shape[1]), scored.shape)[batch.completion_mask]
 
