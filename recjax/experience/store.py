@@ -51,7 +51,7 @@ GROUP_COLUMNS = np.dtype(
     + [(name, "i4") for name in ("prompt_length", "completion_length", "row_length", "trajectories", "lack_logprobs")]
 )
 REWARD_COLUMNS = np.dtype(
-    [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("time", "f8")]
+    [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("total", "f8")]
 )
 
 
@@ -483,7 +483,7 @@ class Store:
 
         Returns:
             Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
-            and with a reward; lowest and highest reward, and time of the last one.
+            and with a reward; lowest and highest reward, and 2^20 times their sum.
         Raises:
             ValueError: a reward is damaged or lost.
         """
@@ -494,7 +494,8 @@ class Store:
         differs = row.c.completion.is_distinct_from(index.c.number) | row.c.grader.is_distinct_from(grader)
         columns = (
             *(sql.func.min(index.c.number), sql.func.count(entry.c.number), sql.func.count(row.c.reward)),
-            *(sql.func.min(row.c.reward), sql.func.max(row.c.reward), sql.func.max(row.c.time)),
+            *(sql.func.min(row.c.reward), sql.func.max(row.c.reward)),
+            sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger)),  # exact, in any order
             sql.func.count(entry.c.number).filter(differs),
         )
         joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))
