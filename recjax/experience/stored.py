@@ -106,7 +106,7 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
 
 
 def _digest(groups: StoredGroups) -> str:
-    """A digest of the completions and their rewards, which never change: their numbers, and the times of rewards."""
+    """A digest of the groups by their first completions and sizes, and of the rewards of each by range and sum."""
     digest = hashlib.sha256(groups.store.id.encode())
     for name in ("first", "size"):
         digest.update(groups.table[name][groups.places].tobytes())

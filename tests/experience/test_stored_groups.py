@@ -117,6 +117,18 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
     assert found.digest != load_stored(config, POLICY).digest
 
 
+def test_rewards_that_change_places_in_a_group_are_other_data(tmp_path):
+    append(tmp_path / "store", [make_row(number, group=1, tokenizer=NAME, reward=float(number)) for number in range(4)])
+    with Store(tmp_path / "store") as store:
+        last = store.last()
+        before = store.group_rewards(last)
+        first, *_, fourth = (reward for _, reward in sorted(store.rewards([1, 2, 3, 4]).items()))
+        store.add_rewards({1: fourth, 4: first})
+        after = store.group_rewards(store.last())
+    same = ("graded", "rewarded", "lowest", "highest")
+    assert before[[*same]].tolist() == after[[*same]].tolist() and before["total"] != after["total"]
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_with_prompts_of_their_own_are_trained_on_with_them(tmp_path, rows):
     plain = make_row(0, tokenizer=NAME)
