@@ -16,6 +16,7 @@ from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.training.sources import EngineSampler
 from recjax.training.trained import OpenedPolicy
+from tests.marks import slow_except
 from tests.serving.some_server import LIMITS, listening
 from tests.test_remote_experience import config, fake, policy_of
 from tests.training.tiny_run import TINY
@@ -136,13 +137,14 @@ def test_a_right_server_passes(checked):
         assert "vllm 0.32.0" in lines["server"].measured and dialects.GENERATE in lines["server"].measured
 
 
+@pytest.mark.slow
 def test_a_server_that_drops_choices_is_noted(checked):
     lines = checked("drops choices")
     assert lines["n"].verdict == NOTE and lines["n"].measured == "1 of 8 choices"
     assert FAIL not in {line.verdict for line in lines.values()}
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", slow_except(WRONG, "one seed for all choices", "an older label"))
 def test_each_wrong_server_fails_by_name(checked, fault):
     settings, names, remedy = WRONG[fault]
     lines = checked(fault, settings)

@@ -71,6 +71,7 @@ GAPS = """
 import ctypes, re
 from pathlib import Path
 from recjax.host_memory import close_gaps
+from tests.marks import slow
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -128,7 +129,7 @@ def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
     assert closed == [1]
 
 
-@pytest.mark.parametrize("closed", [0, 1])  # in a library, and in a command
+@pytest.mark.parametrize("closed", [0, *slow(1)])  # in a library, and in a command
 def test_the_first_steps_freeze_objects_until_the_context_ends(monkeypatch, closed):
     gc.unfreeze()
     monkeypatch.setattr(host_memory, "close_gaps", lambda: closed)

@@ -196,7 +196,9 @@ def accept_config(command: Command, folder: Path) -> None:
         sweep, *others = others
         config = Path(sweep).parent / yaml.safe_load((folder / sweep).read_text(encoding="utf-8"))["config"]
     if command.program.startswith("recjax.") and config not in PLACEHOLDERS:
-        overrides = split_arguments(others)[1] if command.program == "recjax.evaluate" else others
+        overrides = (
+            split_arguments(others)[1] if command.program in ("recjax.evaluate", "recjax.check_engine") else others
+        )
         loaded = load_config(folder / config, overrides)
         devices = command.options.get("topology", command.options.get("device"))
         if count := named_devices(devices).count if devices else DEVICES.get(command.page.name):

@@ -50,7 +50,6 @@ GROUP_COLUMNS = np.dtype(
     [("first", "i8"), ("size", "i4"), ("prompt", "i8"), ("other_prompt", "i8"), ("problem", "i8")]
     + [(name, "i4") for name in ("prompt_length", "completion_length", "row_length", "trajectories", "lack_logprobs")]
 )
-_FACTORS = 1021  # above the completions of most groups
 REWARD_COLUMNS = np.dtype(
     [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("total", "f8")]
 )
@@ -484,7 +483,7 @@ class Store:
 
         Returns:
             Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
-            and with a reward; lowest and highest reward; 2^20 times their sum, each times a number of its completion.
+            and with a reward; lowest and highest reward, and 2^20 times their sum.
         Raises:
             ValueError: a reward is damaged or lost.
         """
@@ -496,8 +495,7 @@ class Store:
         columns = (
             *(sql.func.min(index.c.number), sql.func.count(entry.c.number), sql.func.count(row.c.reward)),
             *(sql.func.min(row.c.reward), sql.func.max(row.c.reward)),
-            # Whole numbers, whose sum is exact in any order; the factor makes rewards that changed places another sum.
-            sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger) * (index.c.number % _FACTORS + 1)),
+            sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger)),  # exact, in any order
             sql.func.count(entry.c.number).filter(differs),
         )
         joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))

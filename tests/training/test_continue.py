@@ -62,7 +62,7 @@ def first(tmp_path_factory):
     """The folder of a run with a checkpoint, which no test changes."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "tiny.yaml").write_text(TINY)
-    return trained(load_config(folder / "tiny.yaml", [f"output={folder / 'first'}"]))[0].config.output
+    return trained(load_config(folder / "tiny.yaml", [f"output={folder / 'first'}"]))[0].setup.config.output
 
 
 def continued(tiny, name, *overrides):
@@ -151,10 +151,10 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
     third, state = begun(continued(tiny, "third", other, "optimizer.state=new"))
     params = combine(state.trained.params, third.frozen)
     assert same({path: leaf for path, leaf in flatten(params).items() if not is_adapter(path)}, flatten(whole))
-    assert third.policy.decoder.config.lora.rank == 4
+    assert third.setup.policy.decoder.config.lora.rank == 4
     # A run's whole policy is made again from the runs before it.
     trained(continued(tiny, "third", other, "optimizer.state=new"), 2)
-    merged = open_checkpoint(Path(third.config.output)).params
+    merged = open_checkpoint(Path(third.setup.config.output)).params
     assert flatten(merged).keys() == flatten(whole).keys() and not same(merged, whole)
     merged["embedding"], whole["embedding"] = {}, {}
     assert same(merged["norm"], whole["norm"]), "adapters change projections alone"

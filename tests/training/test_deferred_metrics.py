@@ -119,6 +119,7 @@ def test_tokens_of_probability_zero_end_the_run(tiny):
         count(tiny("run", *ALONE), Altered(2, **{"impossible_tokens/behavior": 1.0}))
 
 
+@pytest.mark.slow
 def test_tokens_of_probability_zero_are_counted_where_they_are_dropped(tiny, monkeypatch):
     config, update = tiny("run", *ALONE, "training.impossible_tokens=drop", "training.steps=2"), learner.update
 
