@@ -13,6 +13,7 @@ import pytest
 import recjax
 from recjax import cache, host_memory
 from recjax.host_memory import with_tunables
+from tests.marks import slow
 
 
 def test_what_the_user_says_stays():
@@ -71,7 +72,6 @@ GAPS = """
 import ctypes, re
 from pathlib import Path
 from recjax.host_memory import close_gaps
-from tests.marks import slow
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
