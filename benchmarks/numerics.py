@@ -44,7 +44,7 @@ from recjax.rollout.requests import Request
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training.mesh import make_mesh
-from recjax.training.trained import open_policy
+from recjax.training.policies import open_policy
 
 FLAGS = flags.FLAGS
 PROMPTS, GROUP, MOST_TOKENS = 4, 4, 128  # prompts, completions of each, and most tokens of a completion

@@ -46,10 +46,10 @@ from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
+from recjax.training.policies import export_checkpoint, open_policy, run_config, sampled_rows
 from recjax.training.prepare import prompts_of
 from recjax.training.run_folder import is_finished
 from recjax.training.start import STOPPED, train
-from recjax.training.trained import export_checkpoint, open_policy, run_config, sampled_rows
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
@@ -340,7 +340,7 @@ class TrainedPolicy:
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.
 
-        `recjax.training.trained.export_checkpoint` describes the arguments.
+        `recjax.training.policies.export_checkpoint` describes the arguments.
         """
         export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
         return Path(folder)

@@ -21,7 +21,7 @@ from recjax.config import load_config
 from recjax.console import command, start
 from recjax.planning.engine_checks import FAIL, EngineCheck, Line, check_config
 from recjax.training.mesh import make_mesh
-from recjax.training.trained import open_policy
+from recjax.training.policies import open_policy
 
 FLAGS = flags.FLAGS
 

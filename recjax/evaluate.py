@@ -33,9 +33,9 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
+from recjax.training.policies import OpenedPolicy, open_policy, sampled_rows
 from recjax.training.prepare import check_problems, without_long_prompts
 from recjax.training.run_folder import check_processes, differences
-from recjax.training.trained import OpenedPolicy, open_policy, sampled_rows
 
 FLAGS = flags.FLAGS
 
@@ -77,7 +77,7 @@ def evaluate(
     problems and noise, and equal weights from two places give equal numbers.
 
     Args:
-        checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.
+        checkpoint: name of the checkpoint; see `recjax.training.policies.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
         everything: flag to evaluate on all problems of the task, and not only on held-out ones.
     Raises:

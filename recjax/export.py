@@ -19,7 +19,7 @@ from recjax.console import command, start
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.training.trained import export_checkpoint
+from recjax.training.policies import export_checkpoint
 
 FLAGS = flags.FLAGS
 

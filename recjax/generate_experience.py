@@ -47,10 +47,10 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
+from recjax.training.policies import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 from recjax.training.prepare import characters, check_problems, prepare, untrained, without_long_prompts
 from recjax.training.run_folder import check_processes
 from recjax.training.sampling import BatchSampler
-from recjax.training.trained import for_sampling, open_checkpoint, run_config, starting_policy, with_start
 
 FLAGS = flags.FLAGS
 

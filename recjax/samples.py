@@ -18,7 +18,7 @@ from recjax.console import command, start
 from recjax.files import json_text, write_whole
 from recjax.tasks.reading import read_file
 from recjax.training.kept_samples import folder_of
-from recjax.training.trained import run_config
+from recjax.training.policies import run_config
 
 FLAGS = flags.FLAGS
 

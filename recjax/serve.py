@@ -32,7 +32,7 @@ from recjax.rollout.requests import Weights
 from recjax.rollout.server import KEY_VARIABLE, read_keys
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import make_mesh
-from recjax.training.trained import for_sampling, open_checkpoint, open_policy
+from recjax.training.policies import for_sampling, open_checkpoint, open_policy
 
 FLAGS = flags.FLAGS
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

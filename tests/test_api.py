@@ -29,7 +29,7 @@ from recjax.tasks.loading import load_task
 from recjax.training import loop, start
 from recjax.training.checkpoint import best_step, steps_of
 from recjax.training.metrics import read_metrics
-from recjax.training.trained import OpenedPolicy
+from recjax.training.policies import OpenedPolicy
 from tests.tasks.test_grading import CONFIG, submitted
 from tests.training.counting import CountingLearner, Interrupted, killed, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, one_device, without_times

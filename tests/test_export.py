@@ -22,8 +22,8 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint, trained
+from recjax.training.policies import open_checkpoint
 from recjax.training.prepare import prepare
-from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
 from tests import commands
 from tests.hub.test_families import forward

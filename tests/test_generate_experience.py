@@ -14,8 +14,8 @@ from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.training.policies import open_checkpoint
 from recjax.training.prepare import prepare
-from recjax.training.trained import open_checkpoint
 from tests import commands
 from tests.commands import Command
 from tests.experience.rows import columns_of, read_columns, same

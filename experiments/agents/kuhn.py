@@ -22,7 +22,7 @@ from recjax.rollout.agent_policy import Seats
 from recjax.samples import kept_rows
 from recjax.tasks.problems import Problem
 from recjax.training.checkpoint import steps_of
-from recjax.training.trained import checkpoint_reader, run_config
+from recjax.training.policies import checkpoint_reader, run_config
 
 CARDS = "JQK"
 DEALS = ["".join(deal) for deal in itertools.permutations(CARDS, 2)]  # the card of who acts first, and of the other

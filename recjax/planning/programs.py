@@ -33,9 +33,9 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
+from recjax.training.policies import check_teacher, teacher_decoder, with_start
 from recjax.training.prepare import characters
 from recjax.training.schedule import outlives_updates
-from recjax.training.trained import check_teacher, teacher_decoder, with_start
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
 START = "trained parameters as they were at the start"

@@ -12,8 +12,8 @@ from recjax.files import MANIFEST, check_manifest
 from recjax.hub.policy import Policy
 from recjax.rollout.requests import Weights
 from recjax.training.checkpoint import progress, steps_of
+from recjax.training.policies import checkpoint_reader, run_config
 from recjax.training.run_folder import check_config_file
-from recjax.training.trained import checkpoint_reader, run_config
 
 logger = logging.getLogger(__name__)
 

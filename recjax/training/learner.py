@@ -19,9 +19,9 @@ from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training import schedule
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
+from recjax.training.policies import load_teacher, reference_params, starting_policy
 from recjax.training.prepare import Setup
 from recjax.training.run import State
-from recjax.training.trained import load_teacher, reference_params, starting_policy
 from recjax.training.update import (
     TokenResults,
     TrainState,

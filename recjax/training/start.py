@@ -25,6 +25,7 @@ from recjax.training.learner import Learner
 from recjax.training.log import RunLog
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
+from recjax.training.policies import older_params, with_start
 from recjax.training.prepare import Setup, data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
@@ -32,7 +33,6 @@ from recjax.training.run_folder import check_processes, check_run_folder, open_r
 from recjax.training.signs import Watched, look
 from recjax.training.sources import check_source, source_of
 from recjax.training.tracking import Trackers
-from recjax.training.trained import older_params, with_start
 
 STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
 

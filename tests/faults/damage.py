@@ -21,7 +21,7 @@ from recjax.hub.weights import load_pretrained
 from recjax.models.trainable import fingerprint
 from recjax.training import checkpoint, run_folder
 from recjax.training.metrics import MetricsWriter
-from recjax.training.trained import run_config
+from recjax.training.policies import run_config
 from tests.experience.rows import grouped
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome

@@ -273,7 +273,7 @@ FAULTS = {
     ),
     "resume-forgets-the-run-it-continues": Fault(
         "a run that continues another one takes a fresh policy as its reference once it was stopped",
-        "recjax/training/trained.py",
+        "recjax/training/policies.py",
         "    if config.model.run is None:\n        return initial_policy(config, policy, train)",
         '    if config.model.run is None or (Path(config.output) / "checkpoints").is_dir():\n'
         "        return initial_policy(config, policy, train)",

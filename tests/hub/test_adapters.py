@@ -12,7 +12,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, logits
 from recjax.models.trainable import combine, flatten, is_adapter
-from recjax.training.trained import run_adapters
+from recjax.training.policies import run_adapters
 from tests.hub.test_families import random_model
 from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
@@ -73,8 +73,8 @@ def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, m
     folder, config = run
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("recjax.training.trained.run_config", lambda run: relative)
-    monkeypatch.setattr("recjax.training.trained.run_adapters", lambda run, _, step: run_adapters(run, config, step))
+    monkeypatch.setattr("recjax.training.policies.run_config", lambda run: relative)
+    monkeypatch.setattr("recjax.training.policies.run_adapters", lambda run, _, step: run_adapters(run, config, step))
     export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str((folder / "base").resolve())

@@ -27,7 +27,7 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.trained import OpenedPolicy, sampled_rows
+from recjax.training.policies import OpenedPolicy, sampled_rows
 from tests.training.counting import CountingLearner, Grades, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
@@ -280,7 +280,7 @@ def duels(seen):
 
 
 def test_frozen_weights_come_from_checkpoints_and_a_resumed_run_has_the_same(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("recjax.training.trained.put_params", lambda params: params)  # a checksum has no mesh axes
+    monkeypatch.setattr("recjax.training.policies.put_params", lambda params: params)  # a checksum has no mesh axes
     options = [*SEATS, "training.keep_checkpoints=1"]
     seen, again = [], []
     straight = count(make(*options), sample=duels(seen))

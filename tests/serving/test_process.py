@@ -19,7 +19,7 @@ from recjax.experience.sources import with_logprobs
 from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.server import Address
-from recjax.training.trained import open_checkpoint
+from recjax.training.policies import open_checkpoint
 from tests import commands
 from tests.batch_shapes import shape_of
 from tests.commands import Command

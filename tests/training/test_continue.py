@@ -13,9 +13,9 @@ from recjax.config import TrainingConfig, load_config
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
 from recjax.training import checkpoint
+from recjax.training.policies import open_checkpoint, open_policy, with_start
 from recjax.training.run_folder import open_run_folder
 from recjax.training.start import begin
-from recjax.training.trained import open_checkpoint, open_policy, with_start
 from tests.training.counting import count
 from tests.training.tiny_run import TINY, one_device, train
 

@@ -19,7 +19,7 @@ from recjax.export import export
 from recjax.train import show_result
 from recjax.training import checkpoint, run_folder, start
 from recjax.training.metrics import MetricsWriter, read_metrics
-from recjax.training.trained import open_checkpoint, run_config
+from recjax.training.policies import open_checkpoint, run_config
 from tests.marks import slow
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, one_device, train, without_figures, without_times

@@ -22,8 +22,8 @@ from recjax.models.trainable import flatten
 from recjax.tasks.reading import read_file
 from recjax.training import demonstrations
 from recjax.training.metrics import read_metrics
+from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
-from recjax.training.trained import open_policy
 from recjax.training.warm_start import demonstration
 from tests.hub.test_chat_templates import CHATML
 from tests.marks import campaign

@@ -32,9 +32,9 @@ from recjax.planning.dry_run import dry_run
 from recjax.tasks.loading import load_task
 from recjax.training import trained
 from recjax.training.followed_run import FollowedRun
+from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
-from recjax.training.trained import open_policy
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import train, train_until_killed
 

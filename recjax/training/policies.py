@@ -1,4 +1,4 @@
-"""Loads, evaluates and exports policies: of a checkpoint (adapters merged), a model folder, or a config."""
+"""Opens, evaluates and exports policies: of a checkpoint (adapters merged), a model folder, or a config."""
 
 import contextlib
 import dataclasses
