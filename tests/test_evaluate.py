@@ -14,7 +14,7 @@ from recjax.config import load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
 from recjax.tasks.loading import load_task
-from recjax.training import trained
+from recjax.training import policies
 from tests import commands
 from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
@@ -119,7 +119,7 @@ def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_othe
 def test_killed_or_finished_and_started_again_equals_straight_through(finished, tmp_path, monkeypatch):
     folder, config = finished
     evaluate(config(), str(folder / "run"), str(tmp_path / "straight"))
-    rounds, scored = trained.sample_rows, []
+    rounds, scored = policies.sample_rows, []
 
     def dies_in_the_third_round(done):
         scored.append(done.first)
@@ -127,7 +127,7 @@ def test_killed_or_finished_and_started_again_equals_straight_through(finished, 
             raise KeyboardInterrupt
         return rounds(done)
 
-    monkeypatch.setattr(trained, "sample_rows", dies_in_the_third_round)
+    monkeypatch.setattr(policies, "sample_rows", dies_in_the_third_round)
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(), str(folder / "run"), str(tmp_path / "killed"))
     assert {file.name for file in (tmp_path / "killed").iterdir()} == {"config.yaml"}

@@ -21,7 +21,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
-from recjax.training import checkpoint, trained
+from recjax.training import checkpoint, policies
 from recjax.training.policies import open_checkpoint
 from recjax.training.prepare import prepare
 from recjax.training.update import TrainState, make_optimizer
@@ -201,17 +201,17 @@ def test_an_export_ends_its_turns_as_the_run_did(tmp_path, monkeypatch, caplog):
     config = load_config(tmp_path / "tiny.yaml", options)
     policy, equals = policy_alone(config, ""), tokenizer.convert_tokens_to_ids("=")
     assert policy.stop_ids == (0, equals)
-    opened = trained.OpenedPolicy("run", policy, params, 2, config)
-    monkeypatch.setattr(trained, "open_checkpoint", lambda run, step: opened)
-    trained.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
+    opened = policies.OpenedPolicy("run", policy, params, 2, config)
+    monkeypatch.setattr(policies, "open_checkpoint", lambda run, step: opened)
+    policies.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
     assert listed_eos(tmp_path / "out") == [0, equals] and listed_eos(tmp_path / "base") == [0]
 
     decoder = policy.decoder.clone(config=adapted(shape, config.model.lora))
     leaves = flatten(abstract_params(decoder.config))
     adapters = unflatten({path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items() if is_adapter(path)})
-    monkeypatch.setattr(trained, "run_config", lambda run: config)
-    monkeypatch.setattr(trained, "run_adapters", lambda *_: (2, policy._replace(decoder=decoder), adapters))
-    trained.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
+    monkeypatch.setattr(policies, "run_config", lambda run: config)
+    monkeypatch.setattr(policies, "run_adapters", lambda *_: (2, policy._replace(decoder=decoder), adapters))
+    policies.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
     note = "Completions also end at ['='], which the base model's eos_token_id does not have: pass eos_token_id=[0, "
     assert note in caplog.text and note in (tmp_path / "adapters" / "README.md").read_text()
 

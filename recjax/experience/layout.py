@@ -110,6 +110,7 @@ def score_micro_batch(
         recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
         values = completion_logprobs(scorer.decoder, params, *arrays, recorded, **options)
         return _token_scores(values, load)
+    # The packed rows of all micro-batches are arrays of the batch, so each micro-batch cuts out its own.
     *packed_rows, places, _ = layout.packed
     packed_rows = [constrain(x[index], ROWS) for x in packed_rows]
     places = jnp.where(part.completion_mask, places - index * packed_rows[0].size, 0)
@@ -278,10 +279,12 @@ def choose_layout(
     in_parts = Layout(parts, None, rows, minibatches)
     compares = algorithm.compares_completions
     optional = budget is None and padded.group is not None
+    # Packing costs the host time, so a batch that cannot gain enough at best is not packed to find out.
     fewest = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards
     if optional and (compares or too_small or not _saves(decoder.config, padded, fewest, fewest, fewest)):
         return in_parts
+    # Sequences that the algorithm compares, or of one completion, must meet in one micro-batch.
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
     share = _shares_beginnings(decoder)
     most = padded.prompts if compares and padded.group is not None else None
@@ -299,6 +302,7 @@ def choose_layout(
     if optional:
         packed, work = packed_into(shapes[0])
         return Layout(1, packed, rows, minibatches) if _saves(decoder.config, padded, *work) else in_parts
+    # Chosen once: another length of the rows would compile another update.
     if doublings is None:
         flops = [_flops(decoder.config, *packed_into(shape)[1]) for shape in shapes]
         doublings = next(number for number, each in enumerate(flops) if each <= 1.1 * min(flops))

@@ -186,6 +186,7 @@ class Run(NamedTuple):
     algorithm: Algorithm
     shape: Shape
     settings: Settings
+    # Fields for which the config says too little: they depend on the task and its reward.
     part_weights: Mapping[str, float] | None
     failures: Mapping[str, Sequence[str]]
     source: Source

@@ -270,6 +270,7 @@ class EngineSampler:
         config = self._sampler.config
         count, group_size = config.own_counts
         engine = self.engine
+        # Batches have ranges of seeds of their own, so that no two completions of a run are drawn alike.
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         for tries in range(config.rollout.engine.retries, -1, -1):
             try:
@@ -301,6 +302,7 @@ class EngineSampler:
         folder = shared_folder / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
+        # Before adapters are merged: a sum in the compute dtype would round twice.
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
         is_adapter = config.model.lora is not None and self.engine.api != "recjax" and path is not None
         if is_adapter:
@@ -472,6 +474,7 @@ class GeneratorSource(StoreSource):
         while not wait and not generators.are_busy:
             number = queue.counts["batches"] + len(generators.in_flight) + 1
             ahead = self._versions_ahead(queue)
+            # A batch whose turn comes after the last step, or too late for its version, is not sampled.
             has_turn = step + len(ahead) // count * every * updates <= config.training.steps
             has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime, updates)
             due = number, queue.round, every, state.version, step
@@ -537,6 +540,7 @@ def open_generator(
                 latest = published[0]
                 return Weights(combine(jax.tree.map(jnp.asarray, published[1]), frozen), latest)
 
+            # The next batch waits here; the grading below needs no device and overlaps with it.
             with one_at_a_time:
                 if agents:
                     agents.older_params = older_params(config, policy, frozen, weights)

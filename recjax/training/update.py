@@ -57,6 +57,7 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
     """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster."""
     return Recipe(
         decoder=unrolled_for_training(decoder),
+        # Without its numbers, so that runs that differ only in them share the compiled program.
         algorithm=free_options(config.algorithm.build())[0],
         optimizer=make_optimizer(config.optimizer),
         sampling=config.rollout.sampling(),
@@ -227,6 +228,7 @@ def update(
     sums = devices.total(sums)
     new_state, metrics = _stepped(recipe, state, sums, context.hyperparameters.get("optimizer", {}))
     mask = batch.completion_mask if layout.rows is None else batch.completion_mask & layout.rows[:, None]
+    # Metrics are of the tokens of all devices: quantiles and shares cannot be averaged afterwards.
     logprobs, behavior_logprobs, entropy, mask, divergence = jax.tree.map(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
     )
@@ -329,6 +331,7 @@ def _summed(
         sums = _Sums(total, count, constrain_params(gradient), scores.load)
         return sums, scores._replace(load=())
 
+    # Sharded like the parameters, because a loop keeps the sharding of the values that it begins with.
     zeros = constrain_params(jax.tree.map(jnp.zeros_like, params))
     no_load = ()
     if experts is not None:

@@ -30,7 +30,7 @@ from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run
 from recjax.tasks.loading import load_task
-from recjax.training import trained
+from recjax.training import policies
 from recjax.training.followed_run import FollowedRun
 from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
@@ -134,7 +134,7 @@ def test_an_evaluation_of_a_model_has_one_day(folder, on, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(trained, "sample_rows", killed)
+        patched.setattr(policies, "sample_rows", killed)
         evaluate(config, None, str(tmp_path / "evaluation"))
     on(SECOND)
     evaluate(config, None, str(tmp_path / "evaluation"))
