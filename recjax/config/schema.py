@@ -449,7 +449,7 @@ class Config(ConfigBlock):
 
     @property
     def own_counts(self) -> tuple[int, int]:
-        """Number of groups in a batch, and of completions in each of them, that come from no store at rest."""
+        """Number of groups in a batch, and of completions in each group, that come from no store at rest."""
         mix = self.experience and self.experience.mix
         in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
         return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group

@@ -98,7 +98,7 @@ class Saver:
         metrics: MetricsWriter,
         phases: PhaseSeconds,
     ):
-        """Takes what the run has open."""
+        """Takes the open checkpoints, lock, metrics and clock of the run."""
         self._config = config
         self._manager = manager
         self._lock = lock

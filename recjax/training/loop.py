@@ -76,7 +76,7 @@ def train_steps(run: Run, state: State) -> State:
                 # Before the update: it donates the trained parameters, of which the sampler may keep a copy.
                 state = keep_behavior_params(run, state, step)
 
-            # --- Update. The device computes it while the host goes on.
+            # --- Update. The device computes it while the host logs.
             with under_way("compiling the update", step == first), run.phase("update"):
                 state, update = updated(run, state, batch, step, queue_before)
 

@@ -81,7 +81,7 @@ class Source:
         return groups
 
     def record(self, batches: Sequence[list[Group]]) -> None:
-        """Records graded batches in the run's store, if the run has one."""
+        """Records graded batches in the store of a run that records."""
 
     def state(self) -> dict[str, Any]:
         """JSON data for the checkpoint, with which `opened` continues after the groups that the queue has."""

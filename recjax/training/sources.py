@@ -76,7 +76,7 @@ class StoreSource(Source):
         return self._with_missing_logprobs(state, groups)
 
     def record(self, batches: Sequence[list[Group]]) -> None:
-        """Adds graded batches to the run's store, if it records."""
+        """Adds graded batches to the store of a run that records."""
         path = self._config.record_file
         if not (path and batches and hosts.is_first()):
             return

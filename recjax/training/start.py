@@ -60,7 +60,7 @@ def train(
             true value.
         sources: function that makes the source of groups.
         learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
-        check: called with what the run has read, before the first evaluation or step.
+        check: called with the run's setup before the first evaluation or step.
     Raises:
         FloatingPointError, RuntimeError, Preempted: see `loop.train_steps`.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
@@ -88,7 +88,7 @@ def train(
 
 
 class Started(NamedTuple):
-    """A run before it is open: what it has read, what computes, what gives groups, and its checkpoints."""
+    """A run before its workers start: its data, learner, source of groups and checkpoints."""
 
     setup: Setup
     learner: Learner
