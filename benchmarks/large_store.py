@@ -40,7 +40,11 @@ from recjax.hub.policy import Policy, policy_alone
 from recjax.import_experience import import_files
 from recjax.training.mesh import make_mesh
 from recjax.training.regrading import known_problems, regraded
-from recjax.training.run import prepare
+
+try:
+    from recjax.training.prepare import prepare
+except ImportError:  # where other checkouts have it
+    from recjax.training.run import prepare
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "offline_from_file.yaml"
 PART, GROUP, BATCHES = 10_000, 8, 200
