@@ -22,16 +22,23 @@ from tests.training.tiny_run import TINY, train
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "evaluation.samples=4"]
 
 
+class RandomlyMovingLearner(MovingLearner):
+    """Moves the parameters so far that the policy of another step samples other answers."""
+
+    def move(self, step, shape):
+        return np.random.default_rng(step).normal(0, 0.3, shape).astype(np.float32)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps, whose updates move all weights alike, and a function from (overrides) to its config."""
+    """A run of two steps, whose updates move all weights at random, and a function from (overrides) to its config."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.yaml").write_text(TINY)
 
     def config(*overrides):
         return load_config(folder / "tiny.yaml", [*SHORT, f"output={folder / 'run'}", *overrides])
 
-    train(config(), learner=MovingLearner(), sources=sampled_by(prepared_batch))
+    train(config(), learner=RandomlyMovingLearner(), sources=sampled_by(prepared_batch))
     return folder, config
 
 

@@ -166,7 +166,7 @@ def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, m
     numbers = [one.id for group in listed for one in group.completions]
     rows = [row for group in listed for one in group.completions for row in one.rows]
     batch = pad(listed, Shape(len(rows), None, 40, 40))
-    found = score(POLICY, initial(), batch, SAMPLING, 16)
+    found = score(POLICY.decoder, initial(), batch, SAMPLING, 16)
     were_there = [row.behavior_logprobs for group in expected for one in group.completions for row in one.rows]
     lacking = [place for place, known in enumerate(were_there) if known is None]
     assert not of_agents or any(not rows[place].mask.all() for place in lacking)

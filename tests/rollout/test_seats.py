@@ -193,7 +193,7 @@ def test_frozen_seats_have_the_logprobs_of_their_weights(make):
         groups, pending = opened.sample_groups(*arguments, **names)
         batch = pad(with_grades(groups, pending.result()), Shape(16, None, 31, 31))
     mask, is_older = batch.completion_mask, batch.policy_version == 6
-    scored = [score(policy, params, batch, Sampling(), 64) for params in (now, older)]
+    scored = [score(policy.decoder, params, batch, Sampling(), 64) for params in (now, older)]
     for rows, own, other in ((~is_older, *scored), (is_older, *reversed(scored))):
         chosen = mask & rows[:, None]
         assert chosen.any()

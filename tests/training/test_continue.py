@@ -149,7 +149,7 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
     assert same(combine(state.trained.params, again.learner.frozen), combine(before.trained.params, run.learner.frozen))
     other = LORA.replace("rank: 2", "rank: 4")
     third, state = begun(continued(tiny, "third", other, "optimizer.state=new"))
-    params = combine(state.trained.params, third.frozen)
+    params = combine(state.trained.params, third.learner.frozen)
     assert same({path: leaf for path, leaf in flatten(params).items() if not is_adapter(path)}, flatten(whole))
     assert third.setup.policy.decoder.config.lora.rank == 4
     # A run's whole policy is made again from the runs before it.
