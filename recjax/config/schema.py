@@ -444,8 +444,7 @@ class Config(ConfigBlock):
         count = self.rollout.prompts_per_step
         if self.experience and self.experience.store and not self.follows:
             return count
-        mix = self.experience and self.experience.mix
-        return round(mix.share * count) if mix and mix.of == "batch" else 0
+        return count - self.sampled_groups
 
     @property
     def own_counts(self) -> tuple[int, int]:

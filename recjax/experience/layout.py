@@ -28,7 +28,7 @@ LEAST_SAVED = 1e11
 
 
 class TokenScores(NamedTuple):
-    """What forward passes say of the tokens in a batch or micro-batch; 0 or undefined where masked.
+    """Scores of the tokens in a batch or micro-batch by forward passes; 0 or undefined where masked.
 
     logprobs: log-probs under the sampling distribution of the parameters.
     entropy: entropy of that distribution at each token, in nats.

@@ -32,7 +32,6 @@ from recjax.experience.database import (
 )
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, from_json, record_of, row_of, signed_hash, to_json
-from recjax.experience.records import records_of as records_of  # for training/sources.py
 from recjax.experience.store_checks import check_records
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling

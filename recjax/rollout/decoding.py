@@ -45,7 +45,7 @@ class SlotState(NamedTuple):
 
 
 class RoundOptions(NamedTuple):
-    """How a round samples; static, so each value has a program of its own.
+    """Static options of a round; each value has its own program.
 
     Attributes:
         sampling: the distribution.

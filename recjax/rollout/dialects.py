@@ -1,4 +1,4 @@
-"""How each server's software takes tokens and weights: its requests, and its replies in a common form."""
+"""The APIs of each server's software for tokens and weights: its requests, and its replies in a common form."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -11,7 +11,7 @@ from jaxtyping import Array, Key, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Group
-from recjax.experience.store import Record, records_of
+from recjax.experience.records import Record, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.rollout.agents import Agents

@@ -74,7 +74,7 @@ def train(
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
         trackers = stack.enter_context(contextlib.closing(Trackers(config)))
         lock = stack.enter_context(run_lock.held(output))
-        begun, state = begin(config, overwrite, reward, sources, learner or Learner())
+        begun, state = begin(config, overwrite, reward, sources, learner)
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)

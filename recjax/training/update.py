@@ -221,7 +221,7 @@ def update(
     algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
-    # Of the whole batch even for a minibatch: a group's mean must not depend on how the batch is cut.
+    # The whole batch even for a minibatch: a group's mean must not depend on how the batch is cut.
     all_rows = losses.row_terms(algorithm, _batch_values(recipe, state, batch, layout, context, devices))
     rows = jax.tree.map(devices.share, all_rows)
     sums, scores = _summed(recipe, state, batch, rows, layout, context)
