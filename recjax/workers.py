@@ -272,7 +272,7 @@ def _descendants(root: int) -> list[int]:
     for path in glob.iglob("/proc/[0-9]*/stat"):
         with contextlib.suppress(OSError), open(path, "rb") as file:  # the process has ended
             state, parent = file.read().rpartition(b")")[2].split()[:2]
-            if state != b"Z":
+            if state not in b"ZX":
                 children[int(parent)].append(int(path.split("/")[2]))
     descendants = [*children[root]]
     for pid in descendants:

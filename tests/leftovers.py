@@ -44,7 +44,8 @@ def alive(pids: str) -> list[int]:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             continue
-        if stat.rpartition(")")[2].split()[0] != "Z":
+        # Z has ended, and X is being removed at this moment.
+        if stat.rpartition(")")[2].split()[0] not in "ZX":
             running.append(int(pid))
     return running
 

@@ -105,7 +105,7 @@ def test_graders_and_workers_import_no_jax():
 def alive(group):
     """Whether any process of a group runs; one that has ended and is not yet reaped does not."""
     lines = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True).stdout.splitlines()
-    return any(line.split()[0] == str(group) and not line.split()[1].startswith("Z") for line in lines)
+    return any(line.split()[0] == str(group) and not line.split()[1].startswith(("Z", "X")) for line in lines)
 
 
 def gone_within(group, seconds):
