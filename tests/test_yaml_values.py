@@ -1,6 +1,7 @@
 """Values of files, overrides and sweeps: which texts are numbers, and that no text is lost on its way."""
 
 import math
+import unittest.mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,6 +9,8 @@ import pytest
 import yaml
 
 from recjax.config.yaml_values import (
+    _FastLoader,
+    _Loader,
     read_decimal,
     read_override,
     read_scalar,
@@ -123,6 +126,48 @@ def test_what_is_written_is_read_back(value):
     if isinstance(value, str):
         assert read_override(text, takes_text=True) == value
     assert read_override(text) == value
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    st.lists(
+        st.sampled_from(
+            [
+                "a",
+                "1",
+                "b: ",
+                "- ",
+                "[",
+                "]",
+                "{",
+                "}",
+                ", ",
+                ": ",
+                "\n",
+                "  ",
+                '"',
+                "'",
+                "# ",
+                "&x ",
+                "*x",
+                "<<: ",
+                "é",
+                "? ",
+            ]
+        )
+    )
+)
+@hypothesis.example([*"a: &x {b: 1}\nc:\n  <<: *x\n  b: 2\n"])
+@hypothesis.example(['"\\ud83d"'])  # which libyaml refuses
+def test_the_fast_reader_changes_no_value_and_no_error(pieces):
+    results = []
+    for reader in (_FastLoader, _Loader):
+        with unittest.mock.patch("recjax.config.yaml_values._FastLoader", reader):
+            try:
+                results.append(repr(read_yaml("".join(pieces))))
+            except ValueError as error:
+                results.append(str(error))
+    assert results[0] == results[1]
 
 
 def test_a_stored_file_says_the_same_to_readers_of_yaml_1_1():

@@ -289,6 +289,7 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
 
 
+@functools.cache
 def _versions() -> dict[str, Any]:
     """Versions of recjax and of the packages that decide numbers, as environment.json has them."""
     files = sorted(Path(recjax.__file__).parent.rglob("*.py"))
@@ -303,7 +304,7 @@ def _versions() -> dict[str, Any]:
 def code_digests(config: Config) -> dict[str, str]:
     """Digests of the files of the modules that a config names as module:function, by module."""
     digests = {}
-    for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", to_yaml(config))}):
+    for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
         with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
             path = Path(getattr(sys.modules.get(module), "__file__", None) or importlib.util.find_spec(module).origin)
             if not module.startswith("recjax."):
