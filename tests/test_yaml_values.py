@@ -158,6 +158,8 @@ def test_what_is_written_is_read_back(value):
     )
 )
 @hypothesis.example([*"a: &x {b: 1}\nc:\n  <<: *x\n  b: 2\n"])
+@hypothesis.example(["[no, 1:30, 010, 0x1f]"])
+@hypothesis.example(["a: 1\na: 2"])
 @hypothesis.example(['"\\ud83d"'])  # which libyaml refuses
 def test_the_fast_reader_changes_no_value_and_no_error(pieces):
     results = []
