@@ -1,6 +1,6 @@
 """Runs from Python: `run` trains, and `open_run` opens the folder of a run.
 
-    result = recjax.run("own.yaml", problems=rows, reward=score)
+    result = recjax.run(model="HuggingFaceTB/SmolLM2-135M-Instruct", problems=rows, reward=score, steps=50)
     result.metrics.plot("step", "reward")
     print([completion.text for completion in result.policy.sample(["12+30="])])
 
@@ -22,13 +22,25 @@ import pandas as pd
 from recjax.algorithms.options import did_you_mean, require
 from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
-from recjax.config import PASSED, PYTHON, Config, EvaluationConfig, FileTask, RolloutConfig, make_config
+from recjax.config import (
+    KEYS,
+    MAY_CHANGE,
+    PASSED,
+    PYTHON,
+    Config,
+    EvaluationConfig,
+    FileTask,
+    RolloutConfig,
+    make_config,
+)
+from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
 from recjax.experience.sources import with_logprobs
 from recjax.experience.tokenize import tokenized
+from recjax.files import digest
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
@@ -38,7 +50,7 @@ from recjax.rollout.generators import require_ray
 from recjax.rollout.plan import power_of_two
 from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.grading.custom import needs_answers, with_columns
-from recjax.tasks.grading.reward import passed_name
+from recjax.tasks.grading.reward import named_weights, passed_name
 from recjax.tasks.loading import load_rewards, load_task
 from recjax.tasks.problems import Problem, Task, checked_messages
 from recjax.tasks.prompts import encode_problems
@@ -53,6 +65,7 @@ from recjax.training.start import STOPPED, train
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
+_UNNAMED = "runs/unnamed"  # stands for a folder until the whole config is known
 # Keys of `rollout` and `evaluation` that a single call reads.
 _SAMPLE_KEYS = ("max_completion_tokens", "stop", *Sampling._fields)
 _EVALUATE_KEYS = ("problems", "samples", *Sampling._fields)
@@ -79,12 +92,13 @@ def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
 
 
 def run(
-    config: Config | Mapping[str, Any] | str | Path,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     problems: Any = None,
-    reward: Callable | None = None,
+    reward: Callable | Sequence[Callable] | None = None,
     on_step: Callable[[dict[str, Any]], Any] | None = None,
     overwrite: bool = False,
+    **keys: Any,
 ) -> "Result":
     """Trains to the last step and returns the run; resumes from the newest checkpoint in `output`, if there is one.
 
@@ -92,17 +106,24 @@ def run(
     compiled programs on disk for other processes, needs no `if __name__ == "__main__":`, and works in notebooks.
 
     Args:
-        config: a `Config`, its values as a dict, or a YAML file. With `problems` it needs no task.
+        config: a `Config`, its values as a dict, or a YAML file. With `problems` it needs no task. Without `output`,
+            the run gets a folder in runs/ whose name follows from the model, the other keys, the problems and the
+            reward, so that the same call resumes the same run.
         problems: rows with the columns of `task.file`, by default "prompt" and "answer": dicts, a pandas DataFrame or a
             datasets.Dataset; recjax holds out a third. Or a mapping of "train" and "evaluation" (or "test") to
             such rows. The run folder gets a copy.
         reward: function of lists (prompts, completions, answers) or (prompts, completions, answers, columns) that
             returns a number for each completion, or a dict of named parts; see docs/rewards.md. It may be a lambda or a
             closure. Worker processes call a copy with the completions of one prompt, within the limits of
-            `grading`; its changes to other objects are lost. An `async` function runs in this process.
+            `grading`; its changes to other objects are lost. An `async` function runs in this process. A list of
+            functions is a reward with a part for each, named as the function is; `task.reward_weights` may then also be
+            a list, as in TRL.
         on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
             checkpoint and stops, and `run` returns it.
         overwrite: delete the run in `output` first.
+        keys: values over those of `config`, by the short names of `recjax.config.SHORT_NAMES`, such as model, steps and
+            learning_rate, by `output`, `seed` and the other keys without a block, or by dotted key:
+            `run(config, **{"mesh.data": 2})`.
     Raises:
         ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
             in `output` has problems or a reward with another digest.
@@ -111,7 +132,7 @@ def run(
     """
     require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
     keep_compiled_programs()
-    config = _with_task(config, problems, reward)
+    config = _with_task(config, problems, reward, keys)
     require_ray(config)
     if overwrite or not is_finished(config):
         try:
@@ -122,14 +143,24 @@ def run(
     return Result(Path(config.output), reward)
 
 
-def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, reward: Callable | None) -> Config:
+def _with_task(
+    config: Config | Mapping[str, Any] | str | Path | None,
+    problems: Any,
+    reward: Callable | Sequence[Callable] | None,
+    keys: Mapping[str, Any],
+) -> Config:
     """The checked config, with names for the problems and the reward that a program passes."""
-    if isinstance(config, str | Path):
-        config = make_config(read_yaml_file(config), source=str(config))
-    elif not isinstance(config, Config):
-        if not isinstance(config, Mapping):
+    keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
+    if isinstance(weights := keys.get("task.reward_weights"), list | tuple):
+        keys["task.reward_weights"] = named_weights(reward, weights)
+    if isinstance(config, Config):
+        config = config.replace(**keys) if keys else config
+    else:
+        source = str(config) if isinstance(config, str | Path) else "config"
+        values = read_yaml_file(config) if isinstance(config, str | Path) else {} if config is None else config
+        if not isinstance(values, Mapping):
             raise ValueError(f"config = {config!r:.80}: takes a Config, a dict of its values or a YAML file")
-        config = make_config(dict(config))
+        config = make_config({"output": _UNNAMED} | dict(values), keys, source)
     task = config.task
     splits = problems if isinstance(problems, Mapping) else {"train": problems}
     if problems is not None:
@@ -148,7 +179,14 @@ def _with_task(config: Config | Mapping[str, Any] | str | Path, problems: Any, r
         if task.reward is not None and not task.reward.startswith(PYTHON):
             raise ValueError(f"reward: the config has task.reward = {task.reward!r}; remove it, or pass no reward")
         task = task.model_copy(update={"reward": passed_name(reward)})
-    return Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
+    config = Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
+    if config.output != _UNNAMED:
+        return config
+    # Calls that differ only in what may change at a resume share a folder.
+    values = {name: value_of(config, name) for name in sorted(KEYS.keys() - MAY_CHANGE)}
+    fixed = {name: value for name, value in values.items() if not isinstance(value, ConfigBlock)}
+    model = Path(config.model.path or config.model.run or config.model.adapter or "decoder").name
+    return config.replace(output=f"runs/{model}-{digest(repr(fixed).encode())[:8]}")
 
 
 def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":

@@ -23,9 +23,11 @@ from recjax.hub.policy import policy_alone
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
 from recjax.tasks.files import keep_rows
+from recjax.tasks.grading.custom import Answered, custom_parts, needs_answers, with_columns
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import load_reward, passed_name
+from recjax.tasks.grading.reward import load_reward, named_weights, passed_name
 from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Problem
 from recjax.training import loop, start
 from recjax.training.checkpoint import best_step, steps_of
 from recjax.training.metrics import read_metrics
@@ -243,10 +245,66 @@ def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, mon
         "python:lambda#"
     )
     assert passed_name(eval("lambda p, c, a: [1.0]")) == "python:lambda", "its source is not at hand"
-    with pytest.raises(ValueError, match=r"reward = \[.*takes one function.*returns a dict of their lists"):
-        passed_name([digits, digits])
-    with pytest.raises(ValueError, match="reward = 'mine:score': takes one function, and task.reward takes a name"):
-        passed_name("mine:score")
+    both = [digits, eval("lambda p, c, a: [1.0]")]
+    assert passed_name(both).startswith("python:digits+lambda#") and passed_name(both) != passed_name(both[::-1])
+    for value in ("mine:score", [], [digits, "mine:score"]):
+        with pytest.raises(ValueError, match=r"reward = .*: takes a function, or a list of functions"):
+            passed_name(value)
+
+
+def test_a_list_of_functions_is_a_reward_with_a_part_for_each():
+    """TRL's list, in which each function has a signature of its own, and None where it does not apply."""
+
+    def accuracy(completions, solution, **columns):
+        return [float(text == answer) if answer else None for text, answer in zip(completions, solution, strict=True)]
+
+    async def style(prompts, completions, **columns):
+        return {"short": [float(len(text) < 3) for text in completions]}
+
+    functions = [accuracy, style, digits, digits]
+    weights = named_weights(functions, [1.0, 0.5, 0.25, 0.0])
+    assert weights == {"accuracy": 1.0, "style": 0.5, "digits": 0.25, "digits_2": 0.0}
+    with pytest.raises(ValueError, match=r"task.reward_weights = \[1.0\]: takes a weight for each .*; there are 4"):
+        named_weights(functions, [1.0])
+    weights = {"short": 0.5, "digits": 0.25, "digits_2": 0.0}
+    reward = load_reward(passed_name(functions), weights, function=functions)._replace(answer="solution")
+    rows = [Answered("p", "12", "12", {}, 1), Answered("p", "abc", "", {}, 1)]
+    parts = custom_parts(reward, rows)
+    assert list(parts) == ["accuracy", "short", "digits", "digits_2"]
+    np.testing.assert_array_equal(parts["accuracy"], [1.0, np.nan])
+    np.testing.assert_array_equal(parts["short"], [1.0, 0.0])
+    with Grading(CONFIG, reward) as grading:  # in worker processes
+        scores = submitted(grading, ["3", "123"], ["3", ""]).result(timeout=60)
+    np.testing.assert_allclose(scores.rewards, [1 + 0.5 + 0.25 / 3, 0.25])
+    assert needs_answers(reward) and not needs_answers(reward._replace(function=(style,)))
+    with pytest.raises(ValueError, match="takes .*level.*, but no problem has a column 'level'"):
+        with_columns(reward._replace(function=(digits, lambda completions, level: completions)), [Problem("p", "1")])
+    with pytest.raises(ValueError, match="two return the part 'short'"):
+        custom_parts(reward._replace(function=(style, style)), rows)
+
+
+def test_keys_have_short_names_beside_a_config_and_in_its_place(counted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = {"model": Path("folder/tiny"), "steps": 5, "learning_rate": 1e-5, "rollout.group_size": 4, "seed": 3}
+    config = api._with_task(None, ROWS, [digits, digits], {**named, "task.reward_weights": [1.0, 0.5]})
+    assert (config.model.path, config.training.steps, config.seed) == ("folder/tiny", 5, 3)
+    assert config.optimizer.learning_rate == 1e-5 and config.rollout.group_size == 4
+    assert config.task.reward_weights == {"digits": 1.0, "digits_2": 0.5}
+    same = api._with_task(None, ROWS, digits, named)
+    assert Path(same.output).parent.name == "runs" and Path(same.output).name.startswith("tiny-")
+    others = ({"steps": 6}, {"learning_rate": 2e-5}, {"temperature": 0.5})
+    folders = [api._with_task(None, ROWS, digits, named | other).output for other in others]
+    assert folders[0] == same.output, "more steps continue the run"
+    assert len({same.output, config.output, *folders, api._with_task(None, ROWS[1:], digits, named).output}) == 5
+    assert same.replace(steps=6) == api._with_task(same, None, None, {"steps": 6}) != same
+    assert same.replace(task=same.task.model_dump()).task == same.task
+    assert same.replace(algorithm="opmd").algorithm.preset == "opmd"
+    odd = same.replace(output="a${b}")
+    assert odd.output == odd.replace(steps=6).output == "a${b}"
+    with pytest.raises(ValueError, match="unknown key .lerning_rate.*did you mean .optimizer.learning_rate"):
+        same.replace(lerning_rate=1)
+    first = counted("", Config(**VALUES, output="run"), steps=3, seed=1, reward=digits)
+    assert first.summary["steps"] == 3 and first.config.seed == 1 and str(first.folder) == "run"
 
 
 def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():

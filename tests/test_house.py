@@ -249,7 +249,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "tutorials/train_smollm2.md": 800,
     "tutorials/add_a_task.md": 750,
     "tutorials/add_a_loss.md": 780,  # outputs that a test compares, a term of your own
-    "tutorials/from_python.md": 630,  # run() and open_run()
+    "tutorials/from_python.md": 700,  # run(), its keys by name, and open_run()
     "regimes.md": 850,
     "experience.md": 940,  # outputs that a test compares, following a store
     "asynchronous.md": 800,  # the table of servers and check_engine
@@ -269,7 +269,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "store_format.md": 715,  # imports, sessions, graders, PostgreSQL, read-only copies
     "tasks.md": 750,  # messages, layouts of folders, mixtures, pass rates, curricula, chat templates, numbers
     "grading.md": 570,  # the library with its slots in TRL and verl, its rules, and the comparison
-    "rewards.md": 1_240,  # classifiers, kinds and failures of custom functions, what they get; accuracy
+    "rewards.md": 1_265,  # classifiers, kinds and failures of custom functions, what they get; accuracy
     "models.md": 440,  # fifteen families, experts, delta nets, refusals
     "faults.md": 700,  # which keys may differ at a resume; indexes, databases that are away or restored; lost processes
     "coming_from.md": 480,
@@ -283,7 +283,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     # Project
     "architecture.md": 780,  # the table that follows a log-probability, budgets of the rooms
 }
-ALL_WORDS = 20_850
+ALL_WORDS = 20_940
 
 
 def words(text):

@@ -25,6 +25,7 @@ from recjax.config.model import (
 from recjax.config.schema import (
     KEYS,
     MAY_CHANGE,
+    SHORT_NAMES,
     AlgorithmConfig,
     Config,
     EvaluationConfig,

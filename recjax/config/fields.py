@@ -125,8 +125,8 @@ class ConfigBlock(pydantic.BaseModel):
             ValueError: the message has the call that makes another config.
         """
         raise ValueError(
-            f"{name} = {value!r:.80}: a config never changes; make another one, with dotted keys:"
-            " recjax.config.make_config(config.model_dump(exclude_unset=True), ['training.steps=80'])"
+            f"{name} = {value!r:.80}: a config never changes; make another one, by short names or dotted keys:"
+            " config.replace(steps=80) or config.replace(**{'training.steps': 80})"
         )
 
     def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:

@@ -1,7 +1,7 @@
 """From a YAML file and `key=value` overrides to one checked config; every error names the key, value and remedy."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pydantic
 
 from recjax.algorithms.options import require
 from recjax.config.fields import block_of, error_lines, takes
-from recjax.config.schema import KEYS, SHORT_FORMS, Config
+from recjax.config.schema import KEYS, SHORT_FORMS, Config, full_name
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 from recjax.passwords import without_password
@@ -30,13 +30,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def make_config(values: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
+def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), source: str = "config") -> Config:
     """Applies overrides to a file's content, and checks everything that can be checked before work starts.
 
     Args:
         values: content of a YAML file.
         overrides: `dotted.key=value` strings, applied in order; see `read_override`. The short form of a block, such as
-            a text as `task`, replaces the whole block; a key of the block then changes only this key.
+            a text as `task`, replaces the whole block; a key of the block then changes only this key. Or values by
+            dotted key or by a name in SHORT_NAMES.
         source: name of the file, for messages.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
@@ -46,7 +47,11 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
         raise ValueError(f"{source}: the file must hold keys and values; got {values!r:.300}")
     merged = {}
     sources = {}
-    for name, layer in [(source, values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
+    if isinstance(overrides, Mapping):
+        layers = [(source, _in_blocks(full_name(name, value), value)) for name, value in overrides.items()]
+    else:
+        layers = [(f"override {text!r}", _parse_override(text)) for text in overrides]
+    for name, layer in [(source, values), *layers]:
         _merge(merged, layer, name, sources)
     try:
         return Config.model_validate(merged)
@@ -112,9 +117,13 @@ def _parse_override(text: str) -> dict:
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
     except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
+    return _in_blocks(key, parsed)
+
+
+def _in_blocks(key: str, value: Any) -> dict:
     for name in reversed(key.split(".")):
-        parsed = {name: parsed}
-    return parsed
+        value = {name: value}
+    return value
 
 
 def unknown_keys(values: Any) -> list[tuple[str, ...]]:

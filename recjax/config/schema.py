@@ -4,7 +4,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -411,6 +411,26 @@ class Config(ConfigBlock):
             require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
         return self
 
+    def replace(self, /, **changes: Any) -> "Config":
+        """Another config, with other values for some keys.
+
+        Args:
+            changes: values by dotted key, as in `replace(**{"mesh.data": 2})`, or by a short name, as in
+                `replace(steps=80, learning_rate=1e-6)`; SHORT_NAMES of recjax.config has these names.
+        Raises:
+            ValueError: a wrong key or value, as for the first config.
+        """
+        values = self.model_dump(exclude_unset=True)
+        for name, value in changes.items():
+            *blocks, key_name = full_name(name, value).split(".")
+            inner = values
+            for block in blocks:
+                if not isinstance(inner.get(block), dict):
+                    inner[block] = {}
+                inner = inner[block]
+            inner[key_name] = value
+        return type(self)(**values)
+
     @property
     def demonstrations(self) -> str | None:
         """The file of demonstrations that the warm start trains on; None if it has none."""
@@ -486,6 +506,22 @@ def resumable_keys(config: Config) -> list[str]:
     return keys + [f"algorithm.{axis}.{option}" for axis in axes for option in axes[axis] if option != "name"]
 
 
+def full_name(name: str, value: Any) -> str:
+    """The dotted key that a program means with a name of SHORT_NAMES; `model` and `algorithm` are also blocks."""
+    return name if isinstance(value, Mapping) else SHORT_NAMES.get(name, name)
+
+
+# Names in programs for the keys that most runs set: `Config.replace(steps=80)`, `recjax.run(model="…", steps=80)`.
+SHORT_NAMES = {
+    "model": "model.path",
+    "algorithm": "algorithm.preset",
+    "steps": "training.steps",
+    "learning_rate": "optimizer.learning_rate",
+    "prompts_per_step": "rollout.prompts_per_step",
+    "group_size": "rollout.group_size",
+    "max_completion_tokens": "rollout.max_completion_tokens",
+    "temperature": "rollout.temperature",
+}
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
 # The keys with which a run may resume although they differ, by themselves or as keys of such a block; see `key`.

@@ -184,7 +184,7 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
         check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")
         for problem in problems:
             check(problem.answer)
-    if reward.function.__module__ == rewards.__name__ and not by_agent:
+    if getattr(reward.function, "__module__", None) == rewards.__name__ and not by_agent:
         answers = [problem.answer for problem in problems]
         try:
             reward.function([""] * len(answers), answers, answers)

@@ -109,8 +109,8 @@ def needs_answers(reward: Reward) -> bool:
     """True if the reward cannot grade a problem without an answer."""
     if reward.per_row or reward.reads_chats:
         return reward.per_row
-    form = _form(reward)
-    return bool(form.by_position) or any(form.by_name.get(name) for name in ("answers", reward.answer))
+    forms = [_form(single) for single in reward.functions.values()]
+    return any(form.by_position or any(form.by_name.get(name) for name in ("answers", reward.answer)) for form in forms)
 
 
 def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Problem"]) -> Reward:
@@ -124,7 +124,8 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
     if reward.per_row:
         return reward
     for problems in filter(None, splits):
-        check_signature(_knowing_columns(reward, problems))
+        for single in _knowing_columns(reward, problems).functions.values():
+            check_signature(single)
     return _knowing_columns(reward, [*itertools.chain(*splits)])
 
 
@@ -171,6 +172,8 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     all parts, apart from parts of weight 0, leaves the completion without a reward, as in TRL. The function may be
     `async def`; recjax then awaits it once for the batch.
 
+    A list of functions gives the parts of all; a function that returns numbers gives a part with its name.
+
     A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
     answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and
     its completion is a list with one message.
@@ -181,9 +184,21 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
         ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and the completion.
     """
-    lists, named = _arguments(reward if reward.columns is not None else _knowing_columns(reward, rows), rows)
+    parts = {}
+    for name, single in (reward if reward.columns is not None else _knowing_columns(reward, rows)).functions.items():
+        result = _result(single, rows)
+        returned = result if isinstance(result, Mapping) else {name: result}
+        if twice := parts.keys() & returned.keys():
+            raise ValueError(f"reward functions {reward.name}: two return the part {min(twice)!r}; rename it in one")
+        parts |= {part_name: _checked(single, part_name, values, rows) for part_name, values in returned.items()}
+    return parts
+
+
+def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
+    """The result of a function; an error names the function and the completion."""
+    lists, named = _arguments(reward, rows)
     try:
-        result = _call(reward, lists, named)
+        return _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
         row_index = _graded_row(error, rows, named.get("completions", ()))
         first = f"in a batch of {len(rows)} completions, of which the first is "
@@ -192,8 +207,6 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
             f"reward function {reward.name} failed with {described(error)}\n"
             f"  {where}{_described_row(rows, row_index or 0)}"
         ) from error
-    parts = result if isinstance(result, Mapping) else {SCORE: result}
-    return {part_name: _checked(reward, part_name, values, rows) for part_name, values in parts.items()}
 
 
 def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
@@ -291,7 +304,7 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
 
 
 def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
-    name = f"reward function {reward.name}" + ("" if part_name == SCORE else f", part {part_name!r},")
+    name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
     try:
         values = list(values)
         numbers = [math.nan if value is None else float(value) for value in values]

@@ -3,9 +3,10 @@
 import ast
 import functools
 import inspect
+import itertools
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,18 +36,18 @@ _warn_once = functools.cache(logging.getLogger(__name__).warning)
 class Reward(NamedTuple):
     """The reward of completions: a sum of named parts, each times its weight.
 
-    `name` is the value of `task.reward`, and `function` the function that it names. A `per_row` function is one of
-    recjax.tasks.grading.graders and grades one row in a worker process; any other function takes a batch, see
-    recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
-    for a batch (None: no limit). A call that fails is retried `retries` times. A function that a program passed to
-    recjax.run and that is not `async` runs in worker processes, which get only the function from the pickled bytes
-    `remote`; all other fields arrive with each call. `answer` is the data's column of answers, for functions that take
-    columns by name; None: the problems have no answers. `columns` are the names of all other columns; None: they are
-    taken from the graded rows.
+    `name` is the value of `task.reward`, and `function` the function that it names, or the functions of a list. A
+    `per_row` function is one of recjax.tasks.grading.graders and grades one row in a worker process; any other function
+    takes a batch, see recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async`
+    function has `seconds` for a batch (None: no limit). A call that fails is retried `retries` times. A function that a
+    program passed to recjax.run and that is not `async` runs in worker processes, which get only the function from the
+    pickled bytes `remote`; all other fields arrive with each call. `answer` is the data's column of answers, for
+    functions that take columns by name; None: the problems have no answers. `columns` are the names of all other
+    columns; None: they are taken from the graded rows.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | tuple[Callable[..., Any], ...]
     per_row: bool
     weights: Mapping[str, float]
     seconds: float | None = None
@@ -54,6 +55,13 @@ class Reward(NamedTuple):
     remote: bytes | None = None
     answer: str | None = "answers"
     columns: tuple[str, ...] | None = None
+
+    @property
+    def functions(self) -> dict[str, "Reward"]:
+        """The reward as rewards of one function each, by the part that a plain number of the function is."""
+        if not isinstance(self.function, tuple):
+            return {SCORE: self}
+        return {name: self._replace(name=name, function=each) for name, each in _by_name(self.function).items()}
 
     @property
     def reads_chats(self) -> bool:
@@ -81,7 +89,7 @@ def load_reward(
     name: str,
     weights: Mapping[str, float] = MappingProxyType({}),
     overlong: bool = False,
-    function: Callable | None = None,
+    function: Callable | Sequence[Callable] | None = None,
     device: str = "auto",
 ) -> Reward:
     """Loads the reward that `task.reward` names; `task.reward_weights` overrides its default weights.
@@ -90,7 +98,7 @@ def load_reward(
         name: name of a built-in reward, a user's function as module:function, model:PATH, or the `passed_name` of
             `function`.
         overlong: flag to add the part OVERLONG, with weight 1.
-        function: reward function that a program passed to recjax.run; None without one.
+        function: reward function, or list of functions, that a program passed to recjax.run; None without one.
         device: device of a reward model, see `RewardModel`.
     Raises:
         ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
@@ -104,6 +112,7 @@ def load_reward(
                 " set task.reward to a module:function"
             )
         name = name.removeprefix(PYTHON).partition("#")[0]
+        function = tuple(function) if isinstance(function, Sequence) else function
         reward = Reward(name, function, False, {LENGTH: 0.0, **of_length, **weights})
         if inspect.iscoroutinefunction(function):
             return reward
@@ -128,20 +137,49 @@ def load_reward(
     return Reward(name, user_function("task.reward", grader.grade), True, {**known, **weights})
 
 
-def passed_name(function: Any) -> str:
-    """The value of `task.reward` for a function from a program: its name and, if its source is at hand, a digest.
+def _by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
+    """Functions by their names, with a number after a name that an earlier one has."""
+    named = {}
+    for each in functions:
+        name = getattr(each, "__name__", type(each).__name__).strip("<>")
+        if name in named:
+            name = next(free for count in itertools.count(2) if (free := f"{name}_{count}") not in named)
+        named[name] = each
+    return named
 
-    The digest covers the code, without comments and layout, and the plain values that it reads from outside, but no
-    other functions.
+
+def named_weights(functions: Any, weights: Sequence[float]) -> dict[str, float]:
+    """TRL's list of weights as `task.reward_weights`.
 
     Raises:
-        ValueError: the value is no function, such as TRL's list of functions.
+        ValueError: there is another number of functions.
     """
+    count = len(functions) if isinstance(functions, Sequence) else 1
+    if count != len(weights):
+        raise ValueError(
+            f"task.reward_weights = {weights!r}: takes a weight for each reward function; there are {count}"
+        )
+    names = _by_name(functions) if isinstance(functions, Sequence) else [SCORE]
+    return dict(zip(names, weights, strict=True))
+
+
+def passed_name(function: Any) -> str:
+    """The value of `task.reward` for a program's function, or list of functions: the name and a digest.
+
+    The digest covers the code, without comments and layout, and the plain values that it reads from outside, but no
+    other functions. A function whose source is not at hand has none.
+
+    Raises:
+        ValueError: the value is neither a function nor a list of functions.
+    """
+    if isinstance(function, Sequence) and not isinstance(function, str) and function:
+        names = [passed_name(each).removeprefix(PYTHON) for each in function]
+        joined = "+".join(name.partition("#")[0] for name in names)
+        return f"{PYTHON}{joined}#{digest(repr(names).encode())[:16]}"
     if not callable(function):
         raise ValueError(
-            f"reward = {function!r:.80}: takes one function, and task.reward takes a name; several functions become one"
-            " that returns a dict of their lists, such as {'length': length(…), 'style': style(…)}, with"
-            " task.reward_weights (docs/coming_from.md)"
+            f"reward = {function!r:.80}: takes a function, or a list of functions; for a reward by its name, set"
+            " task.reward"
         )
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
