@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from absl import flags
@@ -34,6 +34,7 @@ from recjax.console import command, progress_bar, start
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
+LOOK_SECONDS = 1.0  # between two looks at the metrics of the active runs
 
 
 def cores() -> int:
@@ -41,8 +42,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def steps_done(run: SweepRun) -> int:
+    """Number of optimizer steps in a run's metrics, which begin with a row before the first step."""
+    path = Path(run.config.output) / "metrics.jsonl"
+    rows = path.read_bytes().count(b"\n") if path.is_file() else 0
+    return min(max(rows - 1, 0), run.config.training.steps)
+
+
 def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
-    """Runs all unfinished runs, `workers` at a time.
+    """Runs all unfinished runs, `workers` at a time; a bar shows the steps of all runs, and which run at the moment.
 
     Returns:
         Exit status and last log line of each failed run, by name.
@@ -51,7 +59,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     # Otherwise XLA would start one thread per core in every run.
     environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
     failed = {}
-    alive = set()
+    alive = {}  # processes and their runs
     stopping = threading.Event()
 
     def start(run: SweepRun) -> None:
@@ -62,22 +70,29 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
             if stopping.is_set():
                 return
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-            alive.add(process)
+            alive[process] = run
             code = process.wait()
-            alive.discard(process)
+            del alive[process]
         # A reward function may end the process with status 0 before the run is finished.
         if code or not is_finished(run.config):
             lines = log.read_text(errors="replace").strip().splitlines()
             failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'no output'} ({log})"
 
-    bar = progress_bar("sweep", len(runs), len(runs) - len(waiting), unit="run")
+    done = {run.name: run.config.training.steps if run not in waiting else steps_done(run) for run in runs}
+    bar = progress_bar("sweep", sum(run.config.training.steps for run in runs), sum(done.values()), unit="step")
     with ThreadPoolExecutor(workers) as pool, bar:
-        futures = [pool.submit(start, run) for run in waiting]
+        unfinished = {pool.submit(start, run) for run in waiting}
         try:
-            for future in as_completed(futures):
-                future.result()
-                bar.set_postfix(failed=len(failed), refresh=False)
-                bar.update()
+            while unfinished:
+                finished, unfinished = wait(unfinished, LOOK_SECONDS, FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                active = list(alive.values())
+                done |= {run.name: steps_done(run) for run in (active if unfinished else waiting)}
+                shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended", f"{len(failed)} failed"]
+                shown += [f"{run.name}: {done[run.name]}/{run.config.training.steps}" for run in active]
+                bar.set_postfix_str(", ".join(shown if failed else [shown[0], *shown[2:]]), refresh=False)
+                bar.update(sum(done.values()) - bar.n)
         except BaseException:
             stopping.set()
             for process in list(alive):

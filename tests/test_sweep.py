@@ -1,8 +1,10 @@
 """Sweeps: what a file expands to, what is refused, what a stopped or failed run leaves."""
 
+import contextlib
 import json
 import re
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -184,6 +186,56 @@ def test_workers_share_the_cores(write, monkeypatch):
     base, runs = read_sweep(write())
     run_all(base, runs, workers=2)
     assert seen == ["4", "4", "4"]
+
+
+def test_the_bar_counts_steps_of_all_runs_and_names_those_at_work(write, monkeypatch, tmp_path):
+    """One run was finished before, and the two others are at work together."""
+    base, runs = read_sweep(write(), extra=["training.steps=40"])
+
+    def advance(name, rows):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("{}\n" * rows)
+
+    class Process:
+        def __init__(self, command, stdout, stderr, env):
+            self.name = next(run.name for run in runs if f"output={run.config.output}" in command)
+
+        def wait(self):
+            advance(self.name, 11)
+            looked.wait(30)
+            advance(self.name, 30)
+            finished.add(self.name)
+            return 0
+
+    looked, finished, bars = threading.Event(), {runs[0].name}, []
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.setattr(sweep, "is_finished", lambda config: Path(config.output).name in finished)
+    monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.05)
+
+    class Bar(contextlib.nullcontext):
+        """Notes each state."""
+
+        def __init__(self, description, total, initial, unit):
+            super().__init__()
+            bars.append((total, initial, ""))
+            self.n = initial
+
+        def set_postfix_str(self, text, refresh):
+            self.text = text
+
+        def update(self, count):
+            self.n += count
+            bars.append((120, self.n, self.text))
+            if self.n == 60 and "10/40" in self.text:
+                looked.set()
+
+    monkeypatch.setattr(sweep, "progress_bar", Bar)
+    assert run_all(base, runs, workers=2) == {}
+    assert bars[0] == (120, 40, "") and looked.is_set() and bars[-1][1:] == (120, "3 of 3 runs ended")
+    names = ", ".join(sorted(f"{run.name}: 10/40" for run in runs[1:]))
+    assert any(", ".join(sorted(text.split(", ")[1:])) == names for _, _, text in bars)
 
 
 def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkeypatch):
