@@ -69,12 +69,12 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
 
     | source | policy |
     |---|---|
-    | None or "base" | the one with which a run of `config` begins: see `initial_policy`; or after its demonstrations |
-    | the folder of a run | that of its newest whole checkpoint, or of `step` |
-    | checkpoints/STEP or checkpoints/best in it | that of the checkpoint |
-    | a Hugging Face folder or hub name | the model's |
+    | None or "base" | the policy of `config` before its first step, after a warm start; see `initial_policy` |
+    | folder of a run | the policy of the run's newest whole checkpoint, or of `step` |
+    | checkpoints/STEP or checkpoints/best in a run's folder | the policy of this checkpoint |
+    | Hugging Face folder or hub name | this model |
 
-    A run's adapters are merged. Parameters are on the devices of the current mesh, in the compute dtype.
+    Adapters of a run are merged. The parameters are on the devices of the current mesh, in the compute dtype.
 
     Args:
         config: stop strings and chat template variables of the policy. It describes the model only without a source.
@@ -261,8 +261,8 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
     """The policy with its adapters, and all of its parameters before the first step, in float32.
 
     The parameters are random (`model.decoder`), those of a model folder (`model.path`), or those of a run's checkpoint
-    (`model.run`). A warm start on answers then trains them. Adapters are those of `model.adapter`, those of the other
-    run if this run has the same, or new ones; otherwise, the other run's are merged.
+    (`model.run`). A warm start on answers then trains them. The adapters are new ones, those of `model.adapter`, or
+    those of the other run if this run has the same `model.lora`. If not, adapters of the other run are merged.
 
     Args:
         policy: the result of `policy_alone`.

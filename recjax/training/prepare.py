@@ -134,8 +134,7 @@ def prepare(
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
-        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
-        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
+        hosts.agree("data", data_digests(config, train, held_out, stored, demonstrations))
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -165,14 +164,22 @@ def check_problems(config: Config, task: Task) -> None:
         return
     pools = (task.train, task.evaluation)
     prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
-    hosts.agree("data", data_digests(config, *prompts, None))
+    hosts.agree("data", data_digests(config, *prompts))
 
 
-def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
+def data_digests(
+    config: Config,
+    train: Prompts,
+    held_out: Prompts,
+    stored: Stored | None = None,
+    demonstrations: Demonstrations | None = None,
+) -> dict[str, str]:
     """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
     digests = {}
     if stored:
         digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+    if demonstrations:
+        digests[f"the demonstrations {config.demonstrations!r}"] = demonstrations.digest
     of_evaluation = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block = getattr(task, task.chosen())
