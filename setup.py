@@ -36,7 +36,7 @@ setup(
         "absl-py>=2.1",
         "cloudpickle>=3.0",
         "datasets>=4.0",
-        "filelock>=3.15",
+        "filelock>=4.2.1",  # older versions empty the file that they lock
         "flax>=0.12",
         "httpx>=0.28",
         "huggingface_hub>=1.0",

@@ -59,8 +59,8 @@ from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 from recjax.training.policies import export_checkpoint, open_policy, run_config, sampled_rows
-from recjax.training.prepare import prompts_of
 from recjax.training.run_folder import is_finished
+from recjax.training.sampling import prompts_of
 from recjax.training.start import STOPPED, train
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
@@ -268,8 +268,7 @@ class TrainedPolicy:
         self._reward = reward
         self._config = run_config(self._run)
         with self._mesh():
-            folder = self._run if step is None else self._run / "checkpoints" / str(step)
-            self._opened = open_policy(folder, self._config)
+            self._opened = open_policy(self._run, self._config, step)
         self.step = self._opened.version
 
     def _mesh(self) -> contextlib.AbstractContextManager:

@@ -36,7 +36,6 @@ from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
-from recjax.models.placement import put_params
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades
 from recjax.rollout.remote import RemoteEngine
@@ -47,10 +46,10 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
-from recjax.training.policies import for_sampling, open_checkpoint, run_config, starting_policy, with_start
-from recjax.training.prepare import characters, check_problems, prepare, untrained, without_long_prompts
+from recjax.training.policies import for_sampling, open_policy, run_config, with_start
+from recjax.training.prepare import check_problems, prepare, untrained
 from recjax.training.run_folder import check_processes
-from recjax.training.sampling import BatchSampler
+from recjax.training.sampling import BatchSampler, without_long_prompts
 
 FLAGS = flags.FLAGS
 
@@ -195,13 +194,13 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSa
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
-        setup, params = prepare(config, starting_policy)
+        setup, params = prepare(config)
         sampler = setup.sampler
         version = 0
     else:
         require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
         # The config of the run determines the policy, the config of the command the prompts.
-        opened = open_checkpoint(Path(run), step)
+        opened = open_policy(run, run_config(Path(run)), step)
         policy = opened.policy
         params = opened.params
         version = opened.version
@@ -212,7 +211,6 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSa
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         agents = Agents(config, policy, opened.older_params) if config.task.agent else None
         sampler = BatchSampler(config, policy, train, Grading(config, task.reward), PhaseSeconds(), agents)
-        params = put_params(params)
     return sampler, for_sampling(sampler.policy, params), version
 
 

@@ -32,7 +32,7 @@ from recjax.rollout.requests import Weights
 from recjax.rollout.server import KEY_VARIABLE, read_keys
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import make_mesh
-from recjax.training.policies import for_sampling, open_checkpoint, open_policy
+from recjax.training.policies import for_sampling, open_policy, run_config
 
 FLAGS = flags.FLAGS
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -62,9 +62,8 @@ def load(
         return opened.name, opened.policy, Weights(opened.params, opened.version), None
     name = Path(run or follow).resolve().name
     if run is not None:
-        opened = open_checkpoint(Path(run), step)
-        weights = Weights(for_sampling(opened.policy, put_params(opened.params)), opened.version)
-        return name, opened.policy, weights, None
+        opened = open_policy(run, run_config(Path(run)), step)
+        return name, opened.policy, Weights(opened.params, opened.version), None
     checkpoints = FollowedRun(Path(follow))
     mesh = jax.sharding.get_mesh()
 

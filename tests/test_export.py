@@ -22,7 +22,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint, policies
-from recjax.training.policies import open_checkpoint
+from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
 from recjax.training.update import TrainState, make_optimizer
 from tests import commands
@@ -88,7 +88,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 @pytest.mark.slow
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
     run, config, prepared, _ = finished
-    older, (_, policy, newer, version, *_) = open_checkpoint(run, 1).params, open_checkpoint(run)
+    older, (_, policy, newer, version, *_) = open_policy(run, step=1).params, open_policy(run)
     assert version == 2 and policy.decoder.config.lora is None
     moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}
     attention = {f"layers/{name}/kernel" for name in ("query", "key", "value", "output")}
@@ -137,7 +137,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
         ValueError,
         match="config.yaml differs from the config in the run's checkpoints .*arithmetic.template.*restore",
     ):
-        open_checkpoint(tmp_path / "changed")
+        open_policy(tmp_path / "changed")
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
@@ -171,7 +171,7 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
 @pytest.mark.parametrize("finished", campaign_except([*TRAINED, MOVED], MOVED, slow=["all"]), indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
-    open_checkpoint(finished[0])
+    open_policy(finished[0])
 
 
 @pytest.mark.parametrize("finished", [MOVED], indirect=True)
@@ -202,15 +202,15 @@ def test_an_export_ends_its_turns_as_the_run_did(tmp_path, monkeypatch, caplog):
     policy, equals = policy_alone(config, ""), tokenizer.convert_tokens_to_ids("=")
     assert policy.stop_ids == (0, equals)
     opened = policies.OpenedPolicy("run", policy, params, 2, config)
-    monkeypatch.setattr(policies, "open_checkpoint", lambda run, step: opened)
+    monkeypatch.setattr(policies, "open_policy", lambda run, step: opened)
     policies.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
     assert listed_eos(tmp_path / "out") == [0, equals] and listed_eos(tmp_path / "base") == [0]
 
-    decoder = policy.decoder.clone(config=adapted(shape, config.model.lora))
-    leaves = flatten(abstract_params(decoder.config))
+    leaves = flatten(abstract_params(adapted(shape, config.model.lora)))
     adapters = unflatten({path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items() if is_adapter(path)})
     monkeypatch.setattr(policies, "run_config", lambda run: config)
-    monkeypatch.setattr(policies, "run_adapters", lambda *_: (2, policy._replace(decoder=decoder), adapters))
+    monkeypatch.setattr(policies, "_whole_step", lambda *_: 2)
+    monkeypatch.setattr(policies, "_restored", lambda *_: adapters)
     policies.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
     note = "Completions also end at ['='], which the base model's eos_token_id does not have: pass eos_token_id=[0, "
     assert note in caplog.text and note in (tmp_path / "adapters" / "README.md").read_text()

@@ -14,7 +14,7 @@ from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.training.policies import open_checkpoint
+from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
 from tests import commands
 from tests.commands import Command
@@ -159,7 +159,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
         rows = [row for row in read_columns(tmp_path / "s") if row.policy_version == version]
         assert len(rows) == 16
-        _, policy, params, *_ = open_checkpoint(tmp_path / "run", version)
+        _, policy, params, *_ = open_policy(tmp_path / "run", step=version)
         row = max(rows, key=lambda row: len(row.completion_tokens))
         logprobs = recomputed(policy, jax.tree.map(jnp.asarray, params), row, Sampling())
         np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)

@@ -16,8 +16,7 @@ from recjax.hub.policy import policy_alone
 from recjax.rollout import dialects, remote, server
 from recjax.rollout.server import Address, read_keys
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem
-from recjax.training.prepare import characters
+from recjax.tasks.problems import Problem, characters
 from tests.experience.rows import read_columns
 from tests.marks import campaign_except
 from tests.training.tiny_run import TINY

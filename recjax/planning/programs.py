@@ -30,11 +30,10 @@ from recjax.models.trainable import adapted, combine, in_compute_dtype, split_pa
 from recjax.planning.sampling import Executable, SamplingPlan, sampling_executables, sampling_of
 from recjax.planning.targets import Target
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Task
+from recjax.tasks.problems import Task, characters
 from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.policies import check_teacher, teacher_decoder, with_start
-from recjax.training.prepare import characters
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 

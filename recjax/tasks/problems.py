@@ -136,3 +136,8 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
             f"{location}: content = {content!r:.80}: takes text, or null next to an assistant's tool_calls"
         )
     return {name: value for name, value in message.items() if value is not None} | {"content": content}
+
+
+def characters(problems: Sequence[Problem]) -> str:
+    """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
+    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))

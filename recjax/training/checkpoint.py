@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
+from recjax.cache import cache_folder
 from recjax.config import Config, TrainingConfig
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
@@ -240,6 +241,31 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
     return content
+
+
+def check_data(config: Config, step: int, data: dict[str, str], output: Path | None = None) -> None:
+    """Refuses to resume with other data than the run began with.
+
+    Args:
+        step: step of the checkpoint; without digests, as older versions wrote it, nothing is refused.
+        output: folder of a stage of the run; None: the run's own.
+        data: result of `data_digests`.
+    Raises:
+        ValueError: a store or problems have changed.
+    """
+    known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
+    rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
+    changed = [
+        f"{name} ({known[name]} then, {digest} now)"
+        for name, digest in data.items()
+        if known.get(name, digest) != digest
+    ]
+    if changed:
+        raise ValueError(
+            f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}. Restore"
+            f" the data{rates}, or continue with the new data in a new run: another output=… with"
+            f" model.run={config.output!r}"
+        )
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:

@@ -1,129 +1,179 @@
-"""The supervised stage of a run: trains on demonstrations before the first step, and resumes exactly after a kill."""
+"""The supervised stage of a run: the loop of every run, on demonstrations, with cross-entropy as its loss.
+
+REINFORCE with a reward of 1 is maximum likelihood.
+"""
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Bool
 
-from recjax.algorithms.presets import build_algorithm
-from recjax.config import OptimizerConfig, TrainingConfig
-from recjax.experience.batch import pad
-from recjax.experience.layout import packed_layout, score
+from recjax.config import (
+    AlgorithmConfig,
+    Config,
+    EvaluationConfig,
+    ExperienceConfig,
+    OptimizerConfig,
+    RegimeConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
+from recjax.experience.batch import Batch, pad
+from recjax.experience.group import Group
+from recjax.experience.layout import Layout, packed_layout, score
 from recjax.experience.queue import Queue
-from recjax.models.placement import put_rows
-from recjax.models.sampling import Sampling
-from recjax.models.trainable import combine, in_compute_dtype, split_params
-from recjax.models.unrolling import unrolled_for_training
+from recjax.models.trainable import combine, split_params
 from recjax.tasks.prompts import batch_indices
-from recjax.training import checkpoint
-from recjax.training.metrics import MetricsWriter, step_bar
+from recjax.training import checkpoint, loop
+from recjax.training.checkpoint import Saver
+from recjax.training.learner import Learner
+from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics, step_bar
 from recjax.training.prepare import Setup
-from recjax.training.run import State
-from recjax.training.update import Recipe, TrainState, UpdateContext, first_state, make_optimizer, update
-from recjax.training.warm_start import FOLDER, supervised_rates
+from recjax.training.run import Run, Source, State, Update
+from recjax.training.run_lock import NAME, RunLock
+from recjax.training.update import TrainState
+from recjax.training.warm_start import FOLDER
 
 logger = logging.getLogger(__name__)
 
 
-_LOSSES = ("loss", "held_out_loss")
+def train_on_demonstrations(
+    setup: Setup, params: dict, data: dict[str, str], stopping: Sequence[int] = ()
+) -> tuple[dict, dict[str, float]]:
+    """Trains on the demonstrations of a run, in a folder of their own in the run folder.
 
-
-def train_on_demonstrations(setup: Setup, params: dict) -> tuple[dict, dict[str, float]]:
-    """Trains on the demonstrations with the update of the run: REINFORCE with a reward of 1 is maximum likelihood.
-
-    A finished stage is read from the run folder, and an interrupted one resumes from its last state.
+    A finished stage is read from its folder, and an interrupted one resumes from its newest checkpoint.
 
     Args:
         params: all of the policy's parameters in float32, which are donated.
+        data: digests of the run's data; see `data_digests`.
+        stopping: numbers of the received signals that stop the run.
     Returns:
         All parameters after the last step, and the last losses, in nats per token.
     Raises:
-        ValueError: the demonstrations have changed since the stage began, or a state cannot be read or written.
-        FloatingPointError: a loss or gradient that is not finite.
+        ValueError: the data have changed since the stage began, or a state cannot be read or written.
+        FloatingPointError, Preempted: see `loop.train_steps`.
     """
-    config = setup.config
-    shown = setup.demonstrations
-    settings = setup.config.warm_start
-    decoder = setup.policy.decoder
-    folder = Path(config.output) / FOLDER
-    steps = settings.steps
-    chunk = config.model.logprob_chunk
-    optimizer = make_optimizer(OptimizerConfig())
-    rates = supervised_rates(settings)
-    algorithm = build_algorithm("reinforce", {"advantage": {"name": "raw_reward"}})
-    recipe = Recipe(unrolled_for_training(decoder), algorithm, optimizer, Sampling(), chunk)
-    params, constant = split_params(params, config.model)
-    frozen = in_compute_dtype(decoder, constant, copy=False)
+    config = _stage_config(setup.config)
+    folder = Path(config.output)
+    learner = _SupervisedLearner()
+    constant = split_params(params, config.model)[1]
     checkpoint.set_damaged_aside(folder / "checkpoints")
-    manager = checkpoint.open_checkpoints(folder / "checkpoints")
-    with contextlib.closing(manager):
+    with contextlib.closing(checkpoint.open_checkpoints(folder / "checkpoints")) as manager:
         first = manager.latest_step()
-        totals = {"demonstrations": shown.digest, "metrics": None, "losses": {}}
-        trained = TrainState(params, ()) if first == steps else first_state(optimizer, params)
+        stage = setup._replace(config=config)
+        state = State(0, learner.begin(stage, params), None, 0, Queue(), {}, {"data": data, "tokens": 0})
         del params
         if first is not None:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
-            jax.tree.map(lambda leaf: leaf.delete(), trained)  # the restored arrays need its memory
+            checkpoint.check_data(setup.config, first, data, folder)
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, learner.kept(state.trained, first))
+            jax.tree.map(lambda leaf: leaf.delete(), state.trained)  # the restored arrays need its memory
             state = checkpoint.restore(manager, like, {})
-            trained = state.trained
-            totals = state.totals
-            if totals["demonstrations"] != shown.digest:
-                raise ValueError(
-                    f"warm_start.demonstrations = {config.demonstrations!r}: the chats or their tokens have changed"
-                    f" since this run began; restore them, or give another output than {config.output!r}"
-                )
-            logger.info("the warm start continues after step %d of %d", first, steps)
+            logger.info("the warm start continues after step %d of %d", first, config.training.steps)
+        phases = PhaseSeconds()
+        bar = step_bar("warm start", config.training.steps, initial=first or 0)
+        options = {"bar": bar, "manager": manager, "remedy": "Lower warm_start.learning_rate"}
+        with bar, _Losses(folder, -1 if first is None else first, state.totals.get("metrics"), **options) as log:
+            run = Run(
+                config,
+                config.algorithm.build(),
+                stage.demonstrations.shape,
+                stage.settings,
+                part_weights=None,
+                failures={},
+                source=_Demonstrations(stage),
+                learner=learner,
+                log=log,
+                saver=Saver(config, manager, RunLock(folder / NAME, None), log, phases),
+                phase=phases.phase,
+                after_step=lambda step: None,
+                stopping=stopping,
+            )
+            state = loop.train_steps(run, state)
+    last = next(reversed(read_metrics(folder / "metrics.jsonl")), {})
+    losses = {f"{FOLDER}/{name}": last[name] for name in ("loss", "held_out_loss") if name in last}
+    return combine(state.trained.params, constant), losses
 
-        def with_held_out_loss(row: dict[str, Any]) -> dict[str, Any]:
-            total = 0.0
-            tokens = 0
-            size = settings.batch_size
-            params = combine(trained.params, frozen)
-            for start in range(0, len(shown.held_out), size):
-                batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
-                logprobs = score(decoder, params, batch, Sampling(), chunk)
-                total -= logprobs[batch.completion_mask].sum(dtype=np.float64).item()
-                tokens += int(batch.completion_mask.sum())
-            return row | ({"held_out_loss": total / tokens} if tokens else {})
 
-        options = {"manager": manager, "remedy": "Lower warm_start.learning_rate"}
-        log = MetricsWriter(folder, -1 if first is None else first, totals["metrics"], **options)
-        with log, step_bar("warm start", steps, initial=first or 0) as bar:
-            if first is None:
-                log.write(with_held_out_loss({"step": 0}))
-            for step in range((first or 0) + 1, steps + 1):
-                chosen = batch_indices(len(shown.train), settings.batch_size, step, config.seed)
-                batch = pad([shown.train[index] for index in chosen], shown.shape, logprobs=False)
-                layout = packed_layout(decoder, batch, config.training.tokens_per_micro_batch)
-                key = jax.random.key(config.seed)  # this algorithm does not read it
-                arrays = put_rows(batch)
-                numbers = {"learning_rate": rates[step - 1], "clip_norm": 1.0}
-                trained, measured, _ = update(
-                    trained,
-                    arrays,
-                    layout,
-                    UpdateContext(frozen, key, hyperparameters={"optimizer": numbers}),
-                    recipe=recipe,
-                )
-                log.settle()  # the previous step's
-                row = {"step": step, "tokens": int(batch.completion_mask.sum())}
-                row |= {name: measured[name] for name in ("loss", "gradient_norm", "update_norm")}
-                saves = step % settings.every == 0 or step == steps
-                if saves:
-                    row = with_held_out_loss(log.read(row))
-                    bar.set_postfix({name: f"{row[name]:.3f}" for name in _LOSSES if name in row}, refresh=False)
-                log.hold(row)
-                bar.update()
-                if saves:
-                    log.settle()
-                    totals |= {"metrics": log.written}
-                    totals |= {"losses": {f"{FOLDER}/{name}": row[name] for name in _LOSSES if name in row}}
-                    # The last state needs no optimizer state.
-                    trained = TrainState(trained.params, ()) if step == steps else trained
-                    state = State(step, trained, None, step, Queue(), {}, totals)
-                    checkpoint.save(manager, state, TrainingConfig(keep_checkpoints=1))
-    return combine(trained.params, constant), totals["losses"]
+def _stage_config(config: Config) -> Config:
+    """The config of the supervised stage of a run: all batches come from a store at rest, the demonstrations."""
+    shown = config.warm_start
+    packing = config.training.tokens_per_micro_batch
+    stage = {
+        "output": f"{config.output}/{FOLDER}",
+        "model": config.model.model_copy(update={"run": None, "teacher": None, "reference": None}),
+        "algorithm": AlgorithmConfig(preset="reinforce", advantage={"name": "raw_reward"}),
+        "optimizer": OptimizerConfig(learning_rate=shown.learning_rate, schedule="cosine"),
+        "rollout": RolloutConfig(prompts_per_step=shown.batch_size),
+        "regime": RegimeConfig(),
+        "experience": ExperienceConfig(store=shown.demonstrations, missing_logprobs="unneeded"),
+        "evaluation": EvaluationConfig(every=shown.every),
+        "training": TrainingConfig(
+            steps=shown.steps, checkpoint_every=shown.every, keep_checkpoints=1, tokens_per_micro_batch=packing
+        ),
+    }
+    return config.model_copy(update=stage)
+
+
+class _Demonstrations(Source):
+    """The demonstrations of a step join its batch, as groups of a store at rest do."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+
+    def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
+        shown = self._setup.demonstrations.train
+        size = self._setup.config.warm_start.batch_size
+        return [shown[index] for index in batch_indices(len(shown), size, step, self._setup.config.seed)]
+
+
+class _SupervisedLearner(Learner):
+    """Evaluates the loss on the held-out demonstrations instead of sampled answers."""
+
+    def kept(self, trained: TrainState, step: int) -> TrainState:
+        """The last checkpoint is three times smaller, since no step follows that needs an optimizer state."""
+        return trained._replace(optimizer_state=()) if step == self._setup.config.training.steps else trained
+
+    def update(self, trained: TrainState, batch: Batch, layout: Layout, step: int, *options: Any) -> tuple:
+        trained, *measured = super().update(trained, batch, layout, step, *options)
+        return self.kept(trained, step), *measured
+
+    def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
+        return packed_layout(self._recipe.decoder, batch, self._setup.config.training.tokens_per_micro_batch)
+
+    def evaluate(self, state: State) -> dict[str, float]:
+        shown = self._setup.demonstrations
+        total = 0.0
+        tokens = 0
+        size = shown.shape.prompts
+        params = self.current_params(state)
+        for start in range(0, len(shown.held_out), size):
+            batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
+            recipe = self._recipe
+            logprobs = score(self._setup.policy.decoder, params, batch, recipe.sampling, recipe.chunk)
+            total -= logprobs[batch.completion_mask].sum(dtype=np.float64).item()
+            tokens += int(batch.completion_mask.sum())
+        return {"held_out_loss": total / tokens} if tokens else {}
+
+
+class _Losses(MetricsWriter):
+    """The log of the stage."""
+
+    def begin(self, state: State, measured: dict[str, float]) -> None:
+        self.write({"step": 0, **measured})
+
+    def row(self, update: Update, state: State) -> dict[str, Any]:
+        measured = {name: update.metrics[name] for name in ("loss", "gradient_norm", "update_norm")}
+        return {"step": update.step, "tokens": int(update.batch.completion_mask.sum()), **measured}
+
+    def evaluation(self, evaluation: dict[str, float], step: int, name: str) -> dict[str, float]:
+        return evaluation
+
+    def hold(self, row: dict[str, Any], state: State) -> None:
+        super().hold(row)

@@ -19,7 +19,7 @@ from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training import schedule
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
-from recjax.training.policies import load_teacher, reference_params, starting_policy
+from recjax.training.policies import initial_policy, load_teacher, reference_params
 from recjax.training.prepare import Setup
 from recjax.training.run import State
 from recjax.training.update import (
@@ -43,7 +43,7 @@ class Learner:
         teacher: the model that `model.teacher` names; None without one.
     """
 
-    initial_policy = staticmethod(starting_policy)
+    initial_policy = staticmethod(initial_policy)
     frozen: dict = {}
     initial: dict | None = None
     reference: dict | None = None

@@ -167,9 +167,12 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
 
 def _show(bar: tqdm, row: dict[str, Any]) -> None:
-    names = ("reward",) if row["reward"] == row["accuracy"] else ("reward", "accuracy")
-    shown = {name: f"{row[name]:.2f}" for name in names}
-    shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
+    if "reward" in row:
+        names = ("reward",) if row["reward"] == row["accuracy"] else ("reward", "accuracy")
+        shown = {name: f"{row[name]:.2f}" for name in names}
+        shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
+    else:
+        shown = {"loss": f"{row['loss']:.3f}"}
     if "staleness" in row:
         shown["stale"] = f"{row['staleness']:.0f}"
     if "ratio/q01" in row:

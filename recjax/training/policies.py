@@ -18,7 +18,7 @@ import pandas as pd
 from recjax import __version__, hosts
 from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
-from recjax.console import progress_bar
+from recjax.console import progress_bar, under_way
 from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
@@ -34,14 +34,14 @@ from recjax.rollout.agents import Agents
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_problems
-from recjax.tasks.problems import Task
+from recjax.tasks.problems import Task, characters
 from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.prepare import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
-from recjax.training.warm_start import FOLDER
+from recjax.training.sampling import prompts_of
+from recjax.training.warm_start import FOLDER, warm_start
 
 logger = logging.getLogger(__name__)
 _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
@@ -64,55 +64,72 @@ class OpenedPolicy(NamedTuple):
     older_params: Callable[[int], dict] | None = None
 
 
-def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
-    """Opens a policy on the devices of the current mesh, in the compute dtype.
+def open_policy(source: str | Path | None, config: Config | None = None, step: int | str | None = None) -> OpenedPolicy:
+    """Opens a policy, wherever it comes from.
+
+    | source | policy |
+    |---|---|
+    | None or "base" | the policy of `config` before its first step, after a warm start; see `initial_policy` |
+    | folder of a run | the policy of the run's newest whole checkpoint, or of `step` |
+    | checkpoints/STEP or checkpoints/best in a run's folder | the policy of this checkpoint |
+    | Hugging Face folder or hub name | this model |
+
+    Adapters of a run are merged. The parameters are on the devices of the current mesh, in the compute dtype.
 
     Args:
-        source: run folder (its newest checkpoint), checkpoints/STEP or checkpoints/best in it, or a Hugging Face
-            folder or hub name; None or "base": the initial policy of `config`, after its warm start.
         config: stop strings and chat template variables of the policy. It describes the model only without a source.
+            None: a run's policy as its checkpoint has it, with float32 parameters as NumPy arrays on the host.
+        step: step of a run's checkpoint, or "best": the highest evaluation/accuracy.
     Raises:
-        ValueError: the checkpoint or model does not exist, or does not fit the mesh.
+        ValueError: the checkpoint or model does not exist or does not fit the mesh, or the model or task of the run
+            has changed.
     """
-    folder = Path(source or "base")
-    run, step = split_step(folder)
-    config = with_start(config) if source in (None, "base") else config
-    # New adapters change nothing before training.
-    changes = {"lora": None, "freeze": [], "merge_adapter": config.model.adapter is not None}
-    bare = config.model.model_copy(update=changes)
-    if source in (None, "base"):
-        if config.demonstrations:
-            stage = Path(config.output) / FOLDER
-            step = config.warm_start.steps
-            if step not in steps_of(stage / "checkpoints"):
-                raise ValueError(f"{stage} holds no finished warm start; train this config first")
-            policy, read_params = checkpoint_reader(stage, config)
-            params = put_params(read_params(step))
-        else:
-            policy, params = _initial(config.model_copy(update={"model": bare}))
-        name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
-        opened = OpenedPolicy(name, policy, params)
-    elif _is_run(run, step):
-        opened = open_checkpoint(run, step)
-        policy = opened.policy
+    run, name = split_step(source or "base")
+    step = name if step is None else step
+    if config is None or (source not in (None, "base") and _is_run(run, step)):
+        theirs = run_config(run)
+        step = _whole_step(run, theirs, step)
+        policy, read_params = checkpoint_reader(run, theirs)
+        older_params = lambda step: for_sampling(policy, put_params(read_params(step)))  # noqa: E731
+        opened = OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, theirs, older_params)
+        if config is None:
+            return opened
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
             policy.tokenizer.init_kwargs[CHAT_DATE] = config.model.chat_date
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
-        stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, opened.run.model.path)
+        stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         opened = opened._replace(policy=policy._replace(stop_ids=stop_ids), params=put_params(opened.params))
+    elif source in (None, "base"):
+        opened = _untrained_policy(with_start(config))
     else:
-        named = {"path": str(source), "decoder": None, "adapter": None, "merge_adapter": False}
-        model = config.model_copy(update={"model": bare.model_copy(update=named)})
+        model = {"path": str(source), "decoder": None, "run": None, "adapter": None}
         try:
-            policy = policy_alone(model, "")
-            opened = OpenedPolicy(folder.name, policy, load_params(model, policy.decoder.config))
+            opened = _untrained_policy(_with_model(config, model).model_copy(update={"warm_start": None}))
         except ValueError as error:
             raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
     return opened._replace(params=for_sampling(opened.policy, opened.params))
 
 
-def _is_run(folder: Path, step: str | None) -> bool:
-    return bool(step) or (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
+def _is_run(folder: Path, step: int | str | None) -> bool:
+    return step is not None or (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _untrained_policy(config: Config) -> OpenedPolicy:
+    """The policy of a config before its first step, without new adapters, which change nothing there."""
+    name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
+    if not config.demonstrations:
+        changes = {"lora": None, "freeze": [], "merge_adapter": config.model.adapter is not None}
+        return OpenedPolicy(name, *_initial(_with_model(config, changes)))
+    stage = Path(config.output) / FOLDER
+    step = config.warm_start.steps
+    if step not in steps_of(stage / "checkpoints"):
+        raise ValueError(f"{stage} holds no finished warm start; train this config first")
+    policy, read_params = checkpoint_reader(stage, config)
+    return OpenedPolicy(name, policy, put_params(read_params(step)))
+
+
+def _with_model(config: Config, changes: dict) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 
 def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task) -> pd.DataFrame:
@@ -240,19 +257,37 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"lora": lora})
 
 
-def starting_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
-    """`initial_policy`, with the parameters of the checkpoint that `model.run` names.
+def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
 
-    Adapters of that run stay adapters if this run has the same; otherwise they are merged.
+    The parameters are random (`model.decoder`), those of a model folder (`model.path`), or those of a run's checkpoint
+    (`model.run`). A warm start on answers then trains them. The adapters are new ones, those of `model.adapter`, or
+    those of the other run if this run has the same `model.lora`. If not, adapters of the other run are merged.
+
+    Args:
+        policy: the result of `policy_alone`.
+        train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
+            `recjax.training.demonstrations`.
     """
-    if config.model.run is None:
-        return initial_policy(config, policy, train)
-    run, name = split_step(config.model.run)
-    theirs = run_config(run)
-    same = theirs.model.lora == config.model.lora
-    params = put_params(checkpoint_reader(run, theirs, merge=not same)[1](_whole_step(run, theirs, name)))
-    policy, with_new = initial_policy(config, policy, train, params)
-    return policy, combine(with_new, params) if same else with_new
+    adapters = {}
+    if config.model.run:
+        run, name = split_step(config.model.run)
+        theirs = run_config(run)
+        same = theirs.model.lora == config.model.lora
+        params = put_params(checkpoint_reader(run, theirs, merge=not same)[1](_whole_step(run, theirs, name)))
+        adapters = params if same else {}
+    else:
+        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+            params = load_params(config, policy.decoder.config)
+    if config.warm_start and not config.demonstrations:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    if config.model.adapter and not config.model.merge_adapter:
+        adapters = put_params(load_adapter(config.model.adapter, policy.decoder.config)[1])
+    return policy, combine(params, adapters)
 
 
 def reference_params(config: Config, policy: Policy) -> dict:
@@ -279,7 +314,7 @@ def teacher_decoder(config: Config) -> Decoder:
     """The decoder of `model.teacher`, a run or a model; reads no parameters."""
     run, step = split_step(Path(config.model.teacher))
     if _is_run(run, step):
-        shape = _without_params(run_config(run), False)[0].decoder.config
+        shape = _initial(run_config(run), False)[0].decoder.config
     else:
         shape = read_config(model_folder(config.model.teacher, ("config.json",)))
     dtype = compute_dtype(config.model.dtype)
@@ -349,21 +384,6 @@ def _made_by(run: Path) -> str:
     return f"; the run was made with recjax {made}, this is {__version__}" if made not in (None, __version__) else ""
 
 
-def open_checkpoint(run: Path, step: int | str | None = None) -> OpenedPolicy:
-    """Opens a checkpoint of a run: the policy without adapters, and float32 parameters as NumPy arrays on the host.
-
-    Args:
-        step: step of the checkpoint, or "best": the highest evaluation/accuracy; None: the newest.
-    Raises:
-        ValueError: the checkpoint does not exist, or the model or task of the config has changed.
-    """
-    config = run_config(run)
-    step = _whole_step(run, config, step)
-    policy, read_params = checkpoint_reader(run, config)
-    older_params = lambda step: for_sampling(policy, put_params(read_params(step)))  # noqa: E731
-    return OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, config, older_params)
-
-
 def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Policy, Callable[[int], dict]]:
     """The policy of a run without adapters, and a function that reads its parameters at a step.
 
@@ -380,7 +400,7 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
     """
     lora = config.model.lora
     if lora is None and not config.model.freeze:
-        policy = _without_params(config, False)[0]
+        policy = _initial(config, False)[0]
         constant = {}
         trained = abstract_params(policy.decoder.config)
     else:
@@ -396,35 +416,20 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
     return plain, read_params
 
 
-def _initial(config: Config) -> tuple[Policy, dict]:
-    """The policy of a config before its first step, with its adapters, and all of its parameters in float32."""
-    on_answers = config.warm_start is not None and not config.demonstrations
-    policy, task = _without_params(config, on_answers)
-    return starting_policy(config, policy, prompts_of(config, policy, task)[0] if on_answers else None)
+def _initial(config: Config, reads_params: bool = True) -> tuple[Policy, dict | None]:
+    """The policy of a config before its first step; with its adapters and all parameters in float32 if they are read.
 
-
-def _without_params(config: Config, reads_problems: bool) -> tuple[Policy, Task]:
-    """The policy, and the problems if they are read; the tokenizer of a decoder from scratch may need them too."""
-    decoder = config.model.decoder
-    reads_problems |= decoder is not None and decoder.characters is None
-    train, evaluation = load_problems(config) if reads_problems else ([], [])
-    return policy_alone(config, characters([*train, *evaluation])), Task(train, evaluation, None)
-
-
-def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
-    """Loads the adapters of a checkpoint: its step, the policy with adapters, and only the adapter parameters.
-
-    Args:
-        config: config of the run, with `model.path` and `model.lora`.
-        step: step of the checkpoint; None: the newest.
-    Raises:
-        ValueError: the checkpoint does not exist.
+    It reads the problems only if a warm start, or the tokenizer of a decoder from scratch, needs them.
     """
-    policy = policy_alone(config, "")
-    decoder_config = adapted(policy.decoder.config, config.model.lora)
-    step = _whole_step(run, config, step)
-    params = _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
-    return step, policy._replace(decoder=policy.decoder.clone(config=decoder_config)), params
+    on_answers = reads_params and config.warm_start is not None and not config.demonstrations
+    decoder = config.model.decoder
+    needs_problems = on_answers or (decoder is not None and decoder.characters is None)
+    train, evaluation = load_problems(config) if needs_problems else ([], [])
+    policy = policy_alone(config, characters([*train, *evaluation]))
+    if not reads_params:
+        return policy, None
+    prompts = prompts_of(config, policy, Task(train, evaluation, None))[0] if on_answers else None
+    return initial_policy(config, policy, prompts)
 
 
 def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
@@ -487,7 +492,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
     check_output(output)
     if adapters:
         return f"adapters of {run} after step {_export_adapters(run, output, step)}"
-    opened = open_checkpoint(run, step)
+    opened = open_policy(run, step=step)
     policy = opened.policy
     params = opened.params
     step = opened.version
@@ -521,12 +526,16 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
             f"--adapters: {str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r};"
             " remove --adapters to export the whole model"
         )
-    step, policy, params = run_adapters(run, config, step)
+    policy = policy_alone(config, "")
+    decoder_config = adapted(policy.decoder.config, config.model.lora)
+    step = _whole_step(run, config, step)
+    # Only the adapters are read: the base may be large.
+    adapters = _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.
     is_local = Path(config.model.path).is_dir()
-    write_adapters(output, policy.decoder.config, params, base.resolve(), None if is_local else config.model.path)
+    write_adapters(output, decoder_config, adapters, base.resolve(), None if is_local else config.model.path)
     listed = listed_eos(base)
     note = ""
     if unlisted := [token for token in policy.stop_ids if token not in listed and token < policy.vocabulary]:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
-from recjax.config import Config, RolloutConfig, TrainingConfig
+from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.packing import shape_for
@@ -18,22 +16,22 @@ from recjax.experience.replay import Judge, judge_of
 from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored
 from recjax.experience.stored_groups import ByPrompt
-from recjax.hub.policy import Policy, load_params, policy_alone
-from recjax.hub.weights import load_adapter
+from recjax.hub.policy import Policy, policy_alone
 from recjax.models.decoder import abstract_params
-from recjax.models.placement import put_params, row_shards
-from recjax.models.trainable import combine, in_compute_dtype, split_params, with_adapters
+from recjax.models.placement import row_shards
+from recjax.models.trainable import in_compute_dtype, split_params
 from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
-from recjax.tasks.loading import load_task, require_enough
-from recjax.tasks.problems import Problem, Task, problem_key
-from recjax.tasks.prompts import Prompts, encode_problems, fitting
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Task, characters, problem_key
+from recjax.tasks.prompts import Prompts
 from recjax.training.evaluation import kept_prompts, prompts_digest
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import PhaseSeconds
-from recjax.training.sampling import BatchSampler
-from recjax.training.warm_start import Demonstrations, load_demonstrations, warm_start
+from recjax.training.policies import initial_policy
+from recjax.training.sampling import BatchSampler, prompts_of
+from recjax.training.warm_start import Demonstrations, load_demonstrations
 
 logger = logging.getLogger(__name__)
 
@@ -103,31 +101,6 @@ class Setup(NamedTuple):
         return failures
 
 
-def initial_policy(
-    config: Config, policy: Policy, train: Prompts | None, params: dict | None = None
-) -> tuple[Policy, dict]:
-    """The policy with its adapters, and all of its parameters before the first step, in float32.
-
-    Args:
-        policy: the result of `policy_alone`.
-        train: prompts for a warm start on answers; None without one. Demonstrations change nothing here, see
-            `recjax.training.demonstrations`.
-        params: parameters to start from; None: the parameters that `model` describes.
-    """
-    if params is None:
-        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-            params = load_params(config, policy.decoder.config)
-    if config.warm_start and not config.demonstrations:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
-    if config.model.adapter and not config.model.merge_adapter:
-        params = combine(params, put_params(load_adapter(config.model.adapter, policy.decoder.config)[1]))
-    return policy, params
-
-
 def prepare(
     config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None
 ) -> tuple[Setup, dict]:
@@ -161,8 +134,7 @@ def prepare(
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
-        shown = {"the demonstrations of warm_start": demonstrations and demonstrations.digest}
-        hosts.agree("data", shown | data_digests(config, train, held_out, stored))
+        hosts.agree("data", data_digests(config, train, held_out, stored, demonstrations))
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -182,21 +154,6 @@ def prepare(
     return setup._replace(judge=judge_of(config, setup.part_weights)), params
 
 
-def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
-    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
-
-    Raises:
-        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
-    """
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    if task.reward:
-        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    train = everything.take(np.arange(len(task.train)))
-    return train, everything.take(np.arange(len(task.train), len(problems)))
-
-
 def check_problems(config: Config, task: Task) -> None:
     """Compares the problems of all processes; every process must call it.
 
@@ -207,14 +164,22 @@ def check_problems(config: Config, task: Task) -> None:
         return
     pools = (task.train, task.evaluation)
     prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
-    hosts.agree("data", data_digests(config, *prompts, None))
+    hosts.agree("data", data_digests(config, *prompts))
 
 
-def data_digests(config: Config, train: Prompts, held_out: Prompts, stored: Stored | None) -> dict[str, str]:
+def data_digests(
+    config: Config,
+    train: Prompts,
+    held_out: Prompts,
+    stored: Stored | None = None,
+    demonstrations: Demonstrations | None = None,
+) -> dict[str, str]:
     """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
     digests = {}
     if stored:
         digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+    if demonstrations:
+        digests[f"the demonstrations {config.demonstrations!r}"] = demonstrations.digest
     of_evaluation = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block = getattr(task, task.chosen())
@@ -233,28 +198,6 @@ def untrained(config: Config) -> Config:
     return config.model_copy(update={"experience": None, "training": TrainingConfig()})
 
 
-def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
-    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
-
-    Raises:
-        ValueError: too few problems remain.
-    """
-    if rollout.long_prompts == "refuse":
-        return task
-    train, evaluation = (
-        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
-    )
-    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
-    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
-    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
-        raise ValueError(
-            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
-            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
-        )
-    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
-    return task._replace(train=train, evaluation=evaluation)
-
-
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     """The batch shape that fits both sampled and stored groups."""
     experience = config.experience
@@ -270,8 +213,3 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
         shape = shape.of_rows()
         other = other.of_rows()
     return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
-
-
-def characters(problems: Sequence[Problem]) -> str:
-    """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
-    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))

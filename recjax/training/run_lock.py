@@ -1,7 +1,7 @@
 """Locks a run folder for one process, or one group of processes; `running.json` names the holder."""
 
 import contextlib
-import fcntl
+import errno
 import json
 import logging
 import os
@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
+
+import filelock
 
 from recjax import hosts
 from recjax.files import writing
@@ -19,6 +21,7 @@ from recjax.files import writing
 NAME = "running.json"
 BEAT_SECONDS = 10.0  # interval between signs of life
 STALE_SECONDS = 60.0  # without a sign of life for this long, a holder whose lock cannot be seen counts as dead
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems without locks
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,7 @@ class RunLock:
             return
         output = str(self._path.parent)
         try:
-            with self._path.open(encoding="utf-8") as file:
-                holder = _holder_in(file)
+            holder = _holder_at(self._path)
         except OSError as error:
             raise ValueError(
                 f"output = {output!r}: the folder, or {NAME} in it, was deleted during the run ({error.strerror}); the"
@@ -95,17 +97,19 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
     made = not output.exists()
     path = output / NAME
     ended = threading.Event()
-    with writing(f"output = {str(output)!r}: {path}"):
-        output.mkdir(parents=True, exist_ok=True)
-        file, locked = _opened(path)
-    with file:
-        holder = _holder_in(file)
+    with contextlib.ExitStack() as stack:
+        with writing(f"output = {str(output)!r}: {path}"):
+            output.mkdir(parents=True, exist_ok=True)
+            locked = _locked(path, stack)
+            holder = None
+            with contextlib.suppress(FileNotFoundError):  # another holder may end right now
+                holder = _holder_at(path)
         # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
         # file is new; both times come from the file system, so this host's clock does not matter.
         is_alive = locked is False
         if not is_alive and holder and not (locked and holder.host == socket.gethostname()):
             with tempfile.TemporaryFile(dir=output) as now:
-                is_alive = os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < STALE_SECONDS
+                is_alive = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime < STALE_SECONDS
         if is_alive:
             raise ValueError(
                 f"output = {str(output)!r} is in use: {holder or 'another process'} is writing a run there; wait for"
@@ -114,8 +118,7 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
         if holder:
             logger.info("%s: took over the lock of %s, which has died", path, holder)
         holder = Holder(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
-        with writing(path):
-            file.truncate(0)
+        with writing(path), path.open("w", encoding="utf-8") as file:
             file.write(json.dumps(holder._asdict()))
             file.flush()
             os.fsync(file.fileno())
@@ -123,8 +126,9 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
 
         def show_life() -> None:
             while not ended.wait(BEAT_SECONDS):
-                with contextlib.suppress(OSError):
-                    os.utime(file.fileno())
+                with contextlib.suppress(OSError, ValueError):
+                    lock.check()
+                    os.utime(path)
 
         beats = threading.Thread(target=show_life, name="sign of life", daemon=True)
         beats.start()
@@ -140,29 +144,25 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
                     output.rmdir()  # fails if the folder has a run
 
 
-def _opened(path: Path) -> tuple[TextIO, bool | None]:
-    """The open file and its lock: True on success, False if another process has it, None without locks."""
-    while True:
-        file = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except (BlockingIOError, PermissionError):
-            locked = False
-        except OSError:
-            locked = None
-        # The previous holder may have removed the file between the two calls.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file, locked
-        file.close()
+def _locked(path: Path, stack: contextlib.ExitStack) -> bool | None:
+    """Locks a file until the stack closes; False if another process has the lock, None if there are no locks there."""
+    # A lock file without `flock` would stay after a kill on another host, so filelock may not use it instead.
+    lock = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
+    try:
+        stack.enter_context(lock)
+    except filelock.Timeout:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
-def _holder_in(file: TextIO) -> Holder | None:
+def _holder_at(path: Path) -> Holder | None:
     """The process that the file names; None if it names none."""
     try:
-        file.seek(0)
-        entry = json.loads(file.read(4096))
+        entry = json.loads(path.read_text(encoding="utf-8"))
         return Holder(str(entry["host"]), int(entry["pid"]), str(entry["since"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -14,7 +14,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from recjax import hosts
-from recjax.cache import cache_folder
 from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.host_memory import settling_memory
@@ -196,6 +195,7 @@ def begin(
         reward, sources, learner: see `train`.
     Raises:
         ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
+        Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
     learner = learner or Learner()
     setup, params = prepare(config, learner.initial_policy, reward)
@@ -207,10 +207,15 @@ def begin(
         setup = regraded(setup, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
-    data = data_digests(config, setup.train, setup.held_out, setup.stored)
+    data = data_digests(config, setup.train, setup.held_out, setup.stored, setup.demonstrations)
     if manager.latest_step() is not None:
-        check_data(config, manager.latest_step(), data)
-    params, losses = train_on_demonstrations(setup, params) if setup.demonstrations else (params, {})
+        checkpoint.check_data(config, manager.latest_step(), data)
+    losses = {}
+    if setup.demonstrations:
+        with stop_requests() as stopping:
+            params, losses = train_on_demonstrations(setup, params, data, stopping)
+            if hosts.any_says(bool(stopping)):  # the loop returns if a signal arrives during the last step
+                raise loop.Preempted(0, next(iter(stopping), signal.SIGTERM))
     trained = learner.begin(setup, params)
     del params
     if setup.agents:
@@ -237,27 +242,3 @@ def begin(
     logger.info("resuming from the checkpoint of step %d", state.step)
     setup.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return begun, state
-
-
-def check_data(config: Config, step: int, data: dict[str, str]) -> None:
-    """Refuses to resume with other data than the run began with.
-
-    Args:
-        step: step of the checkpoint; without digests, as older versions wrote it, nothing is refused.
-        data: result of `data_digests`.
-    Raises:
-        ValueError: a store or problems have changed.
-    """
-    known = checkpoint.progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("data", {})
-    rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
-    changed = [
-        f"{name} ({known[name]} then, {digest} now)"
-        for name, digest in data.items()
-        if known.get(name, digest) != digest
-    ]
-    if changed:
-        raise ValueError(
-            f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}. Restore"
-            f" the data{rates}, or continue with the new data in a new run: another output=… with"
-            f" model.run={config.output!r}"
-        )

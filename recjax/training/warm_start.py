@@ -108,17 +108,14 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     return params
 
 
-def supervised_rates(config: WarmStartConfig) -> np.ndarray:
-    """The learning rate of each step, which falls to 0 as a cosine; the gradient's global norm is clipped at 1."""
-    return np.asarray(optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps)))
-
-
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
     """Trains on (prompt, answer) pairs; after a share `right_first` of the steps, a share `wrong_fraction` is wrong.
 
+    The learning rate falls to 0 as a cosine; the gradient's global norm is clipped at 1.
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
+    rates = optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps))
     state = params, first_state(optimizer, params).optimizer_state
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
@@ -129,7 +126,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with step_bar("warm start", config.steps) as bar:
-        for step, rate in enumerate(supervised_rates(config)):
+        for step, rate in enumerate(np.asarray(rates)):
             wrong_fraction = config.wrong_fraction if step >= config.right_first * config.steps else 0.0
             chosen = generator.integers(len(counts), size=config.batch_size)
             if counts.all():

@@ -24,10 +24,10 @@ from recjax.experience.group import Row
 from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
+from recjax.tasks.problems import characters
 from recjax.training import loop, start
 from recjax.training.checkpoint import newest_whole, progress
 from recjax.training.metrics import read_metrics
-from recjax.training.prepare import characters
 from tests.experience.rows import Columns, read_columns
 from tests.faults.database import Database
 from tests.faults.outcomes import Outcome

@@ -274,9 +274,8 @@ FAULTS = {
     "resume-forgets-the-run-it-continues": Fault(
         "a run that continues another one takes a fresh policy as its reference once it was stopped",
         "recjax/training/policies.py",
-        "    if config.model.run is None:\n        return initial_policy(config, policy, train)",
-        '    if config.model.run is None or (Path(config.output) / "checkpoints").is_dir():\n'
-        "        return initial_policy(config, policy, train)",
+        "    adapters = {}\n    if config.model.run:",
+        '    adapters = {}\n    if config.model.run and not (Path(config.output) / "checkpoints").is_dir():',
         (f"{_RESUME}[real weights, a run that continues another]",),
         "slow",
     ),

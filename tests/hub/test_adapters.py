@@ -9,10 +9,10 @@ import pytest
 from recjax.config import load_config
 from recjax.export import export
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import Decoder, logits
-from recjax.models.trainable import combine, flatten, is_adapter
-from recjax.training.policies import run_adapters
+from recjax.hub.weights import load_pretrained, pretrained_config
+from recjax.models.decoder import Decoder, abstract_params, logits
+from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params
+from recjax.training.policies import _restored
 from tests.hub.test_families import random_model
 from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
@@ -39,8 +39,8 @@ def run(request, tmp_path_factory):
 
 
 def our_logits(folder, config):
-    _, policy, adapters = run_adapters(folder / "run", config)
-    decoder_config = policy.decoder.config
+    decoder_config = adapted(pretrained_config(folder / "base"), config.model.lora)
+    adapters = _restored(folder / "run", 2, split_params(abstract_params(decoder_config), config.model)[0])
     assert all(is_adapter(path) for path in flatten(adapters))
     params = combine(load_pretrained(folder / "base")[1], adapters)
     positions, mask = jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), bool)
@@ -74,7 +74,7 @@ def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, m
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
     monkeypatch.chdir(folder)
     monkeypatch.setattr("recjax.training.policies.run_config", lambda run: relative)
-    monkeypatch.setattr("recjax.training.policies.run_adapters", lambda run, _, step: run_adapters(run, config, step))
+    monkeypatch.setattr("recjax.training.policies._whole_step", lambda *_: 2)
     export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str((folder / "base").resolve())

@@ -21,7 +21,7 @@ from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
 from recjax.planning.programs import resolve_shapes
-from recjax.training.policies import open_checkpoint, open_policy, with_start
+from recjax.training.policies import open_policy, with_start
 from tests.hub.test_export import CONTAINERS as MULTIMODAL
 from tests.hub.test_export import TOKENS, our_logits, random_multimodal
 from tests.hub.test_families import compiled_forward, random_model, torch_scores
@@ -405,14 +405,14 @@ def test_a_run_continues_an_exported_adapter_or_merges_it(family, tmp_path):
         return tmp_path / name
 
     def logits(name, step):
-        _, policy, params, *_ = open_checkpoint(tmp_path / name, step)
+        _, policy, params, *_ = open_policy(tmp_path / name, step=step)
         return our_logits(policy.decoder.config, params, tokens)
 
     first = run("first", f"model.path={base}", lora, "training.steps=2")
     export(str(first), None, str(tmp_path / "adapter"), None, "float32", adapters=True)
     adapter = f"model.adapter={tmp_path / 'adapter'}"
     second = run("second", adapter, "training.steps=1", "algorithm.reference_kl.coefficient=0.1")
-    assert open_checkpoint(second).run.model.lora == open_checkpoint(first).run.model.lora
+    assert open_policy(second).run.model.lora == open_policy(first).run.model.lora
     start = logits("first", 2)
     np.testing.assert_array_equal(logits("second", 0), start)
     assert np.abs(logits("second", 1) - start).max() > 1e-3

@@ -19,7 +19,7 @@ from recjax.experience.sources import with_logprobs
 from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.server import Address
-from recjax.training.policies import open_checkpoint
+from recjax.training.policies import open_policy
 from tests import commands
 from tests.batch_shapes import shape_of
 from tests.commands import Command
@@ -269,7 +269,7 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
     with running("--run", run[0], "--norecording") as client:
         assert generate_remotely(config, tmp_path / "store.db", 2, Address(str(client.base_url)), None) == 2
-    _, policy, params, version, *_ = open_checkpoint(run[0])
+    _, policy, params, version, *_ = open_policy(run[0])
     groups = load_groups(tmp_path / "store.db", policy)
     assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
     unknown = [

@@ -13,7 +13,7 @@ from recjax.config import TrainingConfig, load_config
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
 from recjax.training import checkpoint
-from recjax.training.policies import open_checkpoint, open_policy, with_start
+from recjax.training.policies import open_policy, with_start
 from recjax.training.run_folder import open_run_folder
 from recjax.training.start import begin
 from tests.training.counting import count
@@ -104,7 +104,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_accuracy(tiny):
     folder = f"{tiny('first').output}/checkpoints"
     second = tiny("second", f"model.run={folder}/best", "model.decoder=null")
     assert with_start(second).model.run == f"{folder}/5"
-    assert same(open_checkpoint(Path(tiny("first").output), "best").params, states[1].trained.params)
+    assert same(open_policy(Path(tiny("first").output), step="best").params, states[1].trained.params)
     with one_device():
         assert same(open_policy(f"{folder}/best", second).params, states[1].trained.params)
 
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_before_work_starts(tiny, first, overrides,
 @pytest.mark.slow
 def test_adapters_stay_adapters_or_are_merged(tiny):
     run, before = trained(tiny("first", LORA))
-    whole = open_checkpoint(Path(run.setup.config.output)).params
+    whole = open_policy(Path(run.setup.config.output)).params
     again, state = begun(continued(tiny, "second", LORA))
     assert same(combine(state.trained.params, again.learner.frozen), combine(before.trained.params, run.learner.frozen))
     other = LORA.replace("rank: 2", "rank: 4")
@@ -154,7 +154,7 @@ def test_adapters_stay_adapters_or_are_merged(tiny):
     assert third.setup.policy.decoder.config.lora.rank == 4
     # A run's whole policy is made again from the runs before it.
     trained(continued(tiny, "third", other, "optimizer.state=new"), 2)
-    merged = open_checkpoint(Path(third.setup.config.output)).params
+    merged = open_policy(Path(third.setup.config.output)).params
     assert flatten(merged).keys() == flatten(whole).keys() and not same(merged, whole)
     merged["embedding"], whole["embedding"] = {}, {}
     assert same(merged["norm"], whole["norm"]), "adapters change projections alone"
@@ -204,7 +204,7 @@ def test_checkpoints_from_before_a_change_are_read_after_it(tiny):
     trained(tiny("run"))
     changed = ["algorithm.clip.epsilon_high=0.5", "training.resume_with=[algorithm.clip.epsilon_high]"]
     open_run_folder(tiny("run", *changed), overwrite=False)
-    assert open_checkpoint(Path(tiny("run").output)).version == 4
+    assert open_policy(Path(tiny("run").output)).version == 4
     with pytest.raises(ValueError, match="epsilon_high"):
         open_run_folder(tiny("run"), overwrite=False)
 

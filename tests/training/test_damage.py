@@ -19,7 +19,7 @@ from recjax.export import export
 from recjax.train import show_result
 from recjax.training import checkpoint, run_folder, start
 from recjax.training.metrics import MetricsWriter, read_metrics
-from recjax.training.policies import open_checkpoint, run_config
+from recjax.training.policies import open_policy, run_config
 from tests.marks import slow
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, one_device, train, without_figures, without_times
@@ -124,7 +124,7 @@ def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run
         count(config)
     assert not (folder / "damaged").exists() and not (folder / "running.json").exists()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
-        open_checkpoint(folder)
+        open_policy(folder)
 
 
 def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):

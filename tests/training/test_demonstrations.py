@@ -1,6 +1,8 @@
 """The warm start on demonstrations: their tokens and masks, the loss and gradient of transformers, kills, adapters."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -20,7 +22,9 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 from recjax.tasks.reading import read_file
-from recjax.training import demonstrations
+from recjax.training import learner
+from recjax.training.demonstrations import train_on_demonstrations
+from recjax.training.loop import Preempted
 from recjax.training.metrics import read_metrics
 from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
@@ -214,12 +218,13 @@ def test_templates_that_do_not_write_a_reply_after_its_prompt_are_refused(policy
 @pytest.mark.slow
 def test_loss_and_gradient_are_those_of_transformers(config, folder, monkeypatch):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    monkeypatch.setattr(demonstrations, "make_optimizer", lambda settings: optax.sgd(1.0))
+    descent = optax.sgd(optax.constant_schedule(1.0))
+    monkeypatch.setattr("recjax.training.update.make_optimizer", lambda settings: descent)
     options = ["warm_start.steps=1", f"warm_start.batch_size={len(CHATS)}", "training.tokens_per_micro_batch=256"]
     with one_device():
         run, params = prepare(config("torch", *options, f"warm_start.held_out={folder}/shown.jsonl"))
         before = {path: np.array(leaf) for path, leaf in flatten(params).items()}
-        after, losses = demonstrations.train_on_demonstrations(run, params)
+        after, losses = train_on_demonstrations(run, params, {})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     total, count = 0.0, 0
     for group in run.demonstrations.train:
@@ -251,35 +256,41 @@ def test_a_killed_warm_start_ends_as_one_that_ran_through(config, folder, monkey
     assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 2, 4, 6]
     assert rows[6]["held_out_loss"] < rows[0]["held_out_loss"]
 
-    update, calls = demonstrations.update, []
+    update = learner.update
 
-    def dies(*arguments, **named):
+    def ends(*arguments, **named):
         calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
+        if len(calls) == at and ended is KeyboardInterrupt:
+            raise ended
+        if len(calls) == at and ended is Preempted:
+            os.kill(os.getpid(), signal.SIGTERM)
         return update(*arguments, **named)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(demonstrations, "update", dies)
-        with pytest.raises(KeyboardInterrupt):
-            train(config("killed", *options))
-    calls.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(demonstrations, "update", lambda *a, **b: (calls.append(1), update(*a, **b))[1])
-        train(config("killed", *options))
-    assert len(calls) == 4, "steps 3 to 6"
-    assert without_times(read_metrics(tmp_path / "killed/metrics.jsonl")) == without_times(straight)
-    assert read_metrics(tmp_path / "killed/warm_start/metrics.jsonl") == rows
+    monkeypatch.setattr(learner, "update", ends)
+    for name, ended, at, later in (
+        ("killed", KeyboardInterrupt, 4, 4),
+        ("stopped", Preempted, 3, 3),
+        ("late", Preempted, 6, 0),
+    ):
+        calls = []
+        with pytest.raises(ended):
+            train(config(name, *options))
+        calls, at = [], 0
+        train(config(name, *options))
+        assert len(calls) == later, "the steps since the newest checkpoint"
+        assert without_times(read_metrics(tmp_path / name / "metrics.jsonl")) == without_times(straight)
+        assert read_metrics(tmp_path / name / "warm_start/metrics.jsonl") == rows
 
     exported = []
-    for name in ("straight", "killed"):
+    for name in ("straight", "killed", "stopped", "late"):
         export(str(tmp_path / name), None, str(tmp_path / f"{name}-model"), None, "float32")
         exported.append(flatten(load_pretrained(tmp_path / f"{name}-model")[1]))
     with one_device():
         opened = flatten(open_policy("base", config("straight", *options)).params)
     first = flatten(load_pretrained(folder / "model")[1])
     for path, leaf in exported[0].items():
-        np.testing.assert_array_equal(leaf, exported[1][path])
+        for resumed in exported[1:]:
+            np.testing.assert_array_equal(leaf, resumed[path])
         np.testing.assert_array_equal(leaf, opened[path])
     moved = {path for path, leaf in exported[0].items() if np.abs(leaf - first[path]).max() > 0}
     assert moved == ({"layers/query/kernel", "layers/down/kernel"} if lora else first.keys())
@@ -292,7 +303,13 @@ def test_training_begins_with_the_warm_started_policy_and_its_resume_needs_no_ot
     straight = without_times(train(config("straight", *options)))
     assert all(row["ratio/q99"] == pytest.approx(1, abs=1e-4) for row in straight[1:])
     train(config("resumed", *options, "training.steps=2"))
-    monkeypatch.setattr(demonstrations, "update", None)  # the warm start is over
+    update = learner.update
+
+    def of_run(state, batch, layout, context, *, recipe):
+        assert recipe.algorithm.reference_kl, "the warm start is over"
+        return update(state, batch, layout, context, recipe=recipe)
+
+    monkeypatch.setattr(learner, "update", of_run)
     assert without_times(train(config("resumed", *options)))[-1] == straight[-1]
     changed = config("resumed", *options, "training.steps=4", f"warm_start.demonstrations={folder}/other.jsonl")
     (folder / "other.jsonl").write_text(json.dumps({"messages": chat("1", "2")}) + "\n")
@@ -301,7 +318,7 @@ def test_training_begins_with_the_warm_started_policy_and_its_resume_needs_no_ot
     (folder / "other.jsonl").write_text((folder / "shown.jsonl").read_text())
     (folder / "shown.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CHATS[1:]))
     try:
-        with pytest.raises(ValueError, match="the chats or their tokens have changed since this run began"):
+        with pytest.raises(ValueError, match="data changed since this run began.*: the demonstrations .*shown.jsonl"):
             train(config("resumed", *options, "training.steps=4"))
     finally:
         (folder / "shown.jsonl").write_text((folder / "other.jsonl").read_text())

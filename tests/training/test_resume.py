@@ -13,9 +13,9 @@ import pytest
 
 from recjax.experience.group import Grade
 from recjax.training import checkpoint
+from recjax.training.checkpoint import check_data
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import starts
-from recjax.training.start import check_data
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow_except
 from tests.training.counting import CountingLearner, Grades, count, graded_batch, killed, prepared_batch

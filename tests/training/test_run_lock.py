@@ -1,6 +1,7 @@
 """The lock of a run's folder: one holder, named to all others; the dead hold nothing."""
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -20,6 +21,32 @@ from recjax.training.run_lock import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
+"""
+
+TWO_MOUNTS = """
+mkdir lower upper work_a work_b host_a host_b
+for host in a b; do
+    mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work_$host host_$host || exit 77
+done
+mkdir host_a/run
+"$0" -c "$1" host_a/run >holder.log &
+until grep -q held holder.log; do sleep 0.1; done
+"$0" -c "$2" host_b/run
+rc=$?
+kill $!
+exit $rc
+"""
+CONTENDER = """
+import socket, sys
+from pathlib import Path
+import filelock
+from recjax.training.run_lock import NAME, held
+run = Path(sys.argv[1])
+socket.gethostname = lambda: "elsewhere"
+with filelock.FileLock(run / NAME, timeout=0):
+    print("flock does not see the other mount")
+with held(run):
+    print("both hold the folder")
 """
 
 
@@ -69,11 +96,23 @@ def test_a_holder_on_another_host_is_believed_while_it_shows_life(tmp_path):
         lock.check()
 
 
-def test_without_locks_in_the_file_system_a_holder_counts_while_it_shows_life(tmp_path, monkeypatch):
-    def no_locks(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+@pytest.mark.slow
+def test_a_shared_folder_whose_locks_stay_on_one_host_has_one_holder(tmp_path):
+    """Two mounts of a folder, which keep their locks to themselves as gcsfuse and NFS with `nolock` do."""
+    command = ["unshare", "--mount", "sh", "-c", TWO_MOUNTS, sys.executable, HOLDER, CONTENDER]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"cannot mount here: {done.stderr}")
+    assert done.stdout == "flock does not see the other mount\n"
+    assert "host_b/run' is in use: process" in done.stderr
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_without_locks_in_the_file_system_a_holder_counts_while_it_shows_life(tmp_path, monkeypatch, number):
+    def no_locks(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     left_by(tmp_path, socket.gethostname(), 7, seconds_ago=20)
     with pytest.raises(ValueError, match="process 7"):
         with held(tmp_path):

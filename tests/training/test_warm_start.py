@@ -14,9 +14,9 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.tasks.loading import load_task
+from recjax.tasks.problems import characters
 from recjax.training import prepare, warm_start
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.prepare import characters
 from recjax.training.warm_start import _demonstrations, _with_slips
 from tests.training.tiny_run import TINY
 
