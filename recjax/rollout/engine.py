@@ -15,7 +15,17 @@ from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
 from recjax.rollout.decoding import RoundOptions, SlotContents
 from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
-from recjax.rollout.requests import Admitted, Begun, EngineJob, Request, Sampled, Weights, by_sampling, check_requests
+from recjax.rollout.requests import (
+    Admitted,
+    Begun,
+    EngineJob,
+    Request,
+    Sampled,
+    Weights,
+    by_sampling,
+    check_requests,
+    completions_of,
+)
 from recjax.rollout.slots import Slots
 
 
@@ -116,7 +126,7 @@ class Engine:
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
-        return {job.ticket: job.sampled(self._stop_ids) for job in self._slots.jobs if job.ticket in tickets}
+        return completions_of([job for job in self._slots.jobs if job.ticket in tickets], self._stop_ids)
 
     def round(self) -> dict[int, Sampled]:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
@@ -213,13 +223,12 @@ class Engine:
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
         self._sample_first_tokens(scores, jobs)
         started = []
+        ended = []
         for job in jobs:
-            completion = job.sampled(self._stop_ids)
             # A completion that ends with its first token never takes a slot.
-            if completion.truncated and job.request.limit > 1:
-                started.append(job)
-            else:
-                self._finished[job.ticket] = completion
+            ends = job.request.limit == 1 or job.rounds[0][0].item() in self._stop_ids
+            (ended if ends else started).append(job)
+        self._finished |= completions_of(ended, self._stop_ids)
         if started:
             self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
