@@ -341,7 +341,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
 
 def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
     """True if the next token begins a text: `before` is empty or only the begin-of-sequence token."""
-    return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
+    return len(before) == 0 or (len(before) == 1 and int(before[0]) == tokenizer.bos_token_id)
 
 
 @functools.lru_cache(maxsize=256)
