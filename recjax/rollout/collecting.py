@@ -15,7 +15,7 @@ from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_each_after
-from recjax.models.placement import on_host
+from recjax.models.placement import DeviceClock, on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled, Weights
@@ -38,6 +38,7 @@ def sample_groups(
     source: str,
     version: int,
     newer: Callable[[], Weights | None] | None = None,
+    clock: DeviceClock | None = None,
 ) -> list[Group]:
     """A group of `group_size` completions for each prompt, without grades, from an engine of its own.
 
@@ -52,10 +53,11 @@ def sample_groups(
         source: name of the sampler.
         version: version of `params`, in optimizer updates.
         newer: returns weights that have arrived between rounds of tokens, see `Engine`.
+        clock: see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
-    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
+    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer, clock=clock)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]

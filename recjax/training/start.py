@@ -147,6 +147,7 @@ def opened_run(
             learner,
             RunLog(setup, source, metrics, trackers),
             Saver(config, manager, lock, metrics, setup.phases),
+            setup.phases.device,
             setup.phases.phase,
             stack.enter_context(settling_memory()),
             stopping,
