@@ -46,7 +46,13 @@ ADDED_METRICS |= {"right_and_ended", "evaluation/right_and_ended", "tokens_witho
 ROUNDED = {"learning_rate": 1e-7, "behavior_kl/k3": 3e-7}
 
 # Metrics of the clock.
-NOT_COMPARED = {"wall_seconds", "tokens_per_second", "generators/waited_seconds", "follow/waited_seconds"}
+NOT_COMPARED = {
+    "wall_seconds",
+    "tokens_per_second",
+    "device_idle_seconds",
+    "generators/waited_seconds",
+    "follow/waited_seconds",
+}
 
 FUNCTIONS = '''
 def reward(prompts, completions, answers):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
-from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_shape, shape_for
+from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, is_packed, pack, row_shape, shape_for
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import Load
@@ -259,8 +259,8 @@ def choose_layout(
 ) -> Layout:
     """The layout of an update.
 
-    recjax packs a batch if `training.tokens_per_micro_batch` is set, if packing is much less work, or if rows have
-    prompts of their own.
+    recjax packs a batch if `training.tokens_per_micro_batch` is set, if packing is much less work, if groups are large,
+    or if rows have prompts of their own.
 
     Args:
         rows: rows of the update's minibatch; see `minibatch_rows`.
@@ -278,7 +278,7 @@ def choose_layout(
     parts = config.micro_batches(padded.positions, shards)
     in_parts = Layout(parts, None, rows, minibatches)
     compares = algorithm.compares_completions
-    optional = budget is None and padded.group is not None
+    optional = not is_packed(config, padded)
     # Packing costs the host time, so a batch that cannot gain enough at best is not packed to find out.
     fewest = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from recjax.config import Config
+from recjax.config.schema import MICRO_BATCH_TOKENS
 from recjax.experience.batch import Batch, Shape
 
 TILE = 128  # accelerators compute attention in tiles of this many tokens
@@ -15,6 +16,9 @@ TILE = 128  # accelerators compute attention in tiles of this many tokens
 # padded batch over MOST_MICRO_BATCHES if that is more, since mainly the last micro-batch has empty positions.
 LEAST_TOKENS = 2048
 MOST_MICRO_BATCHES = 32
+# By default, larger groups are packed: padded, the smallest micro-batch is a prompt with its group, and attention over
+# whole completions keeps memory that grows with the square of their length for each.
+LARGEST_GROUP = 4 * MICRO_BATCH_TOKENS
 WINDOW = 32  # tokens that are compared at once
 MOST_CLUSTERED = 256  # sequences of a cluster, of which all pairs are compared
 
@@ -101,10 +105,24 @@ def row_shape(
     return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
 
 
+def is_packed(config: Config, shape: Shape) -> bool:
+    """True if every batch of a shape is packed; other batches are packed only if that is much less work.
+
+    Args:
+        shape: shape of an update's rows.
+    """
+    if config.training.tokens_per_micro_batch is not None or config.has_trajectories or shape.group is None:
+        return True
+    # Packed, sequences that an algorithm compares would need a micro-batch as large as without packing.
+    can_be_split = not config.training.micro_batch_prompts and not config.algorithm.build().compares_completions
+    return can_be_split and shape.positions // shape.prompts > LARGEST_GROUP
+
+
 def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
     """The row shape for `training.tokens_per_micro_batch` or its default, and batches of the given shape.
 
-    By default, micro-batches are no larger than without packing, but have room for the longest sequence.
+    By default, micro-batches are no larger than without packing, and those of large groups no larger than
+    `MICRO_BATCH_TOKENS` on each device, but they have room for the longest sequence.
 
     Args:
         multiple: see `row_shape`.
@@ -116,6 +134,8 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
     budget = config.training.tokens_per_micro_batch
     if budget is None:
         most = shape.positions // config.micro_batches(shape.positions, multiple)
+        if is_packed(config, shape) and shape.group is not None:
+            most = MICRO_BATCH_TOKENS * multiple
         budget = min(max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES), most)
         return row_shape(max(budget, shape.longest * multiple), shape.longest, 1, multiple, shape.rows)
     together = shape.group or 1 if algorithm.compares_completions else 1

@@ -5,7 +5,8 @@ These conversions need no database, so that the queue can keep groups without on
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -58,57 +59,100 @@ def from_json(text: str | None, default: Any) -> Any:
     return json.loads(text) if text else default
 
 
-def row_of(record: Record, number: int) -> dict[str, Any]:
-    """The columns of a completion, in order, without `checksum`."""
+def row_of(record: Record, number: int, shared: dict | None = None) -> dict[str, Any]:
+    """The columns of a completion, in order, without `checksum`.
+
+    Args:
+        shared: columns of earlier completions in the same call, which are the same for equal objects; the objects must
+            live as long as this dictionary.
+    """
+    shared = {} if shared is None else shared
     group = record.group
     completion = record.completion
     rows = completion.rows
-    sampling = completion.sampling
-    prompt = np.asarray(group.prompt_tokens, "<i4")
-    is_chat = not isinstance(group.prompt, str)
-    own_prompts = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
-    prompts = [prompt, *(tokens for tokens in own_prompts if tokens is not None)]
-    is_single = len(rows) <= 1 and len(prompts) == 1
-    tokens = [row.tokens for row in rows]
+    problem_key, prompt_text, messages = _once(shared, _problem_columns, group.prompt, group.answer)
+    prompt, prompt_key, largest = _once(shared, _prompt_columns, group.prompt_tokens)
+    temperature, top_k, top_p, min_p = _once(shared, _sampling_columns, completion.sampling)
+    own_prompts = [
+        None
+        if row.prompt_tokens is group.prompt_tokens or np.array_equal(row.prompt_tokens, group.prompt_tokens)
+        # A row with its own prompt has it behind the group's.
+        else np.asarray(row.prompt_tokens, "<i4")
+        for row in rows
+    ]
+    size = len(group.prompt_tokens)
     prompt_lengths = [len(row.prompt_tokens) for row in rows]
-    lengths = [*map(len, tokens)]
+    tokens = [np.asarray(row.tokens, "<i4") for row in rows]
+    lengths = [len(values) for values in tokens]
     own_lengths = [None if values is None else len(values) for values in own_prompts]
+    is_single = len(rows) <= 1 and own_lengths.count(None) == len(rows)
+    others = [values for values in (*own_prompts, *tokens) if values is not None and len(values)]
     has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
+    mask = _joined([row.mask for row in rows], "bool")
     return {
         "number": number,
         "id": completion.id,
         "group_id": group.id,
         "source": completion.source,
-        "tokenizer": record.tokenizer if rows or len(prompt) else None,
-        "prompt_key": signed_hash(prompt.tobytes()),
-        "problem_key": signed_hash(problem_text(group.prompt, group.answer).encode()),
-        "prompt_length": max(prompt_lengths, default=len(prompt)),
+        "tokenizer": record.tokenizer if rows or size else None,
+        "prompt_key": prompt_key,
+        "problem_key": problem_key,
+        "prompt_length": max(prompt_lengths, default=size),
         "completion_length": sum(lengths),
-        "row_length": max(map(sum, zip(prompt_lengths, lengths, strict=True)), default=0),
-        "largest_token": max([int(np.max(values)) for values in (*prompts, *tokens) if len(values)], default=0),
-        "is_plain": is_single and len(rows) == 1 and bool(rows[0].mask.all()),
+        "row_length": max(map(operator.add, prompt_lengths, lengths), default=0),
+        "largest_token": max([largest, *(values.max().item() for values in others)]),
+        "is_plain": is_single and len(rows) == 1 and b"\0" not in mask,
         "has_logprobs": has_logprobs,
-        "temperature": sampling and float(sampling.temperature),
-        "top_k": sampling and int(sampling.top_k),
-        "top_p": sampling and float(sampling.top_p),
-        "min_p": sampling and float(sampling.min_p),
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
         "truncated": bool(completion.truncated),
         "policy_version": None if completion.policy_version is None else int(completion.policy_version),
-        "time": record.time.timestamp(),
-        "prompt": None if is_chat else group.prompt,
-        "messages": to_json(list(group.prompt)) if is_chat else None,
+        "time": _once(shared, datetime.timestamp, record.time),
+        "prompt": prompt_text,
+        "messages": messages,
         "completion": completion.text,
         "answer": group.answer,
         "metadata": to_json(completion.metadata),
         "token_versions": to_json(completion.version_runs),
         "turns": to_json(completion.turns),
-        "row_lengths": None if is_single else to_json([len(prompt), *zip(own_lengths, lengths, strict=True)]),
-        "prompt_tokens": _joined(prompts, "<i4"),
+        "row_lengths": None if is_single else to_json([size, *zip(own_lengths, lengths, strict=True)]),
+        "prompt_tokens": prompt
+        if is_single
+        else prompt + _joined([own for own in own_prompts if own is not None], "<i4"),
         "completion_tokens": _joined(tokens, "<i4"),
-        "completion_mask": _joined([row.mask for row in rows], "bool"),
+        "completion_mask": mask,
         "behavior_logprobs": _joined([row.behavior_logprobs for row in rows], "<f4") if has_logprobs else None,
-        "recorded": recorded_to_bytes(rows),
+        "recorded": recorded_to_bytes(rows) if any(row.recorded for row in rows) else None,
     }
+
+
+def _once(shared: dict, columns_of: Callable[..., Any], *objects: Any) -> Any:
+    """The result of a function, which is called once for the same objects."""
+    key = columns_of, *map(id, objects)
+    if key not in shared:
+        shared[key] = columns_of(*objects)
+    return shared[key]
+
+
+def _problem_columns(prompt: Any, answer: str | None) -> tuple[int, str | None, str | None]:
+    """The columns problem_key, prompt and messages."""
+    key = signed_hash(problem_text(prompt, answer).encode())
+    return (key, prompt, None) if isinstance(prompt, str) else (key, None, to_json(list(prompt)))
+
+
+def _prompt_columns(tokens: np.ndarray) -> tuple[bytes, int, int]:
+    """The columns prompt_tokens and prompt_key, and the largest token or 0."""
+    content = np.asarray(tokens, "<i4").tobytes()
+    return content, signed_hash(content), int(np.max(tokens, initial=0))
+
+
+def _sampling_columns(sampling: Sampling | None) -> tuple[float | None, int | None, float | None, float | None]:
+    """The columns of a distribution."""
+    if sampling is None:
+        return (None,) * 4
+    return float(sampling.temperature), int(sampling.top_k), float(sampling.top_p), float(sampling.min_p)
 
 
 def _joined(arrays: Sequence[Any], dtype: str) -> bytes:
@@ -222,9 +266,11 @@ def records_of(groups: Iterable[Group], tokenizer: str | None, time: datetime) -
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     """Converts groups to bytes, with the columns of a store; `groups_from_bytes` is the inverse."""
     rows = []
+    time = datetime.fromtimestamp(0, UTC)
+    shared: dict = {}
     for number, group in enumerate(groups):
-        for record in records_of([group], "", datetime.fromtimestamp(0, UTC)):
-            rows.append(row_of(record, number) | {"grade": to_json(record.completion.grade)})
+        for record in records_of([group], "", time):
+            rows.append(row_of(record, number, shared) | {"grade": to_json(record.completion.grade)})
     file = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
     return file.getvalue().to_pybytes() if groups else b""

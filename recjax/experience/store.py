@@ -692,8 +692,9 @@ class Store:
         self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None
     ) -> Last:
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
-        rows = [row_of(record, number) for record, number in zip(records, numbers, strict=True)]
-        rows = [(*row.values(), _checksum(row.values())) for row in rows]
+        shared: dict = {}
+        rows = [tuple(row_of(record, number, shared).values()) for record, number in zip(records, numbers, strict=True)]
+        rows = [(*row, _checksum(row)) for row in rows]
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
                 problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up; give shorter ids"

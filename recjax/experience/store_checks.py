@@ -1,5 +1,6 @@
 """Checks of the values that a store keeps; error messages name place, column, value and reason."""
 
+import itertools
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -23,12 +24,81 @@ def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
     """
     if not records:
         raise ValueError("there are no rows to append; give at least one")
+    if _are_plainly_valid(records):
+        return
     ids = set()
     for index, record in enumerate(records):
         for column, value, is_valid, rule in _rules(record, ids):
             if not is_valid:
                 raise ValueError(f"{place(index)}: column {column}: {value!r:.80}: {rule}")
         ids.add(record.completion.id)
+
+
+def _are_plainly_valid(records: Sequence[Any]) -> bool:
+    """True only if all records keep all rules, which it sees in arrays of the whole batch; False decides nothing.
+
+    It knows completions with one row and without turns, as a policy samples them. What many completions share is
+    checked once, by the rules themselves.
+    """
+    completions = [record.completion for record in records]
+    rows = [completion.rows[0] for completion in completions if len(completion.rows) == 1]
+    are_simple = len(rows) == len(completions) and not any(
+        completion.version_runs or completion.turns or completion.metadata or row.recorded
+        for completion, row in zip(completions, rows, strict=True)
+    )
+    if not are_simple or not _are_valid_rows(rows) or not _are_valid_grades(completions):
+        return False
+    ids = [completion.id for completion in completions]
+    texts = [completion.text for completion in completions]
+    if {*map(type, ids), *map(type, texts)} != {str} or not all(ids) or len({*ids}) < len(ids):
+        return False
+    if not _is_text("".join(ids)) or not _is_text("".join(texts)):
+        return False
+    seen = set()
+    for record, completion in zip(records, completions, strict=True):
+        group = record.group
+        row = completion.rows[0]
+        tokens = group.prompt_tokens, row.prompt_tokens
+        parts = group.id, group.prompt, group.answer, record.time, record.tokenizer, completion.source
+        version = completion.policy_version
+        key = (*map(id, (*tokens, *parts, completion.sampling)), type(version), version, type(completion.truncated))
+        if key not in seen:
+            seen.add(key)
+            if not all(is_valid for _, _, is_valid, _ in _rules(record, ())):
+                return False
+    return True
+
+
+def _are_valid_rows(rows: Sequence[Row]) -> bool:
+    """True only if the tokens, masks and log-probs of the rows keep all rules."""
+    columns = [[row.tokens for row in rows], [row.mask for row in rows], [row.behavior_logprobs for row in rows]]
+    kinds = [
+        {(type(array), getattr(array, "dtype", None), getattr(array, "ndim", 0)) for array in arrays}
+        for arrays in columns
+    ]
+    known = [(np.ndarray, np.dtype(dtype), 1) for dtype in (np.int32, bool, np.float32)]
+    if any(kind != {single} for kind, single in zip(kinds, known, strict=True)):
+        return False
+    sizes = [np.array([len(array) for array in arrays]) for arrays in columns]
+    if not all((size == sizes[0]).all() for size in sizes) or not sizes[0].all():
+        return False
+    tokens, mask, logprobs = map(np.concatenate, columns)
+    has_sampled = np.logical_or.reduceat(mask, sizes[0].cumsum() - sizes[0]).all()
+    sampled = logprobs[mask]
+    return bool(has_sampled and tokens.min() >= 0 and np.isfinite(sampled).all() and sampled.max() <= _ROUNDING)
+
+
+def _are_valid_grades(completions: Sequence[Completion]) -> bool:
+    """True only if the grades of the completions keep all rules."""
+    grades = [completion.grade for completion in completions if completion.grade is not None]
+    parts = [grade.reward_parts for grade in grades if grade.reward_parts]
+    rewards = [grade.reward for grade in grades if grade.reward is not None]
+    if len(rewards) < len(grades) or any(grade.turns for grade in grades) or {*map(type, parts)} - {dict}:
+        return False
+    values = [*rewards, *itertools.chain.from_iterable(part.values() for part in parts)]
+    names = {*itertools.chain.from_iterable(parts)}
+    are_named = all(name and _is_text(name) for name in names)
+    return are_named and not {*map(type, values)} - {float} and bool((np.abs(values or [0.0]) <= MOST_REWARD).all())
 
 
 def is_finite_number(value: Any) -> bool:

@@ -291,6 +291,26 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
     return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]
 
 
+def decode_each_after(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Tokens], tokens: Sequence[np.ndarray]
+) -> list[str]:
+    """The results of `decode_after` for many pairs, in one call of the Rust tokenizer where the tokenizer has one."""
+    backend = _backend(tokenizer)
+    are_alone = [
+        backend is not None and (_begins(tokenizer, earlier) or _changes_nothing(tokenizer, int(earlier[-1])))
+        for earlier in before
+    ]
+    alone = [ids.tolist() for ids, is_alone in zip(tokens, are_alone, strict=True) if is_alone]
+    with _explained(tokenizer, f"text of {sum(map(len, alone))} tokens", "cannot be decoded"):
+        texts = iter(backend.decode_batch(alone, skip_special_tokens=False) if alone else ())
+    decoded = []
+    for earlier, ids, is_alone in zip(before, tokens, are_alone, strict=True):
+        text = next(texts) if is_alone else "\ufffd"
+        # Incomplete characters at the end need more than one look.
+        decoded.append(decode_after(tokenizer, earlier, ids) if text.endswith("\ufffd") else text)
+    return decoded
+
+
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, text_name: str = "text") -> list[int]:
     """Token ids of a text that follows other tokens, without added special tokens.
 
@@ -321,7 +341,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
 
 def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
     """True if the next token begins a text: `before` is empty or only the begin-of-sequence token."""
-    return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
+    return len(before) == 0 or (len(before) == 1 and int(before[0]) == tokenizer.bos_token_id)
 
 
 @functools.lru_cache(maxsize=256)

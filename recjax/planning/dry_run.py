@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.console import plain_console
 from recjax.experience.batch import sampled_shape
 from recjax.experience.database import MAKE
-from recjax.experience.packing import shape_for
+from recjax.experience.packing import is_packed, shape_for
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
@@ -217,7 +217,8 @@ def update_items(
     """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
     shape = programs.minibatch_shape(config, prompt_tokens)
     shards = row_shards(mesh)
-    if programs.is_packed(config):
+    packed = is_packed(config, shape)
+    if packed:
         rows, time = shape_for(config, shape, shards)
         rows = -(-rows // shards)
         tokens = rows * time
@@ -242,7 +243,8 @@ def update_items(
         shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
         on_device = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
     chosen = {config.model.remat, "none", *remats}
-    activations = {remat: _activations(config, on_device, inputs, remat) for remat in chosen}
+    logprobs_of = packed_logprobs if packed else completion_logprobs
+    activations = {remat: _activations(config, on_device, inputs, remat, logprobs_of) for remat in chosen}
     layer = activations["none"] // model.decoder.config.num_layers
     activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
@@ -256,13 +258,14 @@ def update_items(
     return items, {remat: activations[remat] for remat in remats}
 
 
-def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str) -> int:
+def _activations(
+    config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str, logprobs_of: Callable
+) -> int:
     """Bytes that a micro-batch's forward pass saves for the backward pass, without the parameters themselves.
 
     They are the residuals of jax.vjp as shapes. A compiler may save somewhat more or less.
     """
     decoder = model.decoder.clone(remat=remat)
-    logprobs_of = packed_logprobs if programs.is_packed(config) else completion_logprobs
     options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
     frozen = to_compute_with(decoder, model.frozen)
 

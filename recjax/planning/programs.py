@@ -18,7 +18,7 @@ from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
 from recjax.experience.layout import Layout, score_batch
-from recjax.experience.packing import Packed, RowShape, shape_for
+from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -336,7 +336,7 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)
-    if is_packed(config):
+    if _is_packed(plan):
         shapes = [(most_iterations(plan), *_packed_shape(plan))] * 4 + [(shape.rows, shape.time), ()]
         packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
         layout = Layout(1, packed, rows, minibatches)
@@ -399,13 +399,12 @@ def _packed_shape(plan: Plan) -> RowShape:
 def most_iterations(plan: Plan) -> int:
     """Largest number of iterations of the update's loop over packed rows."""
     shape = minibatch_shape(plan.config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan))
-    if not is_packed(plan.config):
+    if not _is_packed(plan):
         return 1
     if plan.config.algorithm.build().compares_completions and shape.group is not None:
         return shape.prompts
     return -(-shape.rows // _packed_shape(plan).rows)
 
 
-def is_packed(config: Config) -> bool:
-    """True if every update packs its batch; other runs pack only batches with much padding."""
-    return config.training.tokens_per_micro_batch is not None or config.has_trajectories
+def _is_packed(plan: Plan) -> bool:
+    return is_packed(plan.config, minibatch_shape(plan.config, plan.prompt_tokens))

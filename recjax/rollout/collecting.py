@@ -9,16 +9,16 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, UInt32
+from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
-from recjax.models.placement import on_host
+from recjax.hub.tokenizers import decode_each_after
+from recjax.models.placement import DeviceClock, on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled, Weights
-from recjax.rollout.trajectory import said
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import FAILURES, Grading, Scores
 from recjax.tasks.problems import Problem
@@ -38,6 +38,7 @@ def sample_groups(
     source: str,
     version: int,
     newer: Callable[[], Weights | None] | None = None,
+    clock: DeviceClock | None = None,
 ) -> list[Group]:
     """A group of `group_size` completions for each prompt, without grades, from an engine of its own.
 
@@ -52,40 +53,58 @@ def sample_groups(
         source: name of the sampler.
         version: version of `params`, in optimizer updates.
         newer: returns weights that have arrived between rounds of tokens, see `Engine`.
+        clock: see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
-    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
+    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer, clock=clock)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
     tickets = engine.admit(requests, group_size)
     finished = engine.drain()
-    sampled = iter([finished[ticket] for ticket in tickets])
-    completions = [
-        [
-            sampled_completion(prefix, answer, policy, sampling, source)
-            for answer in itertools.islice(sampled, group_size)
-        ]
-        for prefix in prefixes
+    sampled = [finished[ticket] for ticket in tickets]
+    of_each = [prefix for prefix in prefixes for _ in range(group_size)]
+    completions = sampled_completions(of_each, sampled, policy, sampling, source)
+    of_groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+    return problem_groups(name, prompts.problems, of_groups)
+
+
+def sampled_completions(
+    prefixes: Sequence[np.ndarray],
+    sampled: Sequence[Sampled],
+    policy: Policy,
+    sampling: Sampling,
+    source: str,
+) -> list[Completion]:
+    """Completions of one turn, still without ids.
+
+    Args:
+        prefixes: the prompt of each completion.
+    """
+    if not sampled:
+        return []
+    # A text has no token that ended its completion.
+    written = [each.tokens if each.truncated else each.tokens[:-1] for each in sampled]
+    texts = decode_each_after(policy.tokenizer, prefixes, written)
+    versions = np.concatenate([each.versions for each in sampled])
+    counts = np.array([len(each.tokens) for each in sampled])
+    starts = counts.cumsum() - counts
+    oldest = np.minimum.reduceat(versions, starts).tolist()
+    newest = np.maximum.reduceat(versions, starts).tolist()
+    return [
+        Completion(
+            id="",
+            source=source,
+            text=text,
+            rows=(Row(prefix, *each.row_columns),),
+            sampling=sampling,
+            policy_version=version,
+            truncated=each.truncated,
+            version_runs=() if version == last else runs_of(each.versions),
+        )
+        for prefix, each, text, version, last in zip(prefixes, sampled, texts, oldest, newest, strict=True)
     ]
-    return problem_groups(name, prompts.problems, completions)
-
-
-def sampled_completion(
-    prefix: Int[np.ndarray, " time"], sampled: Sampled, policy: Policy, sampling: Sampling, source: str
-) -> Completion:
-    """A completion of one turn, still without its id."""
-    return Completion(
-        id="",
-        source=source,
-        text=said(sampled, policy.tokenizer, prefix),
-        rows=(Row(prefix, *sampled.row_columns),),
-        sampling=sampling,
-        policy_version=int(sampled.versions.min()),
-        truncated=sampled.truncated,
-        version_runs=runs_of(sampled.versions),
-    )
 
 
 def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
@@ -97,14 +116,12 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
     groups = []
     numbers = itertools.count()
     for number, (problem, answers) in enumerate(zip(problems, completions, strict=True)):
-        more = {"task": problem.task} if problem.task else {}
-        answers = tuple(
-            answer._replace(id=f"{name}/{next(numbers):05d}", metadata={**answer.metadata, **more})
-            for answer in answers
-        )
+        answers = [answer._replace(id=f"{name}/{next(numbers):05d}") for answer in answers]
+        if problem.task:
+            answers = [answer._replace(metadata={**answer.metadata, "task": problem.task}) for answer in answers]
         tokens = next((row.prompt_tokens for answer in answers for row in answer.rows), np.zeros(0, np.int32))
         prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-        groups.append(Group(f"{name}/{number:05d}", tokens, answers, prompt, problem.answer))
+        groups.append(Group(f"{name}/{number:05d}", tokens, tuple(answers), prompt, problem.answer))
     return groups
 
 

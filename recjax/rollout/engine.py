@@ -10,12 +10,22 @@ from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
-from recjax.models.placement import moved_params, on_host
+from recjax.models.placement import DeviceClock, moved_params, on_host
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
 from recjax.rollout.decoding import RoundOptions, SlotContents
 from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
-from recjax.rollout.requests import Admitted, Begun, EngineJob, Request, Sampled, Weights, by_sampling, check_requests
+from recjax.rollout.requests import (
+    Admitted,
+    Begun,
+    EngineJob,
+    Request,
+    Sampled,
+    Weights,
+    by_sampling,
+    check_requests,
+    completions_of,
+)
 from recjax.rollout.slots import Slots
 
 
@@ -36,6 +46,7 @@ class Engine:
         prefix_time: int,
         newer: Callable[[], Weights | None] | None = None,
         kept_ids: int = 0,
+        clock: DeviceClock | None = None,
     ):
         """Creates an engine without weights.
 
@@ -46,6 +57,7 @@ class Engine:
             newer: called before each round; returns weights that have arrived since its last call, or None. None: no
                 updates.
             kept_ids: largest set of possible tokens to record as ids; see `recjax.models.logprobs.kept_tokens`.
+            clock: clock to tell of programs; None: no clock.
         """
         self._decoder = made_for_sampling(decoder)
         self._mesh = sampling_mesh(self._decoder)
@@ -54,6 +66,7 @@ class Engine:
         self._prefix_time = prefix_time
         self._newer = newer
         self._kept_ids = kept_ids
+        self._clock = clock or DeviceClock()
         self._stacked: dict | None = None
         self._params: dict | None = None
         self._version = 0
@@ -116,7 +129,7 @@ class Engine:
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
-        return {job.ticket: job.sampled(self._stop_ids) for job in self._slots.jobs if job.ticket in tickets}
+        return completions_of([job for job in self._slots.jobs if job.ticket in tickets], self._stop_ids)
 
     def round(self) -> dict[int, Sampled]:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
@@ -210,16 +223,16 @@ class Engine:
         else:
             tokens, mask = self._whole_prefixes(jobs, group_size)
             held = None
+        self._clock.call()
         cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
         self._sample_first_tokens(scores, jobs)
         started = []
+        ended = []
         for job in jobs:
-            completion = job.sampled(self._stop_ids)
             # A completion that ends with its first token never takes a slot.
-            if completion.truncated and job.request.limit > 1:
-                started.append(job)
-            else:
-                self._finished[job.ticket] = completion
+            ends = job.request.limit == 1 or job.rounds[0][0].item() in self._stop_ids
+            (ended if ends else started).append(job)
+        self._finished |= completions_of(ended, self._stop_ids)
         if started:
             self._begun = Begun(started, cache, mask.sum(-1, dtype=np.int32), held is not None, group_size)
             self._seat()
@@ -269,9 +282,11 @@ class Engine:
                 # Completions repeat up to the size of the program, which has few sizes; repetitions are not read.
                 repeated = chunk[np.arange(size) % len(chunk)]
                 options = {"sampling": sampling, "kept_ids": self._kept_ids}
+                self._clock.call()
                 tokens, logprobs, recorded = on_host(
                     decoding.first_tokens(scores, rows[repeated], keys[repeated], **options)
                 )
+                self._clock.end()
                 versions = np.full(size, self._version, np.int32)
                 # The pass over its prefix predicts a first token, and an update routes prompts again.
                 recorded = recorded | unrecorded(self._decoder, size)
@@ -331,9 +346,11 @@ class Engine:
             enough = np.clip(slots.count - free - paused, 0, len(chosen) - 1).astype(np.int32)
             options = RoundOptions(sampling, self._stop_ids, time, self._kept_ids)
             arguments = self._params, slots.memory, slots.rows(mine), enough
+            self._clock.call()
             slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, options=options)
             # One transfer of all arrays; the round has ended when the host has them.
             state = on_host(state)
+            self._clock.end()
             slots.record(mine, state, self._version)
             self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)
 

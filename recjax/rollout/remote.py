@@ -17,7 +17,7 @@ from recjax.experience.group import Completion, Group, Row, sets_from_lists
 from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.rollout import dialects
-from recjax.rollout.collecting import problem_groups, sampled_completion
+from recjax.rollout.collecting import problem_groups, sampled_completions
 from recjax.rollout.dialects import Draw
 from recjax.rollout.requests import Sampled
 from recjax.rollout.server import (
@@ -233,15 +233,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             label = self.server.read(self.server.sent("GET", "/weight_info")).get("weight_version")
             if (held := self._version_of(label)) != self.version:
                 raise LostWeightsError(f"{self.server.named}: the server has weights of version {held}")
-        sampled = iter([each for draw in drawn for each in draw])
-        completions = [
-            [
-                sampled_completion(prefix, next(sampled), self._policy, self._rollout.sampling(), source)
-                for _ in range(group_size)
-            ]
-            for prefix in prefixes
-        ]
-        return problem_groups(name, prompts.problems, completions)
+        sampled = [each for draw in drawn for each in draw]
+        of_each = [prefix for prefix in prefixes for _ in range(group_size)]
+        completions = sampled_completions(of_each, sampled, self._policy, self._rollout.sampling(), source)
+        of_groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+        return problem_groups(name, prompts.problems, of_groups)
 
     def draw(self, draw: Draw, version: int) -> list[Sampled]:
         """Samples the completions of a draw, and samples others in place of unusable ones.

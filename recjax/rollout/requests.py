@@ -113,12 +113,28 @@ class EngineJob:
     row: int = 0
     slot: int = -1
 
-    def sampled(self, stop_ids: Container[int]) -> Sampled:
-        """The completion so far; truncated if its last token does not end it."""
-        *columns, records = zip(*self.rounds, strict=True)
-        tokens, logprobs, versions = map(np.concatenate, columns)
-        recorded = {name: np.concatenate([record[name] for record in records]) for name in records[0]}
-        return Sampled(tokens, logprobs, versions, tokens[-1].item() not in stop_ids, recorded)
+
+def completions_of(jobs: Sequence[EngineJob], stop_ids: Container[int]) -> dict[int, Sampled]:
+    """The completions so far, by ticket; a completion is truncated if its last token does not end it."""
+    if not len(jobs):
+        return {}
+    # The rounds of all jobs end to end: few calls of NumPy, however many jobs there are.
+    *columns, records = zip(*[each for job in jobs for each in job.rounds], strict=True)
+    counts = np.cumsum([len(job.rounds) for job in jobs])
+    ends = np.cumsum([len(tokens) for tokens in columns[0]])[counts - 1].tolist()
+    columns = [np.concatenate(column) for column in columns]
+    last_tokens = columns[0][np.array(ends) - 1].tolist()
+    completions = {}
+    start = 0
+    first = 0
+    for job, end, count, last in zip(jobs, ends, counts.tolist(), last_tokens, strict=True):
+        # Copies, as a completion that is kept for long would otherwise keep those of all jobs.
+        tokens, logprobs, versions = [column[start:end].copy() for column in columns]
+        recorded = {name: np.concatenate([record[name] for record in records[first:count]]) for name in records[first]}
+        completions[job.ticket] = Sampled(tokens, logprobs, versions, last not in stop_ids, recorded)
+        start = end
+        first = count
+    return completions
 
 
 class Admitted(NamedTuple):

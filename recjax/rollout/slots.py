@@ -12,7 +12,7 @@ from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
 from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.requests import Begun, EngineJob, Sampled
+from recjax.rollout.requests import Begun, EngineJob, Sampled, completions_of
 
 
 class SlotColumns(NamedTuple):
@@ -227,10 +227,10 @@ class Slots:
 
     def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
         """Frees slots and returns their completions by ticket."""
-        finished = {}
-        for job in self.columns.jobs[ended]:
-            finished[job.ticket] = done = job.sampled(stop_ids)
-            job.rounds = [(*done[:3], {})]
+        jobs = self.columns.jobs[ended].tolist()
+        finished = completions_of(jobs, stop_ids)
+        for job in jobs:
+            job.rounds = [(*finished[job.ticket][:3], {})]
         self.columns.live[ended] = False
         return finished
 

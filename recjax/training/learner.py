@@ -1,6 +1,7 @@
 """The computations of a run on its devices: initial parameters, the sampler's parameters, updates and evaluation."""
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -48,6 +49,7 @@ class Learner:
     initial: dict | None = None
     reference: dict | None = None
     teacher: Teacher | None = None
+    _compiling: Future | None = None
 
     def begin(self, setup: Setup, params: dict) -> TrainState:
         """Takes the policy's parameters and reads those of other models; returns the state before the first step.
@@ -131,26 +133,45 @@ class Learner:
         proximal_logprobs: Float[Array, "batch time"] | None = None,
     ) -> tuple[TrainState, dict, TokenResults]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        if self._compiling is not None:
+            wait([self._compiling])  # or this thread would compile the same program; it meets the same errors
+            self._compiling = None
+        arguments = self._update_arguments(trained, batch, layout, step, proximal_logprobs)
+        trained, metrics, tokens = update(*arguments, recipe=self._recipe)
+        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, tokens
+
+    def compile_update(self, trained: TrainState, batch: Batch, layout: Layout) -> None:
+        """Starts to compile the update for the shapes of these arguments in a thread; `update` waits for it."""
+        mesh = jax.sharding.get_mesh()
+        arguments = self._update_arguments(trained, batch, layout, 1, None)
+        recipe = self._recipe
+
+        def compile_for_shapes() -> None:
+            with jax.set_mesh(mesh):
+                update.lower(*arguments, recipe=recipe).compile()
+
+        pool = ThreadPoolExecutor(1, "compile the update")
+        self._compiling = pool.submit(compile_for_shapes)
+        pool.shutdown(wait=False)
+
+    def _update_arguments(
+        self, trained: TrainState, batch: Batch, layout: Layout, step: int, proximal_logprobs: Array | None
+    ) -> tuple[TrainState, Batch, Layout, UpdateContext]:
+        """The arguments of `update.update` without its recipe."""
         # An argument of the program and not a constant in it: runs with other rates share the compiled update.
         _, rate = _rates_of(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         # By batch, so that all updates of a batch drop the same completions.
         batch_number = schedule.batch_of(step, self._setup.config.training.updates)
-        trained, metrics, tokens = update(
-            trained,
-            put_rows(batch),
-            layout,
-            UpdateContext(
-                self.frozen,
-                jax.random.fold_in(self._drop_key, batch_number),
-                reference_params=self.reference,
-                teacher_params=self.teacher and self.teacher.params,
-                proximal_logprobs=proximal_logprobs,
-                hyperparameters=numbers,
-            ),
-            recipe=self._recipe,
+        context = UpdateContext(
+            self.frozen,
+            jax.random.fold_in(self._drop_key, batch_number),
+            reference_params=self.reference,
+            teacher_params=self.teacher and self.teacher.params,
+            proximal_logprobs=proximal_logprobs,
+            hyperparameters=numbers,
         )
-        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, tokens
+        return trained, put_rows(batch), layout, context
 
     def evaluate(self, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""

@@ -27,6 +27,7 @@ class RunLog:
         self._metrics = metrics
         self._trackers = trackers
         self._output = Path(setup.config.output)
+        self._idle_seconds = 0.0  # of the devices, in the rows so far
 
     def begin(self, state: State, measured: dict[str, float]) -> None:
         """Writes the row of step 0.
@@ -54,6 +55,8 @@ class RunLog:
             for completion in group.completions
             if completion.rows
         )
+        idle_seconds = self._setup.phases.device.idle_seconds - self._idle_seconds
+        self._idle_seconds += idle_seconds
         filled = len(update.batch.prompts) - self._setup.shape.prompts  # rows that only fill the micro-batches
         return {
             "step": update.step,
@@ -61,6 +64,7 @@ class RunLog:
             **task_metrics(graded),
             **queue_metrics(self._setup, self._source, update, state),
             "padding_waste": padding_waste(update.learned_from, update.layout, filled=filled),
+            "device_idle_seconds": idle_seconds,
             **update.metrics,
         }
 

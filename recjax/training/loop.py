@@ -82,6 +82,9 @@ def train_steps(run: Run, state: State) -> State:
 
             # --- Log and evaluate. Before this, the previous step's row is written: its numbers are there by now.
             run.log.settle()
+            # Recorded completions stay in the record, so weights that are not finite must not sample them. The row of
+            # the weights that sampled this batch is read by now.
+            run.source.write_record()
             row = run.log.row(update, state)
             evaluates = schedule.evaluates(step, config)
             if evaluates:
@@ -91,8 +94,7 @@ def train_steps(run: Run, state: State) -> State:
 
             # --- Checkpoint.
             saves = schedule.saves(step, config)
-            # Recorded completions stay in the record, so weights that are not finite must not sample them.
-            if saves or evaluates or config.record_file:
+            if saves or evaluates:
                 run.log.settle()
             if saves:
                 state = saved(run, state)
@@ -179,7 +181,7 @@ def keep_behavior_params(run: Run, state: State, step: int) -> State:
 
 
 def wait_for_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
-    """Waits for the grades that are due, or for all, and records their batches; returns the queue."""
+    """Waits for the grades that are due, or for all, and gives their batches to the record; returns the queue."""
     with run.phase("score"):
         queue, batches = wait_for_grades(queue, all_of_them)
     run.source.record(batches)
@@ -220,8 +222,11 @@ def updated(run: Run, state: State, batch: Batch, step: int, queue_before: Queue
     if begins and training.updates > 1:
         # All updates of a batch clip around the policy before the first one, which has to be scored now.
         layouts = (_layout(run, state, learned_from, each) for each in range(step, step + training.minibatches))
+        run.device.call()
         proximal = run.learner.proximal_logprobs(state.trained, weighted, layouts)
+    run.device.call()
     trained, measured, tokens = run.learner.update(state.trained, weighted, layout, step, proximal)
+    run.device.wait_for(measured)
     update = Update(step, state.groups, batch, learned_from, layout, measured, tokens, queue_before)
     if step % training.updates == 0:
         return state._replace(step=step, trained=trained, groups=(), proximal_logprobs=None), update
@@ -257,11 +262,16 @@ def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
 def evaluated(run: Run, state: State, name: str) -> dict[str, float]:
     """Metrics of the trained policy on the held-out problems; its completions are kept under a name."""
     with run.phase("evaluate"):
-        return run.log.evaluation(run.learner.evaluate(state), state.step, name)
+        measured = run.log.evaluation(run.learner.evaluate(state), state.step, name)
+    run.device.end()
+    return measured
 
 
 def saved(run: Run, state: State) -> State:
     """Waits for all grades, writes a checkpoint, and returns the state that it holds."""
     run.saver.check()
     queue = wait_for_due_grades(run, state.queue, all_of_them=True)
-    return run.saver.save(state._replace(queue=queue, source=run.source.state()))
+    run.source.write_record()
+    state = run.saver.save(state._replace(queue=queue, source=run.source.state()))
+    run.device.end()
+    return state

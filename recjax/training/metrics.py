@@ -23,6 +23,7 @@ from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import has_sets
 from recjax.files import digest, json_text, write_whole, writing
+from recjax.models.placement import DeviceClock
 from recjax.training.tracking import Trackers
 
 Written = list  # size in bytes and checksum of a file's content
@@ -303,7 +304,8 @@ class PhaseSeconds:
     """
 
     def __init__(self):
-        """Starts the clock."""
+        """Starts the clock, and that of the devices."""
+        self.device = DeviceClock()
         self.totals: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
 

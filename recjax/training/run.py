@@ -17,6 +17,7 @@ from recjax.experience.batch import Batch, Shape
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import Arrival, Queue, Settings
+from recjax.models.placement import DeviceClock
 from recjax.training.update import TokenResults, TrainState
 
 
@@ -81,7 +82,10 @@ class Source:
         return groups
 
     def record(self, batches: Sequence[list[Group]]) -> None:
-        """Records graded batches in the store of a run that records."""
+        """Takes graded batches for the store of a run that records."""
+
+    def write_record(self) -> None:
+        """Writes the batches that `record` has taken; called while the device computes, and before each checkpoint."""
 
     def state(self) -> dict[str, Any]:
         """JSON data for the checkpoint, with which `opened` continues after the groups that the queue has."""
@@ -177,6 +181,7 @@ class Run(NamedTuple):
     learner: computes on the devices.
     log: metrics, saved completions and samples.
     saver: the lock and the checkpoints of the run folder.
+    device: clock of the seconds without work for the devices.
     phase: context manager that adds the seconds of a `with` block to a phase's name.
     after_step: called when a step has ended, with its number in this process, from 0.
     stopping: numbers of the received signals that stop the run.
@@ -193,6 +198,7 @@ class Run(NamedTuple):
     learner: Computes
     log: Logs
     saver: Saves
+    device: DeviceClock
     phase: Callable[[str], AbstractContextManager]
     after_step: Callable[[int], None]
     stopping: Sequence[int]

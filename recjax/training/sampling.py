@@ -85,11 +85,15 @@ class BatchSampler(NamedTuple):
         with self.phases.phase("sample"):
             if self.agents:
                 key = batch_key(config.seed, number)
-                return self.agents.sample_groups(
+                self.phases.device.call()
+                sampled = self.agents.sample_groups(
                     self.policy, params, prompts, key, group_size, sampling, self.grading, **names
                 )
+                self.phases.device.end()
+                return sampled
             keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
             longest = config.rollout.max_completion_tokens
+            names["clock"] = self.phases.device
             groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
             return groups, submit(groups, prompts, self.grading)
 

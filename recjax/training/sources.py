@@ -63,6 +63,7 @@ class StoreSource(Source):
         self._setup = setup
         self._config = setup.config
         self._learner = learner
+        self._unrecorded: list[list[Group]] = []
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
         """The groups from the queue, then those of the store, which depend only on the step."""
@@ -76,11 +77,17 @@ class StoreSource(Source):
         return self._with_missing_logprobs(state, groups)
 
     def record(self, batches: Sequence[list[Group]]) -> None:
-        """Adds graded batches to the store of a run that records."""
-        path = self._config.record_file
-        if not (path and batches and hosts.is_first()):
+        """Takes graded batches for the store of a run that records."""
+        if self._config.record_file and hosts.is_first():
+            self._unrecorded += batches
+
+    def write_record(self) -> None:
+        """Adds the batches that `record` has taken to the store."""
+        batches = self._unrecorded
+        self._unrecorded = []
+        if not batches:
             return
-        with Store(path, create=True) as store:
+        with Store(self._config.record_file, create=True) as store:
             for groups in batches:
                 records = self._setup.sampler.records(groups)
                 # A run that resumed from before this batch has recorded it already.
@@ -107,7 +114,10 @@ class StoreSource(Source):
             params = self._learner.current_params(state)
             sampling = config.rollout.sampling()
             shape = self._setup.shape
-            return with_logprobs(groups, shape, self._setup.policy, params, sampling, config.model.logprob_chunk)
+            self._setup.phases.device.call()
+            groups = with_logprobs(groups, shape, self._setup.policy, params, sampling, config.model.logprob_chunk)
+            self._setup.phases.device.end()
+            return groups
 
 
 def check_source(config: Config) -> None:

@@ -15,8 +15,12 @@ import orbax.checkpoint as ocp
 
 from recjax import hosts
 from recjax.config import Config, to_yaml
+from recjax.experience.batch import to_learn_from, with_part_weights
+from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
 from recjax.host_memory import settling_memory
+from recjax.models.experts import routing_shapes
+from recjax.models.logprobs import kept_shapes
 from recjax.training import checkpoint, loop, run_lock
 from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
@@ -30,7 +34,7 @@ from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
 from recjax.training.run_folder import check_processes, check_run_folder, open_run_folder, with_chat_date
 from recjax.training.signs import Watched, look
-from recjax.training.sources import check_source, source_of
+from recjax.training.sources import PolicySource, check_source, source_of
 from recjax.training.tracking import Trackers
 
 STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
@@ -77,6 +81,7 @@ def train(
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)
+        compile_ahead(begun.setup, run, state)
         first = [state]
         del state  # another reference would keep its weights in memory during the loop
         loop.train_steps(run, first.pop())
@@ -84,6 +89,36 @@ def train(
             run.log.finish()
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+
+def compile_ahead(setup: Setup, run: Run, state: State) -> None:
+    """Starts to compile the update, at the same time as the sampler, if no sampled batch can have other shapes.
+
+    A program for other shapes would be compiled in vain. So would one for sources whose completions differ in what is
+    recorded, and for learners that do not compute with JAX.
+    """
+    config = run.config
+    decoder = setup.policy.decoder
+    is_known = (
+        isinstance(run.source, PolicySource)
+        and isinstance(run.learner, Learner)
+        and type(run.learner).update is Learner.update
+        and (config.experience is None or not (config.experience.store or config.experience.mix))
+        and config.training.updates == 1
+        and run.part_weights is None
+        and run.shape.group is not None
+        and not kept_shapes(decoder.config.vocab_size, config.rollout.sampling(), config.rollout.kept_ids)
+        and not routing_shapes(decoder)
+        and jax.process_count() == 1
+    )
+    if not is_known:
+        return
+    batch = with_part_weights(to_learn_from(loop.padded(run, ()), config.task), None)
+    layout = run.learner.layout(batch, None, state.totals.get("row_doublings"))
+    # A batch without tokens is the one that packing would gain most from.
+    if layout.packed is None or is_packed(config, batch.shape):
+        logger.info("compiling the update at the same time as the sampler")
+        run.learner.compile_update(state.trained, batch, layout)
 
 
 class Started(NamedTuple):
@@ -146,6 +181,7 @@ def opened_run(
             learner,
             RunLog(setup, source, metrics, trackers),
             Saver(config, manager, lock, metrics, setup.phases),
+            setup.phases.device,
             setup.phases.phase,
             stack.enter_context(settling_memory()),
             stopping,

@@ -252,11 +252,32 @@ def test_a_bad_row_is_refused(name):
     rows = [make_row(0), text_row(1), make_row(2, length=7), unchecked(change), make_row(4)]
     with pytest.raises(ValueError, match=f"rows to append: row 3: column {column}: .*{reason}"):
         store_checks.check_records.__wrapped__(rows, "rows to append: row {}".format)
-
-
-def unchecked(change):
-    """A row with bad values, which the types of a completion do not allow."""
     row = make_row(3)
+    rows = [renamed(row, "id 0"), renamed(row, "id 1"), unchecked(change, row)]  # checked in arrays of the whole batch
+    with pytest.raises(ValueError, match=f"record 2: column {column}: .*{reason}"):
+        store_checks.check_records.__wrapped__(rows, "record {}".format)
+
+
+def test_completions_of_a_policy_are_checked_together(monkeypatch):
+    checked = []
+    rules = store_checks._rules
+    monkeypatch.setattr(store_checks, "_rules", lambda *arguments: checked.append(arguments) or rules(*arguments))
+    row = make_row(3)
+    rows = [renamed(row, f"id {number}") for number in range(9)]
+    store_checks.check_records(rows, "record {}".format)
+    assert len(checked) == 1  # what they share; a check of each is one for each
+    with pytest.raises(ValueError, match="record 9: column id: 'id 0': is the id of an earlier row"):
+        store_checks.check_records([*rows, rows[0]], "record {}".format)
+
+
+def renamed(row, name):
+    (completion,) = row.group.completions
+    return row._replace(group=row.group._replace(completions=(completion._replace(id=name),)))
+
+
+def unchecked(change, row=None):
+    """A row with bad values, which the types of a completion do not allow."""
+    row = row or make_row(3)
     record = {"time": "time", "tokenizer": "tokenizer"}
     one, group = row.completion, row.group
     (tokens,) = one.rows
@@ -264,12 +285,11 @@ def unchecked(change):
     values = tokens._asdict() | {names[key]: value for key, value in change.items() if key in names}
     values |= {"prompt_tokens": change["prompt_tokens"]} if "prompt_tokens" in change else {}
     grade = one.grade._asdict() | {key: change[key] for key in ("reward", "reward_parts") if key in change}
-    sampling = one.sampling._asdict() | {key: change[key] for key in one.sampling._fields if key in change}
+    of_sampling = {key: change[key] for key in one.sampling._fields if key in change}
+    sampling = made(type(one.sampling), one.sampling._asdict() | of_sampling) if of_sampling else one.sampling
     own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata")}
     ours = {own[key]: value for key, value in change.items() if key in own}
-    one = one._replace(
-        rows=(made(Row, values),), grade=made(Grade, grade), sampling=made(type(one.sampling), sampling), **ours
-    )
+    one = one._replace(rows=(made(Row, values),), grade=made(Grade, grade), sampling=sampling, **ours)
     prompt = change.get("messages", change.get("prompt", group.prompt))
     group = made(type(group), group._asdict() | {"completions": (one,), "prompt": prompt})
     group = group._replace(prompt_tokens=values["prompt_tokens"])

@@ -4,6 +4,7 @@ import datetime
 import json
 import pickle
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -17,6 +18,7 @@ from recjax.hub.tokenizers import (
     LONG_TEXT,
     character_tokenizer,
     decode_after,
+    decode_each_after,
     encode_after,
     encode_prompts,
     load_tokenizer,
@@ -209,6 +211,18 @@ def test_a_text_goes_on_where_another_ends(name, data):
         ids = [*ids, *more]
     read = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert read == first + "".join(texts)
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+def test_texts_of_many_completions_are_those_of_each(name):
+    """Also of tokens that end in the middle of a character, or follow the middle of one."""
+    tokenizer = IN_CONTEXT[name]
+    ids = np.random.default_rng(0).integers(0, len(tokenizer), 12).tolist()
+    cuts = [(start, end) for start in range(len(ids)) for end in range(start + 1, len(ids) + 1)]
+    before = [np.array(ids[:start], np.int32) for start, _ in cuts]
+    tokens = [np.array(ids[start:end], np.int32) for start, end in cuts]
+    each = [decode_after(tokenizer, *pair) for pair in zip(before, tokens, strict=True)]
+    assert decode_each_after(tokenizer, before, tokens) == each
 
 
 @pytest.mark.parametrize("name", IN_CONTEXT)

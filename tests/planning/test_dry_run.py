@@ -244,6 +244,9 @@ def test_activations_grow_with_what_they_are_of(tiny):
     assert 1.5 * packed[0] < packed[1] < 2.5 * packed[0]
     with pytest.raises(ValueError, match="training.tokens_per_micro_batch = 5"):
         activations("training.tokens_per_micro_batch=5")
+    # A group of 16 × 1,024 tokens is packed, so that completions of twice the length need little more.
+    long = [activations("rollout.group_size=16", f"rollout.max_completion_tokens={n}") for n in (1024, 2048)]
+    assert long[1] < 4 * long[0]
 
 
 @pytest.mark.slow

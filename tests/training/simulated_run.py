@@ -56,6 +56,7 @@ def started(config: Config, source_of: Callable[[Setup, CountingLearner], Source
         learner,
         None,
         None,
+        setup.phases.device,
         phase,
         lambda steps: None,
         (),

@@ -1,11 +1,15 @@
 """Rows are read a step late, so that the device need not wait, and nothing else about them changes."""
 
+import functools
+import threading
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from recjax.experience.store import Store
+from recjax.models.placement import DeviceClock
 from recjax.training import checkpoint, learner, loop
 from recjax.training.metrics import MetricsWriter, read_metrics
 from tests.experience.rows import read_columns
@@ -16,7 +20,7 @@ from tests.training.tiny_run import train, without_times
 ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
 
 
-# U: an update is dispatched; R: its numbers are read; E: an evaluation; S: a checkpoint.
+# U: an update is dispatched; R: its numbers are read; W: its batch is recorded; E: an evaluation; S: a checkpoint.
 @pytest.mark.parametrize(
     ("options", "order"),
     [
@@ -32,7 +36,7 @@ ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
             "ES U UR RE U UR RE U UR RE U RES",
             marks=pytest.mark.slow,
         ),
-        ([*ALONE, "experience={record: true}"], "ES UR UR UR UR UR UR U RES"),
+        ([*ALONE, "experience={record: true}"], "ES UW URW URW URW URW URW URW RES"),
     ],
     ids=["alone", "both", "checkpoints", "evaluations", "record"],
 )
@@ -53,6 +57,7 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
     for letter, name in (("U", "update"), ("E", "evaluate")):
         monkeypatch.setattr(CountingLearner, name, watched(letter, getattr(CountingLearner, name)))
     monkeypatch.setattr(checkpoint, "save", watched("S", checkpoint.save))
+    monkeypatch.setattr(Store, "append", watched("W", Store.append))
     monkeypatch.setattr(jax, "device_get", watched("R", jax.device_get, are_metrics))
     rows = count(tiny("run", *options))
     assert "".join(seen) == order.replace(" ", "")
@@ -142,3 +147,62 @@ def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny):
     with pytest.raises(FloatingPointError, match="step 1: update_norm = inf"):
         count(config, Altered(1, update_norm=np.inf))
     assert {row.policy_version for row in read_columns(Path(config.output) / "experience.db")} == {0}
+
+
+def test_a_device_is_idle_from_the_end_of_its_last_program_to_the_next_call():
+    now = [0.0]
+    clock = DeviceClock(lambda: now[0])
+
+    def at(seconds, happens, *arguments):
+        now[0] = seconds
+        return happens(*arguments)
+
+    at(1, clock.call)  # the first program: nothing is known of before
+    assert clock.idle_seconds == 0
+    at(3, clock.end)
+    at(7, clock.call)
+    assert clock.idle_seconds == 4
+    ends = Scripted()
+    ended = clock.wait_for(ends)
+    at(8, clock.call)  # while the device computes
+    assert clock.idle_seconds == 4
+    now[0] = 20
+    ends.now.set()
+    ended.result()
+    at(30, clock.call)  # after a later call, the end of an earlier program says nothing
+    assert clock.idle_seconds == 4
+    ends = Scripted()
+    ended = clock.wait_for({"loss": ends})
+    now[0] = 40
+    ends.now.set()
+    ended.result()
+    at(45, clock.call)
+    assert clock.idle_seconds == 9
+
+
+class Scripted:
+    """An array that the device has computed once an event is set."""
+
+    def __init__(self):
+        self.now = threading.Event()
+
+    def block_until_ready(self):
+        self.now.wait()
+        return self
+
+
+def test_rows_say_how_long_the_device_waited_for_the_host(tiny, monkeypatch):
+    """A host that takes a second between the update's end and the next call, by a clock that nothing else moves."""
+    now = [0.0]
+    monkeypatch.setattr(DeviceClock, "__init__", functools.partialmethod(DeviceClock.__init__, lambda: now[0]))
+    wait_for = DeviceClock.wait_for
+    monkeypatch.setattr(DeviceClock, "wait_for", lambda clock, result: wait_for(clock, result).result())
+    padded = loop.padded
+
+    def slowly(run, groups):
+        now[0] += 1
+        return padded(run, groups)
+
+    monkeypatch.setattr(loop, "padded", slowly)
+    rows = count(tiny("run", *ALONE))
+    assert [row["device_idle_seconds"] for row in rows[1:]] == [1] * 7

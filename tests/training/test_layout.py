@@ -72,6 +72,17 @@ def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batch
     assert padding_waste(batch, Layout(1, found)) < 0.2
 
 
+def test_large_groups_are_packed_into_micro_batches_of_few_tokens(config):
+    """A padded micro-batch has a prompt's whole group: here 16 completions of 1,024 tokens."""
+    full = with_lengths([1024] * 64, prompts=4, group=16, time=1024)
+    of_four = "rollout.prompts_per_step=4"
+    assert packed(config(of_four), full).tokens[0].size <= 4096
+    assert packed(config(of_four, "training.micro_batch_prompts=1"), full) is None
+    assert packed(config(of_four, "algorithm.preset=pairwise_consistency"), full) is None
+    shorter = with_lengths([1016] * 64, prompts=4, group=16, time=1016)
+    assert packed(config(of_four), shorter) is None
+
+
 def test_what_an_algorithm_reads_together_stays_padded(config):
     uneven = with_lengths([2] * 64)
     assert packed(config(), uneven) is not None

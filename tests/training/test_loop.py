@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,33 @@ CUT = ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"]
 @pytest.mark.parametrize("sampling", [["rollout.min_p=0.1"], []])
 def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     assert_ratios_are_one(train(tiny("run", "training.steps=3", "evaluation.every=0", *sampling)), sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ([], ["compile the update"]),
+        (["training.tokens_per_micro_batch=64"], ["compile the update"]),
+        (["rollout.top_k=3"], ["MainThread"]),  # sets of tokens are recorded, whose shapes the samples decide
+        (["training.minibatches=2"], ["MainThread"]),
+    ],
+    ids=["padded", "packed", "sets", "minibatches"],
+)
+def test_the_update_is_compiled_once_and_next_to_the_sampler_where_its_shapes_are_known(tiny, options, threads):
+    compiled = []
+
+    def heard(event, seconds, fun_name="", **_):
+        if event.endswith("backend_compile_duration") and fun_name == "jit(update)":
+            compiled.append(threading.current_thread().name.rpartition("_")[0] or "MainThread")
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        jax.clear_caches()  # of other tests with the same programs
+        train(tiny("run", "training.steps=2", "evaluation.every=0", *options))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+    assert compiled == threads
 
 
 def assert_ratios_are_one(rows, sampling):
