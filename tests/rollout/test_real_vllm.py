@@ -1,6 +1,7 @@
 """A real vLLM: check_engine at several settings, and runs whose server is killed and returns."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -9,13 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from recjax import check_engine
+from recjax.hub.export import export_model, write_base
+from recjax.models.decoder import init_params
 from recjax.planning.engine_checks import FAIL
 from recjax.training.metrics import read_metrics
 from tests.commands import ROOT
 from tests.rollout import real_vllm
+from tests.serving.some_server import SHAPE, TOKENIZER
 
 pytestmark = pytest.mark.campaign
 
@@ -69,14 +74,27 @@ def test_a_real_vllm_is_exact_or_fails_by_name(environment, smollm2_folder, tmp_
     assert failed == failing, lines
 
 
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A random Llama that knows printable characters, of sizes that vLLM's kernels take."""
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "head_dim": 32, "num_kv_heads": 2}
+    shape = dataclasses.replace(SHAPE, **sizes)
+    (folder / "base").mkdir()
+    write_base(folder / "base", shape, TOKENIZER, TOKENIZER.eos_token_id)
+    export_model(folder / "tiny", shape, init_params(shape, jax.random.key(0)), folder / "base")
+    return folder / "tiny"
+
+
 @contextlib.contextmanager
 def training(model, tmp_path, url, *settings):
-    """A process that trains ten steps of SmolLM2 on the samples of a server; and its metrics so far."""
+    """A process that trains on the samples of a server; and a function that reads its metrics."""
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG)
     sizes = ["rollout.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_prompts=4"]
     # A restarted server takes minutes, and the waits between tries grow to 30 s.
     sizes += [f"rollout.engine.url={url}", "rollout.engine.retries=40"]
+    sizes += ["task.reward=tests.training.tiny_run:digit_share"]
     command = [sys.executable, "-m", "recjax.train", "--config", path, f"output={tmp_path / 'run'}"]
     command += [f"model.path={model}", *sizes, *settings]
     unset = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # set for tests, which compute little
@@ -90,11 +108,19 @@ def training(model, tmp_path, url, *settings):
         trainer.wait()
 
 
-RUNS = {
-    "each step's own batch": (["--enable-scale-out"], []),
-    "no versions in replies": ([], []),
-    "asynchronous": (["--enable-scale-out"], ["regime.mode=async", "regime.max_staleness=2"]),
+RUNS = {  # model, steps, options of the server, settings of the run
+    "SmolLM2": ("smollm2_folder", 10, ["--enable-scale-out"], []),
+    "versions of each token": ("tiny_folder", 30, ["--enable-scale-out"], []),
+    "no versions in replies": ("tiny_folder", 30, [], []),
+    "asynchronous": (
+        "tiny_folder",
+        30,
+        ["--enable-scale-out"],
+        ["regime.mode=async", "regime.max_staleness=2"],
+    ),
     "adapters": (
+        "tiny_folder",
+        30,
         ["--enable-scale-out", "--enable-lora", "--max-lora-rank", "8"],
         ["model.lora={rank: 8, alpha: 16, targets: [query, key, value, output]}"],
     ),
@@ -102,27 +128,29 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_survives_the_kill_of_its_server(environment, smollm2_folder, tmp_path, name):
-    """Ten steps with a push before each; the server dies after the third and returns with the model's own weights."""
-    options, settings = RUNS[name]
+def test_a_run_survives_the_kill_of_its_server(environment, tmp_path, request, name):
+    """A push before each step; the server dies after the third and returns with the model's own weights."""
+    fixture, count, options, settings = RUNS[name]
+    model = request.getfixturevalue(fixture)
     logs = [tmp_path / "vllm.log", tmp_path / "returned.log"]
     with contextlib.ExitStack() as stack:
-        url, kill = stack.enter_context(real_vllm.serving(environment, smollm2_folder, *options, log=logs[0]))
-        trainer, rows = stack.enter_context(training(smollm2_folder, tmp_path, url, *settings))
+        url, kill = stack.enter_context(real_vllm.serving(environment, model, *options, log=logs[0]))
+        steps = f"training.steps={count}"
+        trainer, rows = stack.enter_context(training(model, tmp_path, url, steps, *settings))
         log = tmp_path / "train.log"
         while trainer.poll() is None and len(rows()) < 4:
-            time.sleep(1)
+            time.sleep(0.1)
         kill()
         port = int(url.rpartition(":")[2])
-        stack.enter_context(real_vllm.serving(environment, smollm2_folder, *options, log=logs[1], port=port))
+        stack.enter_context(real_vllm.serving(environment, model, *options, log=logs[1], port=port))
         assert trainer.wait() == 0, log.read_text()[-3000:]
     steps = rows()[1:]
-    assert len(steps) == 10 and all(row["staleness"] <= 2 for row in steps)
+    assert len(steps) == count and all(row["staleness"] <= 2 for row in steps)
     fresh = [row for row in steps if row["staleness"] == 0]
-    assert len(fresh) == 10 or name == "asynchronous" and len(fresh) < 10
+    assert len(fresh) == count or name == "asynchronous" and 0 < len(fresh) < count
     # A batch of the newest weights has ratio 1, as the server's log-probs are recjax's.
     assert all(abs(row["ratio/max"] - 1) < 1e-3 and abs(row["ratio/q01"] - 1) < 1e-3 for row in fresh), fresh
     assert steps[-1]["engine/push_seconds"] > 0 and steps[-1]["engine/unusable"] == 0
-    # The restarted server got the weights of its batch again.
-    assert name == "asynchronous" or steps[-1]["engine/pushes"] == 11
+    # The restarted server gets the weights of its batch again.
+    assert name == "asynchronous" or steps[-1]["engine/pushes"] == count + 1
     assert "recjax gives it the weights again" in log.read_text()
