@@ -68,5 +68,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("url", None, "URL of the server.", required=True)
     flags.DEFINE_string("config", None, "YAML file of the training run.", required=True)
     flags.DEFINE_bool("push", True, "Push weights; the server then keeps those of the config or checkpoint.")
-    flags.DEFINE_integer("draws", 2000, "First tokens that test the sampling distribution.", lower_bound=100)
+    flags.DEFINE_integer("draws", 2000, "Tokens that test the sampling distribution.", lower_bound=100)
     start(main)

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,10 +35,11 @@ FAIL = "FAIL"
 PROMPTS = 4
 GROUP = 4  # completions of each prompt
 MOST_TOKENS = 32  # of a completion
-TOGETHER = 16  # completions of a request for first tokens
-LOWEST_P = 1e-4  # a right server fails the test of its first tokens once in 10,000 times
+TOGETHER = 16  # completions of a request
+LOWEST_P = 1e-4  # a right server fails the test of its sampling once in 10,000 times
 LEAST_EXPECTED = 5  # draws of a token, below which it is counted with other rare tokens
-CONTEXT = 8  # tokens of the repeated text before first tokens; a server runs them for each draw
+CONTEXT = 6  # tokens of the repeated text; a server runs three times as many for each completion
+FOLLOWING = 3  # tokens of a completion of the repeated text, which cost less than completions of one token
 LOADS = (1, 8, 64)  # requests at the same time
 # Largest and mean difference of log-probs in nats, by compute dtype; bfloat16 rounds logits near 16 by up to 0.06.
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.02)}
@@ -85,7 +86,7 @@ class EngineCheck:
         opened: the policy and the weights that the server should have.
         needs_weights: True for a run that pushes whole weights.
         pushes: True to push weights; the server then keeps those of `opened`.
-        draws: number of first tokens for the test of the sampling distribution.
+        draws: number of tokens, about, for the test of the sampling distribution.
     """
 
     def __init__(self, config: Config, opened: OpenedPolicy, needs_weights: bool, pushes: bool, draws: int):
@@ -114,7 +115,7 @@ class EngineCheck:
                 "log-probs": self._logprobs,
                 "n": self._choices,
                 "seeds": self._seeds,
-                "sampling": self._first_tokens,
+                "sampling": self._distribution,
                 "end tokens": self._ends,
                 "push": self._push,
                 "throughput": self._throughput,
@@ -185,7 +186,8 @@ class EngineCheck:
     def _differences(self, groups: Sequence[Group], params: dict) -> tuple[np.ndarray, np.ndarray]:
         """Absolute differences of the server's log-probs from recjax's in nats, and the tokens' positions."""
         rows = [completion.rows[0] for group in groups for completion in group.completions]
-        longest = max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows)
+        # Always the same shape, so that XLA compiles a single program.
+        longest = max(len(row.prompt_tokens) for row in rows), self._config.rollout.max_completion_tokens
         batch = pad(groups, Shape(len(groups), len(groups[0].completions), *longest))
         decoder = unrolled_for_training(self._opened.policy.decoder)
         sampling = self._config.rollout.sampling()
@@ -240,31 +242,35 @@ class EngineCheck:
         remedy = "remove the server's own --seed, or a cache of whole replies" if is_wrong else ""
         return Line(name, measured, "other seeds differ", verdict, remedy)
 
-    def _first_tokens(self, name: str) -> Line:
-        """A χ² test: the frequencies of first tokens against the log-probs that the server reports for them."""
+    def _distribution(self, name: str) -> Line:
+        """A χ² test: the frequencies of tokens against the log-probs that the server reports for them."""
         prefix = self._prefixes[0]
         cells: list[tuple[float, float]] = []
         freedom = 0
         wrong = Counter()
         # Many tokens follow a single one, which shows cuts. After repeated text the likely tokens are in the context,
         # which shows penalties.
-        for number, context in enumerate((prefix[:1], np.tile(prefix[-CONTEXT:], 3)[:-1])):
-            sampled, refused = self._tried(self._draw(self._draws // 2, 10_000 * (number + 1), 1, context))
+        tests = (1, self._draws // 2, prefix[:1]), (FOLLOWING, self._draws // 4, np.tile(prefix[-CONTEXT:], 3)[:-1])
+        for length, count, context in tests:
+            sampled, refused = self._tried(self._draw(count, 10_000 * length, length, context))
             wrong.update(refused)
-            cells += (added := cells_of(sampled))
-            freedom += max(len(added) - 1, 0)
+            for following in tokens_by_context(sampled).values():
+                added = cells_of(following)
+                if len(added) > 1:
+                    cells += added
+                    freedom += len(added) - 1
         limit = f"p ≥ {LOWEST_P:g}"
-        if wrong.total() > self._draws / 50 or not freedom:
+        requested = sum(count for _, count, _ in tests)
+        if wrong.total() > requested / 50 or not freedom:
             reason = wrong.most_common(1)[0][0] if wrong else "one certain token"
-            return Line(
-                name, f"{wrong.total()} of {self._draws} draws refused: {reason}", limit, FAIL, "see the reason"
-            )
+            measured = f"{wrong.total()} of {requested} completions refused: {reason}"
+            return Line(name, measured, limit, FAIL, "see the reason")
         observed, expected = np.array(cells).T
         statistic = float(((observed - expected) ** 2 / expected).sum())
         p = float(chi2.sf(statistic, freedom))
         remedy = "the server samples otherwise than it reports; start vLLM with --generation-config vllm, and state the"
         remedy += " kind of log-probs (rollout.engine.processed_logprobs)"
-        measured = f"p = {p:.2g} (χ² {statistic:.0f} of {len(cells)} cells, {self._draws} draws)"
+        measured = f"p = {p:.2g} (χ² {statistic:.0f} of {len(cells)} cells, {observed.sum():.0f} tokens)"
         return Line(name, measured, limit, PASS if p >= LOWEST_P else FAIL, "" if p >= LOWEST_P else remedy)
 
     def _requests(self, draw: Draw) -> list[Draw]:
@@ -276,20 +282,23 @@ class EngineCheck:
         ]
 
     def _tried(self, draw: Draw) -> tuple[list[Sampled], list[str]]:
-        """Completions of a draw, and the reasons of refused replies; a request that is refused as a whole has many."""
+        """Completions of a draw, and the reason of each refused completion."""
         with ThreadPoolExecutor(8) as threads:
             calls = [
                 (request.count, threads.submit(self.engine.try_draw, request, self._version))
                 for request in self._requests(draw)
             ]
             results = [(count, *call.result()) for count, call in calls]
-        wrong = [why for count, sampled, reasons in results for why in reasons * (1 if sampled else count)]
+        wrong = []
+        for count, sampled, whys in results:
+            # A request that is refused as a whole has one reason for all its completions.
+            wrong += whys + whys[:1] * (count - len(sampled) - len(whys))
         return [each for _, sampled, _ in results for each in sampled], wrong
 
     def _ends(self, name: str) -> Line:
         """A further end token, the most frequent first token, must end completions."""
         limit = "completions end only there, or at the limit"
-        draw = self._draw(TOGETHER, 31)
+        draw = self._draw(8, 31)
         sampled, wrong = self._tried(draw)
         if wrong:
             return Line(name, wrong[0], limit, FAIL, "make the server's end tokens those of the config's model")
@@ -345,14 +354,23 @@ def release_at(engine: RemoteEngine, path: str, key: str) -> Any:
     return reply.json().get(key) if reply.is_success else None
 
 
-def cells_of(sampled: Sequence[Sampled]) -> list[tuple[float, float]]:
-    """Observed and expected counts of first tokens; the last cell has all rare and all other tokens."""
-    counts = Counter(each.tokens[0].item() for each in sampled)
-    reported = {each.tokens[0].item(): float(np.exp(each.logprobs[0])) for each in sampled}
-    expected = {token: len(sampled) * share for token, share in reported.items()}
+def tokens_by_context(sampled: Sequence[Sampled]) -> dict[tuple, list[tuple[int, float]]]:
+    """Tokens with their log-probs, by the tokens of the completion before them."""
+    following = defaultdict(list)
+    for each in sampled:
+        tokens = tuple(each.tokens.tolist())
+        for position, token in enumerate(tokens):
+            following[tokens[:position]].append((token, float(each.logprobs[position])))
+    return following
+
+
+def cells_of(tokens: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Observed and expected counts of tokens after a context; the last cell has all rare and all other tokens."""
+    counts = Counter(token for token, _ in tokens)
+    expected = {token: len(tokens) * float(np.exp(logprob)) for token, logprob in tokens}
     cells = [(counts[token], number) for token, number in expected.items() if number >= LEAST_EXPECTED]
-    remaining = len(sampled) - sum(number for _, number in cells)
-    others = len(sampled) - sum(count for count, _ in cells)
+    remaining = len(tokens) - sum(number for _, number in cells)
+    others = len(tokens) - sum(count for count, _ in cells)
     if remaining > LEAST_EXPECTED or others > LEAST_EXPECTED:
         cells.append((others, max(remaining, 0.1)))
     return cells

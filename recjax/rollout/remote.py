@@ -171,9 +171,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 self._acknowledged(push.before, {})
             for path, body in push.steps:
                 self._acknowledged(path, body)
-        finally:
+        except BaseException:
             if push.after:
-                self._acknowledged(push.after, {})
+                with contextlib.suppress(ValueError):  # the first error has the reason
+                    self._acknowledged(push.after, {})
+            raise
+        if push.after:
+            self._acknowledged(push.after, {})
         if is_adapter:
             if self._adapter:
                 self.server.sent("POST", *dialects.unload_request(self.api, self._adapter))
@@ -181,7 +185,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self.version = version
 
     def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
-        reply = self.server.sent("POST", path, body)
+        unknown = f"it may have any weights now; {dialects.REMEDIES[self.api]}; then start the run again, which gives"
+        unknown += " the server its weights"
+        try:
+            reply = self.server.sent("POST", path, body)
+        except ValueError as error:  # vLLM ends after an error in its workers
+            raise ValueError(f"{error}; {path} with {body} is part of a push of weights, so {unknown}") from error
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()
@@ -192,8 +201,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             return
         raise ValueError(
             f"{self.server.named}: the server did not take new weights ({path} with {body}, status {reply.status_code}:"
-            f" {words}), and may have any weights now; {dialects.REMEDIES[self.api]}; then start the run again, which"
-            " gives the server its weights"
+            f" {words}), so {unknown}"
         )
 
     def sample_tokens(

@@ -91,6 +91,7 @@ class RemoteServer:
             ValueError: the server does not answer, or keeps failing.
         """
         wait = 0.5
+        failures = []
         tries = self._address.retries + 1
         address = f"{self.url}{path}" if path.startswith("/") else path
         for remaining in range(tries - 1, -1, -1):
@@ -98,17 +99,19 @@ class RemoteServer:
                 reply = self._client.request(method, address, json=body)
                 if reply.status_code not in _PASSING:
                     return reply
-                failure = f"answers with status {reply.status_code}: {error_of(reply)[0]}"
+                failures.append(f"answers with status {reply.status_code}: {error_of(reply)[0]}")
                 delay = reply.headers.get("retry-after", "")
                 wait = max(wait, float(delay)) if delay.isdecimal() else wait
             except httpx.UnsupportedProtocol as error:
                 raise ValueError(f"{self.named}: {error}; give http://HOST:PORT") from error
             except httpx.HTTPError as error:
-                failure = f"does not answer ({error or type(error).__name__})"
+                failures.append(f"does not answer ({error or type(error).__name__})")
             if remaining:
-                logger.debug("%s %s; tried again in %.1f s", self.url, failure, wait)
+                logger.debug("%s %s; tried again in %.1f s", self.url, failures[-1], wait)
                 time.sleep(min(wait, _MOST_WAIT))
                 wait *= 2
+        # The first failure may be the reason why the server died.
+        failure = " and then ".join(dict.fromkeys([failures[0], failures[-1]]))
         raise ValueError(
             f"{self.named}: the server {failure}, after {tries} tries; start the same command again"
             " when the server is available"

@@ -321,6 +321,11 @@ class EngineSampler:
         else:
             params = merged(decoder, params) if config.model.lora else params
             decoder = dataclasses.replace(decoder, lora=None)
+            if self.engine.api == "vllm" and decoder.tie_embeddings and decoder.attention_cap is None:
+                # vLLM's build for CPUs packs weights as it loads them, and keeps the former output layer of tied
+                # embeddings unless the folder has one. Gemma 2, which alone bounds attention scores, takes none.
+                params = params | {"head": {"kernel": params["embedding"]["embedding"].T}}
+                decoder = dataclasses.replace(decoder, tie_embeddings=False)
             with tempfile.TemporaryDirectory() as base:
                 if path is None:
                     write_base(Path(base), decoder, self._sampler.policy.tokenizer, self._sampler.policy.stop_ids)

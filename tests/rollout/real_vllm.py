@@ -46,6 +46,7 @@ def serving(folder: Path, model: Path, *options: str, log: Path, port: int = 0):
         port = probe.getsockname()[1]
     variables = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

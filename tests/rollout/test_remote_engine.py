@@ -1,5 +1,6 @@
 """Another server as the rollout engine: unusable replies, lost weights, pushed weights, and a real server."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from recjax.config import RegimeConfig, load_config
 from recjax.config.experience import EngineConfig
 from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder, abstract_params, init_params
 from recjax.rollout import dialects, server
 from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.server import Address
@@ -26,6 +27,7 @@ from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
+from recjax.training import sources
 from recjax.training.metrics import read_metrics
 from recjax.training.sampling import BatchSampler
 from recjax.training.sources import EngineSampler
@@ -346,6 +348,32 @@ def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, ap
         assert bodies["/update_weight_version"]["new_version"].endswith("-5-loading")
     else:
         assert bodies["/update_weights_from_disk"]["model_path"] == "/there/5"
+
+
+@pytest.mark.parametrize(
+    ("api", "changes", "has_head"),
+    [("vllm", {}, True), ("vllm", {"attention_cap": 50.0}, False), ("sglang", {}, False)],
+)
+def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path, monkeypatch, api, changes, has_head):
+    """Without it, vLLM's build for CPUs keeps the former one. Its Gemma 2 has no such layer."""
+    policy, folders = policy_of(config), []
+    shape = dataclasses.replace(policy.decoder.config, **changes)
+    policy = policy._replace(decoder=Decoder(shape))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), abstract_params(shape))
+    monkeypatch.setattr(sources, "write_base", lambda *_: None)
+    monkeypatch.setattr(sources, "export_model", lambda *values: folders.append(values))
+    replies = {"/update_weights_from_disk": lambda body: (405, None), "/weight_info": {}}
+    with scripted_engine(api, config, policy, replies, []) as url:
+        rollout = config.rollout.model_copy(update={"engine": EngineConfig(url=url, folder=str(tmp_path))})
+        batches = BatchSampler(config.model_copy(update={"rollout": rollout}), policy, None, None, None)
+        with EngineSampler(batches) as sampler:
+            monkeypatch.setattr(sampler.engine, "push", lambda *_: None)
+            sampler.push(params, 1)
+            assert sampler.counts["engine/pushes"] == 1 and sampler.counts["engine/push_seconds"] > 0
+    ((_, written, leaves, _, dtype),) = folders
+    assert (not written.tie_embeddings, "head" in leaves, dtype) == (has_head, has_head, "float32")
+    if has_head:
+        assert leaves["head"]["kernel"].T.shape == leaves["embedding"]["embedding"].shape
 
 
 def test_sglang_and_vllm_name_the_adapter_in_each_request(config):
