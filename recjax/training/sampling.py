@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jaxtyping import Array, Key, UInt32
 
 from recjax.config import Config
-from recjax.experience.group import Group
+from recjax.experience.group import Grade, Group
 from recjax.experience.records import Record, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
@@ -22,6 +22,52 @@ from recjax.tasks.prompts import Prompts, batch_prompts
 from recjax.training.metrics import PhaseSeconds
 
 _TOGETHER = 32  # batches whose keys are made at once
+
+
+class Sampler(Protocol):
+    """Samples numbered batches for a source; a context for the time of a run.
+
+    Prompts and random keys of a batch follow from its number. A batch begins with the weights of the last
+    `replace_weights` before its `issue`; a sampler may use newer weights for its later tokens, or if it has to sample
+    the batch again. `receive` gives each issued batch once, in any order, and until then it is in flight. A checkpoint
+    holds the numbers of these batches, and a resumed run issues them again.
+
+    All processes of a trainer make the same calls in the same order and receive the same batches.
+
+    Attributes:
+        in_flight: batches that were issued and not received: number to version of the weights, in order of issue.
+        capacity: largest number of batches in flight.
+        counts: the sampler's own metrics.
+    """
+
+    in_flight: Mapping[int, int]
+    capacity: int
+    counts: Mapping[str, float]
+
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """Sets the weights of batches issued from here on.
+
+        Args:
+            version: their policy version; a sampler that has this version already need not call `weights`.
+            weights: returns the trained parameters in the compute dtype, which the next update may overwrite. Before
+                that, a sampler copies them, or has used them and forgets them.
+        """
+
+    def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
+        """Takes on a batch, and returns without waiting for it.
+
+        Args:
+            rates: see `BatchSampler.batch_prompts`.
+        """
+
+    def receive(self, wait: bool) -> list[tuple[int, tuple[list[Group], Grades | list[Grade]]]]:
+        """Number, groups and grades, which may still be computed, of every batch that is done.
+
+        Args:
+            wait: True to wait for at least one batch if any is in flight.
+        Raises:
+            RuntimeError, ValueError: the sampler cannot sample a batch that is in flight.
+        """
 
 
 class BatchSampler(NamedTuple):
