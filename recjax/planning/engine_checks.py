@@ -96,7 +96,7 @@ class EngineCheck:
         self._draws = draws
         self._version = 0
         self._dtype = jnp.dtype(opened.policy.decoder.dtype).name
-        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None))
+        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None), {})
 
     def lines(self) -> Iterator[Line]:
         """The results of all checks, in order.

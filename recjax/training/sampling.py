@@ -1,9 +1,10 @@
 """Samples numbered batches: in the trainer, in a generator process, or for a store."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -11,9 +12,11 @@ from jaxtyping import Array, Key, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Grade, Group
+from recjax.experience.queue import ToCome
 from recjax.experience.records import Record, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
+from recjax.models.trainable import combine
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
@@ -23,7 +26,10 @@ from recjax.training.metrics import PhaseSeconds
 
 _TOGETHER = 32  # batches whose keys are made at once
 
+SampledBatch = tuple[list[Group], Sequence[Grade] | ToCome]  # groups and their grades, which may still be computed
 
+
+@runtime_checkable
 class Sampler(Protocol):
     """Samples numbered batches for a source; a context for the time of a run.
 
@@ -36,12 +42,10 @@ class Sampler(Protocol):
 
     Attributes:
         in_flight: batches that were issued and not received: number to version of the weights, in order of issue.
-        capacity: largest number of batches in flight.
         counts: the sampler's own metrics.
     """
 
     in_flight: Mapping[int, int]
-    capacity: int
     counts: Mapping[str, float]
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
@@ -60,8 +64,8 @@ class Sampler(Protocol):
             rates: see `BatchSampler.batch_prompts`.
         """
 
-    def receive(self, wait: bool) -> list[tuple[int, tuple[list[Group], Grades | list[Grade]]]]:
-        """Number, groups and grades, which may still be computed, of every batch that is done.
+    def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
+        """The number and content of every batch that is done.
 
         Args:
             wait: True to wait for at least one batch if any is in flight.
@@ -123,16 +127,15 @@ class BatchSampler(NamedTuple):
         sampling = config.rollout.sampling()
         prompts = self.batch_prompts(number, rates)
         names = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
-        with self.phases.phase("sample"):
-            if self.agents:
-                key = batch_key(config.seed, number)
-                return self.agents.sample_groups(
-                    self.policy, params, prompts, key, group_size, sampling, self.grading, **names
-                )
-            keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
-            longest = config.rollout.max_completion_tokens
-            groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
-            return groups, submit(groups, prompts, self.grading)
+        if self.agents:
+            key = batch_key(config.seed, number)
+            return self.agents.sample_groups(
+                self.policy, params, prompts, key, group_size, sampling, self.grading, **names
+            )
+        keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
+        longest = config.rollout.max_completion_tokens
+        groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
+        return groups, submit(groups, prompts, self.grading)
 
     def records(self, groups: list[Group]) -> list[Record]:
         """The completions of graded groups for a store, without those of agents that failed and got no reward."""
@@ -145,6 +148,51 @@ class BatchSampler(NamedTuple):
             for record, completion in pairs
             if completion.rows and completion.grade and completion.grade.reward is not None
         ]
+
+
+class LocalSampler(AbstractContextManager):
+    """The policy samples in this process: a `Sampler` that samples in `receive`, after which nothing is in flight."""
+
+    counts: Mapping[str, float] = {}
+
+    def __init__(self, sampler: BatchSampler, frozen: dict, sample: Callable = BatchSampler.sample):
+        """Takes the parameters that are not trained, in the compute dtype.
+
+        Args:
+            sample: a function that samples instead of `BatchSampler.sample`, with its first four arguments and results;
+                with a curriculum also `rates`.
+        """
+        self.sample = sample
+        self._sampler = sampler
+        self._frozen = frozen
+        self._weights: Callable[[], dict] | None = None
+        self._named: dict[int, Mapping] = {}
+        self.in_flight: dict[int, int] = {}
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing."""
+
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """See `Sampler`."""
+        self._version = version
+        self._weights = weights
+
+    def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
+        """See `Sampler`."""
+        self.in_flight[number] = self._version
+        self._named[number] = {} if rates is None else {"rates": rates}
+
+    def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
+        """Samples all issued batches; their grades may still be computed."""
+        weights = self._weights
+        self._weights = None  # the update needs the memory of the weights
+        params = combine(weights(), self._frozen) if self.in_flight else {}
+        received = [
+            (number, self.sample(self._sampler, params, version, number, **self._named.pop(number)))
+            for number, version in self.in_flight.items()
+        ]
+        self.in_flight = {}
+        return received
 
 
 def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:

@@ -383,9 +383,9 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
         batches = BatchSampler(config, policy_of(config), None, None, None)
         with pytest.raises(ValueError, match=f"{api} cannot take whole weights over HTTP.*{remedy}"):
-            EngineSampler(batches).__enter__()
+            EngineSampler(batches, {}).__enter__()
         offline = config.model_copy(update={"regime": RegimeConfig(offline=True)})
-        with EngineSampler(batches._replace(config=offline)) as sampler:
+        with EngineSampler(batches._replace(config=offline), {}) as sampler:
             assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 

@@ -77,5 +77,5 @@ def train_until_killed(config, at: int = 5) -> None:
 
 def without_times(rows: list[dict]) -> list[dict]:
     """Rows without what the clock wrote."""
-    times = ("wall_seconds", "tokens_per_second", "follow/waited_seconds")
+    times = ("wall_seconds", "tokens_per_second", "generators/waited_seconds", "follow/waited_seconds")
     return [{name: row[name] for name in row if name not in times} for row in rows]
