@@ -248,8 +248,9 @@ class Generators:
 
     def _collected(self, wait: bool) -> list[tuple[int, Any]]:
         batches = []
+        seconds = self._regime.generator_seconds
         while self._assigned:
-            answer_by = min(self._since[assignment.generator] for assignment in self._assigned.values()) + self._seconds
+            answer_by = min(self._since[assignment.generator] for assignment in self._assigned.values()) + seconds
             timeout = max(answer_by - time.monotonic(), 0.0) if wait and not batches else 0.0
             done, _ = self._ray.wait(list(self._assigned), num_returns=1, timeout=timeout)
             if done:
@@ -257,9 +258,9 @@ class Generators:
             elif time.monotonic() > answer_by:
                 # Every answer has been read, so a generator past its deadline has really not answered.
                 for generator in sorted({assignment.generator for assignment in self._assigned.values()}):
-                    if time.monotonic() - self._since[generator] > self._seconds:
+                    if time.monotonic() - self._since[generator] > seconds:
                         if generator in self._placed():
-                            limit = f"regime.generator_seconds = {self._seconds:g}"
+                            limit = f"regime.generator_seconds = {seconds:g}"
                             self._restart(generator, f"has not answered for {limit}")
                         else:
                             self._log_waiting()
@@ -267,10 +268,6 @@ class Generators:
             elif batches or not wait:
                 break
         return batches
-
-    @property
-    def _seconds(self) -> float:
-        return self._regime.generator_seconds
 
     def _at(self, generator: int) -> list[int]:
         return [assignment.number for assignment in self._assigned.values() if assignment.generator == generator]

@@ -165,7 +165,6 @@ class LocalSampler(AbstractContextManager):
         self.sample = sample
         self._sampler = sampler
         self._frozen = frozen
-        self._weights: Callable[[], dict] | None = None
         self._named: dict[int, Mapping] = {}
         self.in_flight: dict[int, int] = {}
 

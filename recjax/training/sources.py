@@ -174,7 +174,7 @@ class PolicySource(StoreSource):
     def opened(self, state: State) -> Iterator[None]:
         """Opens the sampler, and issues the batches again that were in flight at the checkpoint.
 
-        Batches that an asynchronous run sampled after the checkpoint leave the record, as their weights no longer exist.
+        Batches that an asynchronous run sampled after the checkpoint leave the record: their weights no longer exist.
         """
         in_flight = state.source.get("in_flight", [])
         with self.sampler:
@@ -185,14 +185,11 @@ class PolicySource(StoreSource):
                     batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
                     store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
             if self._is_async:
-                self._replace_weights(state)
+                self.sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
             for number in in_flight:
                 self.sampler.issue(number)
             del state  # a reference would keep its weights in memory during the whole run
             yield
-
-    def _replace_weights(self, state: State) -> None:
-        self.sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
 
     def begin_step(self, state: State) -> None:
         """Begins to count the seconds for which a step waits."""
@@ -204,7 +201,7 @@ class PolicySource(StoreSource):
         sampler = self.sampler
         if not wait:  # in the second poll of a round the step waits, and nothing has changed since the first one
             self._warn_of_avoided_problems(queue)
-            self._replace_weights(state)
+            sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
             rates = queue.rates if self._config.task.curriculum else None
             number = queue.counts["batches"] + len(sampler.in_flight) + 1
             while self._is_due(state, number, step):
@@ -232,7 +229,7 @@ class PolicySource(StoreSource):
         config = self._config
         regime = config.regime
         updates = config.training.updates
-        queue = state.queue
+        round_ = state.queue.round
         interval = self._setup.settings.sampling_interval
         if not self._is_async:
             # The next round's batch is sampled during the grading of this one, if both use the same weights. Log-probs
@@ -240,15 +237,15 @@ class PolicySource(StoreSource):
             batches = schedule.batch_of(config.training.steps, updates)
             of_now = config.experience is not None and config.experience.missing_logprobs == "current"
             is_ahead = not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
-            return (number - 1) * interval < queue.round + is_ahead
+            return (number - 1) * interval < round_ + is_ahead
         if len(self.sampler.in_flight) >= AT_A_TIME * regime.generators:
             return False
         count, _ = config.own_counts
-        ahead = self._versions_ahead(queue)
+        ahead = self._versions_ahead(state.queue)
         # A batch whose turn comes after the last step, or too late for its version, is not sampled.
         has_turn = step + len(ahead) // count * interval * updates <= config.training.steps
         has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, regime, updates)
-        return has_turn and schedule.is_wanted(number, queue.round, interval, state.version, step, regime, updates)
+        return has_turn and schedule.is_wanted(number, round_, interval, state.version, step, regime, updates)
 
     def must_wait(self, queue: Queue, step: int) -> bool:
         """True if a batch in flight would exceed `regime.max_staleness` at its turn after `step`."""
