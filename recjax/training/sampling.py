@@ -142,11 +142,10 @@ class BatchSampler(NamedTuple):
         records = records_of(groups, tokenizer_name(self.policy.tokenizer), datetime.now(UTC))
         if not self.agents:
             return records
-        pairs = [(record, record.completion) for record in records]
         return [
             record
-            for record, completion in pairs
-            if completion.rows and completion.grade and completion.grade.reward is not None
+            for record in records
+            if (completion := record.completion).rows and completion.grade and completion.grade.reward is not None
         ]
 
 

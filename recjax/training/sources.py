@@ -229,7 +229,6 @@ class PolicySource(StoreSource):
         config = self._config
         regime = config.regime
         updates = config.training.updates
-        round_ = state.queue.round
         interval = self._setup.settings.sampling_interval
         if not self._is_async:
             # The next round's batch is sampled during the grading of this one, if both use the same weights. Log-probs
@@ -237,7 +236,7 @@ class PolicySource(StoreSource):
             batches = schedule.batch_of(config.training.steps, updates)
             of_now = config.experience is not None and config.experience.missing_logprobs == "current"
             is_ahead = not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
-            return (number - 1) * interval < round_ + is_ahead
+            return (number - 1) * interval < state.queue.round + is_ahead
         if len(self.sampler.in_flight) >= AT_A_TIME * regime.generators:
             return False
         count, _ = config.own_counts
@@ -245,7 +244,8 @@ class PolicySource(StoreSource):
         # A batch whose turn comes after the last step, or too late for its version, is not sampled.
         has_turn = step + len(ahead) // count * interval * updates <= config.training.steps
         has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, regime, updates)
-        return has_turn and schedule.is_wanted(number, round_, interval, state.version, step, regime, updates)
+        due = number, state.queue.round, interval, state.version, step
+        return has_turn and schedule.is_wanted(*due, regime, updates)
 
     def must_wait(self, queue: Queue, step: int) -> bool:
         """True if a batch in flight would exceed `regime.max_staleness` at its turn after `step`."""
