@@ -39,7 +39,7 @@ class EngineConfig(ConfigBlock):
     model: str | None = key(None, "Its model; null: the only one", may_change=True)
     dialect: DialectName | None = key(
         None,
-        "Its API: recjax, vllm, sglang, llamacpp, or module:name of your own; null: that of the software that it names",
+        "Its API: recjax, vllm, sglang, llamacpp or your own module:name; null: by its software",
         may_change=True,
     )
     processed_logprobs: Bool = key(False, "true: the server's log-probs are after temperature, top_k, top_p and min_p")

@@ -75,7 +75,7 @@ def require_ray(config: Config) -> None:
 
 
 class Generators:
-    """The generators of an asynchronous run, a `recjax.training.sampling.Sampler`; it knows each generator's batches.
+    """The generators of an asynchronous run: a `PolicySampler` that knows the batches of each generator.
 
     A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
     its batches again with the newest weights. So every issued batch arrives exactly once. A generator for which the
@@ -85,7 +85,7 @@ class Generators:
     all other processes receive its results, its errors and the state that decides which batches are issued next.
 
     Attributes:
-        in_flight: see `Sampler`.
+        in_flight: see `PolicySampler`.
         restarts: number of restarts of generators.
     """
 
@@ -199,7 +199,7 @@ class Generators:
         )
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
-        """Copies the weights for the generators, and starts these with their first weights; see `Sampler`.
+        """Copies the weights for the generators, and starts these with their first weights; see `PolicySampler`.
 
         With `regime.swap_within`, batches being sampled also continue with these weights.
         """
@@ -231,7 +231,7 @@ class Generators:
         return {"generators/restarts": self.restarts}
 
     def receive(self, wait: bool) -> list[tuple[int, Any]]:
-        """Number and result of every batch that is done; see `Sampler`.
+        """Number and result of every batch that is done; see `PolicySampler`.
 
         Raises:
             RuntimeError: a generator keeps dying, or never answers.

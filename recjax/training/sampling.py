@@ -30,7 +30,7 @@ SampledBatch = tuple[list[Group], Sequence[Grade] | ToCome]  # groups and their 
 
 
 @runtime_checkable
-class Sampler(Protocol):
+class PolicySampler(Protocol):
     """Samples numbered batches for a source; a context for the time of a run.
 
     Prompts and random keys of a batch follow from its number. A batch begins with the weights of the last
@@ -150,7 +150,7 @@ class BatchSampler(NamedTuple):
 
 
 class LocalSampler(AbstractContextManager):
-    """The policy samples in this process: a `Sampler` that samples in `receive`, after which nothing is in flight."""
+    """A `PolicySampler` in this process: it samples in `receive`, after which nothing is in flight."""
 
     counts: Mapping[str, float] = {}
 
@@ -168,15 +168,15 @@ class LocalSampler(AbstractContextManager):
         self.in_flight: dict[int, int] = {}
 
     def __exit__(self, *exception: object) -> None:
-        """Does nothing."""
+        """A batch ends before `receive` returns, so nothing remains to stop."""
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
-        """See `Sampler`."""
+        """See `PolicySampler`."""
         self._version = version
         self._weights = weights
 
     def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
-        """See `Sampler`."""
+        """See `PolicySampler`."""
         self.in_flight[number] = self._version
         self._named[number] = {} if rates is None else {"rates": rates}
 

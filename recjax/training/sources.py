@@ -48,7 +48,7 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import older_params
 from recjax.training.prepare import Setup
 from recjax.training.run import Source, State
-from recjax.training.sampling import BatchSampler, LocalSampler, SampledBatch, Sampler
+from recjax.training.sampling import BatchSampler, LocalSampler, PolicySampler, SampledBatch
 
 POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits
@@ -164,7 +164,7 @@ class PolicySource(StoreSource):
 
     _warns = True  # of problems that a curriculum avoids, once
 
-    def __init__(self, setup: Setup, learner: Learner, sampler: Sampler):
+    def __init__(self, setup: Setup, learner: Learner, sampler: PolicySampler):
         """Opens no sampler yet."""
         super().__init__(setup, learner)
         self.sampler = sampler
@@ -299,14 +299,14 @@ class PolicySource(StoreSource):
 
 
 class EngineSampler(contextlib.AbstractContextManager):
-    """A server samples batches one after another: a `Sampler` that gives the server new weights before a batch.
+    """A `PolicySampler` on a server, which samples one batch after another and gets new weights before a batch.
 
     All tokens of a completion are from one version, as the server gets weights only between two batches.
 
     Attributes:
         engine: the connection to the server.
         takes_weights: True if the server gets the weights of each batch.
-        in_flight, counts: see `Sampler`.
+        in_flight, counts: see `PolicySampler`.
     """
 
     def __init__(self, sampler: BatchSampler, frozen: dict):
@@ -356,13 +356,13 @@ class EngineSampler(contextlib.AbstractContextManager):
         }
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
-        """Copies the weights to the host; see `Sampler`."""
+        """Copies the weights to the host; see `PolicySampler`."""
         if version != self._version:
             self._version = version
             self._params = params_on_host(combine(weights(), self._frozen)) if self.takes_weights else {}
 
     def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
-        """See `Sampler`."""
+        """See `PolicySampler`."""
         self._issued[number] = self._thread.submit(self._batch, number, self._version, self._params, rates)
         self.in_flight[number] = self._version
 
@@ -372,7 +372,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         return groups, submit(groups, prompts, self._sampler.grading)
 
     def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
-        """See `Sampler`."""
+        """See `PolicySampler`."""
         if wait:
             concurrent.futures.wait(self._issued.values(), return_when=FIRST_COMPLETED)
         done = [number for number, batch in self._issued.items() if batch.done()]
