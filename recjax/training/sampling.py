@@ -42,11 +42,10 @@ class PolicySampler(Protocol):
 
     Attributes:
         in_flight: batches that were issued and not received: number to version of the weights, in order of issue.
-        counts: the sampler's own metrics.
+        counts: the sampler's own metrics, by name, while it is open.
     """
 
     in_flight: Mapping[int, int]
-    counts: Mapping[str, float]
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
         """Sets the weights of batches issued from here on.
