@@ -42,9 +42,14 @@ def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[s
     if api == "recjax":  # refuses keys that it does not know, and has no defaults of its own
         return values
     # Older versions of vLLM and SGLang have no 0 for all tokens.
-    values |= {"top_k": sampling.top_k or -1, "stop_token_ids": stop_ids}
-    constant = {"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True}
-    return values | constant | (_LLAMACPP_VALUES if api == "llamacpp" else {})
+    values |= {
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": stop_ids,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+    }
+    return values | (_LLAMACPP_VALUES if api == "llamacpp" else {})
 
 
 def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_route: bool) -> tuple[str, dict[str, Any]]:
@@ -72,17 +77,21 @@ def _sglang_request(
     del values["min_tokens"]
     values |= {"n": 1, "min_new_tokens": 0, "max_new_tokens": draw.limit}
     rows = [values | {"sampling_seed": draw.seed + place} for place in range(draw.count)]
-    prefixes = [draw.prefix] * draw.count
-    body = {"input_ids": prefixes, "sampling_params": rows, "return_logprob": True, "lora_path": adapter}
+    body = {
+        "input_ids": [draw.prefix] * draw.count,
+        "sampling_params": rows,
+        "return_logprob": True,
+        "lora_path": adapter,
+    }
     return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
 
 
 def _llamacpp_request(
     api: str, draw: Draw, model: str, adapter: str | None, has_route: bool
 ) -> tuple[str, dict[str, Any]]:
-    body = explicit_values(api, draw.sampling, draw.stop_ids)
-    body |= {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
-    return "/completion", body | {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
+    body = {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
+    constant = {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
+    return "/completion", explicit_values(api, draw.sampling, draw.stop_ids) | body | constant
 
 
 def labeled_choices(reply: dict[str, Any]) -> dict[str, Any]:
@@ -168,11 +177,10 @@ def _vllm_push(folder: Path, label: str, is_adapter: bool, pauses: bool) -> Push
     if is_adapter:
         steps = [("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})]
         return Push(None, steps, unload="/v1/unload_lora_adapter")
-    call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     steps = [
         # A reply with this label is from weights that were only half there.
         ("/update_weight_version", {"new_version": f"{label}-loading"}),
-        ("/collective_rpc", call),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}),
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/update_weight_version", {"new_version": label}),
     ]
@@ -210,42 +218,44 @@ class Dialect(NamedTuple):
 
 
 _SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
-RECJAX = Dialect(
-    "recjax",
-    logprobs_fit=lambda sampling, processed: True,
-    weights_route="/update_weights_from_disk",
-    push_remedy=f"start recjax.serve with --push_root and a key; {_SHARED}",
-)
-VLLM = Dialect(
-    "vllm",  # reports log-probs of the plain softmax
-    push=_vllm_push,
-    weights_route="/weight_info",
-    releases=(("/version", "version"),),
-    push_remedy="start vLLM with VLLM_SERVER_DEV_MODE=1, or for model.lora with"
-    f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
-    logprobs_remedy="start vLLM with --logprobs-mode processed_logprobs and set"
-    " rollout.engine.processed_logprobs=true; under cuts also --return-sampling-mask, and rollout.top_k above 0",
-)
-SGLANG = Dialect(
-    "sglang",  # divides the logits by the temperature, but cuts nothing
-    _sglang_request,
-    _sglang_choices,
-    lambda sampling, processed: not sampling.has_cuts,
-    weights_route="/update_weights_from_disk",  # sglang-jax calls itself sglang, and has no such route
-    releases=(("/server_info", "version"), ("/get_server_info", "version")),
-    push_remedy="with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; "
-    + _SHARED,
-    logprobs_remedy="use a version of SGLang that returns sampling masks, or remove rollout.top_k, top_p and min_p",
-)
-LLAMACPP = Dialect(
-    "llamacpp",
-    _llamacpp_request,
-    _llamacpp_choices,
-    most_choices=1,
-    releases=(("/props", "build_info"),),
-    logprobs_remedy="set rollout.temperature=1, and remove rollout.top_k, top_p and min_p",
-)
-DIALECTS = {dialect.name: dialect for dialect in (RECJAX, VLLM, SGLANG, LLAMACPP)}
+_ALL = [
+    Dialect(
+        "recjax",
+        logprobs_fit=lambda sampling, processed: True,
+        weights_route="/update_weights_from_disk",
+        push_remedy=f"start recjax.serve with --push_root and a key; {_SHARED}",
+    ),
+    Dialect(
+        "vllm",  # reports log-probs of the plain softmax
+        push=_vllm_push,
+        weights_route="/weight_info",
+        releases=(("/version", "version"),),
+        push_remedy="start vLLM with VLLM_SERVER_DEV_MODE=1, or for model.lora with"
+        f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
+        logprobs_remedy="start vLLM with --logprobs-mode processed_logprobs and set"
+        " rollout.engine.processed_logprobs=true; under cuts also --return-sampling-mask, and rollout.top_k above 0",
+    ),
+    Dialect(
+        "sglang",  # divides the logits by the temperature, but cuts nothing
+        _sglang_request,
+        _sglang_choices,
+        lambda sampling, processed: not sampling.has_cuts,
+        weights_route="/update_weights_from_disk",  # sglang-jax calls itself sglang, and has no such route
+        releases=(("/server_info", "version"), ("/get_server_info", "version")),
+        push_remedy="with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; "
+        + _SHARED,
+        logprobs_remedy="use a version of SGLang that returns sampling masks, or remove rollout.top_k, top_p and min_p",
+    ),
+    Dialect(
+        "llamacpp",
+        _llamacpp_request,
+        _llamacpp_choices,
+        most_choices=1,
+        releases=(("/props", "build_info"),),
+        logprobs_remedy="set rollout.temperature=1, and remove rollout.top_k, top_p and min_p",
+    ),
+]
+DIALECTS = {dialect.name: dialect for dialect in _ALL}
 
 
 def dialect_of(name: str) -> Dialect:

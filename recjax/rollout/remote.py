@@ -76,8 +76,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self._template = config.model.chat_template_kwargs
         self._adapter = None
         self._gives_ids = True
-        chosen = config.rollout.engine and config.rollout.engine.dialect
-        self.dialect = dialects.dialect_of(chosen or self.server.api)
+        self.dialect = dialects.dialect_of((config.rollout.engine and config.rollout.engine.dialect) or self.server.api)
         self.api = self.dialect.name
         self.most_choices = self.dialect.most_choices
         self._has_unlabeled = False

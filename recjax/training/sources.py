@@ -213,13 +213,12 @@ class PolicySource(StoreSource):
             while sampler.in_flight and not self._is_async:
                 batches += sampler.receive(wait=True)
         self._waited_seconds += time.monotonic() - began if wait else 0.0
-        interval = self._setup.settings.sampling_interval
         return [
             Arrival(
                 self._mixed(state, groups, number),
                 grades,
                 number,
-                early=not self._is_async and (number - 1) * interval >= queue.round,
+                early=not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round,
             )
             for number, (groups, grades) in batches
         ]
@@ -394,8 +393,9 @@ class EngineSampler(contextlib.AbstractContextManager):
             try:
                 if self.takes_weights and engine.version != version:
                     self.push(params, version)
-                names = {"name": f"{number:06d}", "source": "policy", "version": version}
-                return engine.sample_tokens(prompts, group_size, seed, **names)
+                return engine.sample_tokens(
+                    prompts, group_size, seed, name=f"{number:06d}", source="policy", version=version
+                )
             except LostWeightsError as error:
                 if not tries:
                     raise ValueError(

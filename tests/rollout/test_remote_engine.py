@@ -135,7 +135,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
 
     names = {"name": "1", "source": "policy", "version": 5}
     with fake(answer) as url, engine_of(url, config, policy) as engine:
-        engine.dialect = dialects.RECJAX
+        engine.dialect = dialects.DIALECTS["recjax"]
         engine.push(Path("/somewhere"), 5, False)
         assert engine.version == 5 and len(engine.sample_tokens(prompts_of(config, policy), 2, 0, **names)) > 0
         tags.append("another-5")

@@ -247,7 +247,8 @@ def test_keys_of_the_sampling_distribution_are_all_sent():
         assert values.items() >= draw.sampling._asdict().items() and values.items() >= dialects.PENALTIES.items()
 
 
-MINE = dialects.SGLANG._replace(name="mine", request=lambda *draw: ("/mine", dialects.SGLANG.request(*draw)[1]))
+SGLANG = dialects.DIALECTS["sglang"]
+MINE = SGLANG._replace(name="mine", request=lambda *draw: ("/mine", SGLANG.request(*draw)[1]))
 CHOSEN = {None: None, "sglang": "/generate", f"{__name__}:MINE": "/mine"}
 
 
