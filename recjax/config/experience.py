@@ -28,6 +28,7 @@ _ENGINE = "rollout.engine"
 _LONG = "task.agent or experience.follow"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
+DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
@@ -36,6 +37,11 @@ class EngineConfig(ConfigBlock):
 
     url: checked(str, has_password) = key(..., "URL of the server", may_change=True)
     model: str | None = key(None, "Its model; null: the only one", may_change=True)
+    dialect: DialectName | None = key(
+        None,
+        "Its API: recjax, vllm, sglang, llamacpp or your own module:name; null: by its software",
+        may_change=True,
+    )
     processed_logprobs: Bool = key(False, "true: the server's log-probs are after temperature, top_k, top_p and min_p")
     folder: str | None = key(None, "Shared folder for weights; null: OUTPUT/pushed", may_change=True)
     api_key_file: str | None = key(None, "File with the API key; null: $RECJAX_API_KEY", may_change=True)

@@ -97,7 +97,7 @@ class EngineCheck:
         self._draws = draws
         self._version = 0
         self._dtype = jnp.dtype(opened.policy.decoder.dtype).name
-        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None))
+        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None), {})
 
     def lines(self) -> Iterator[Line]:
         """The results of all checks, in order.
@@ -133,12 +133,12 @@ class EngineCheck:
 
     def _server(self, name: str) -> Line:
         api = self.engine.api
-        releases = (release_at(self.engine, *route) for route in dialects.RELEASES.get(api, []))
+        releases = (release_at(self.engine, *route) for route in self.engine.dialect.releases)
         release = next((release for release in releases if release), "")
         routes = {"sglang": "/generate", "llamacpp": "/completion"}
         route = routes.get(api) or (dialects.GENERATE if self.engine.takes_tokens else "/v1/completions")
         measured = f"{api or 'unknown software'} {release}, model {self.engine.server.model}, tokens by {route}"
-        is_known = api in ("recjax", "vllm", "sglang", "llamacpp")
+        is_known = api in dialects.DIALECTS
         remedy = "" if is_known else "recjax knows recjax.serve, vLLM, SGLang and llama.cpp; read the lines below"
         return Line(name, measured, "known software", PASS if is_known else NOTE, remedy)
 
@@ -147,7 +147,7 @@ class EngineCheck:
         limit = "takes whole weights"
         if not self.engine.takes_folders:
             self._pushes = False
-            remedy = f"{dialects.REMEDIES.get(self.engine.api, 'use another server')}; or set regime.offline=true"
+            remedy = f"{self.engine.dialect.push_remedy}; or set regime.offline=true"
             return Line(
                 name, "takes none; adapters are not checked", limit, FAIL if self._needs_weights else NOTE, remedy
             )
@@ -332,7 +332,7 @@ class EngineCheck:
         remedy = (
             "the server answers with other weights than it acknowledged, as vLLM's CPU build does for models with tied"
         )
-        remedy += f" embeddings; use another build or version; {dialects.REMEDIES[self.engine.api]}"
+        remedy += f" embeddings; use another build or version; {self.engine.dialect.push_remedy}"
         return self._judged(name, measured, passes and labels == {self._version - 1}, remedy)
 
     def _throughput(self, name: str) -> Line:

@@ -1,34 +1,19 @@
-"""The APIs of each server's software for tokens and weights: its requests, and its replies in a common form."""
+"""The APIs of each server's software for tokens and weights: its requests, and its replies in a common form.
 
+`DIALECTS` has them by the name that the software gives itself. `rollout.engine.dialect` names one of them or your own.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recjax.models.sampling import Sampling
+from recjax.rollout import named_agents
 
 GENERATE = "/inference/v1/generate"  # vLLM's route for tokens
 # Each request says these values: vLLM fills missing ones from the model's generation_config.json, SGLang from
 # --preferred-sampling-params, llama.cpp from its flags.
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
-REMEDIES = {
-    "recjax": f"start recjax.serve with --push_root and a key; {_SHARED}",
-    "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1, or for model.lora with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True,"
-    f" --enable-lora and --max-lora-rank; {_SHARED}",
-    "sglang": f"with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; {_SHARED}",
-}
-# Log-probs of another distribution than the request's, and what gives the right ones.
-OTHER_LOGPROBS = {
-    "vllm": "start vLLM with --logprobs-mode processed_logprobs and set rollout.engine.processed_logprobs=true; under"
-    " cuts also --return-sampling-mask, and rollout.top_k above 0",
-    "sglang": "use a version of SGLang that returns sampling masks, or remove rollout.top_k, top_p and min_p",
-    "llamacpp": "set rollout.temperature=1, and remove rollout.top_k, top_p and min_p",
-}
-# Routes that may report a server's release, and the key of the release in their replies.
-RELEASES = {
-    "vllm": [("/version", "version")],
-    "sglang": [("/server_info", "version"), ("/get_server_info", "version")],
-    "llamacpp": [("/props", "build_info")],
-}
 _LLAMACPP_VALUES = {"mirostat": 0, "dynatemp_range": 0.0, "repeat_penalty": 1.0, "post_sampling_probs": False}
 
 
@@ -51,24 +36,24 @@ class Draw(NamedTuple):
     sampling: Sampling
 
 
-def most_choices(api: str) -> int | None:
-    """Largest number of completions that a request for tokens may ask for; None: any."""
-    return 1 if api == "llamacpp" else None
-
-
 def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[str, Any]:
     """Every value of the sampling distribution that a server with OpenAI's or vLLM's routes could fill in by itself."""
     values = sampling._asdict() | PENALTIES
     if api == "recjax":  # refuses keys that it does not know, and has no defaults of its own
         return values
     # Older versions of vLLM and SGLang have no 0 for all tokens.
-    values |= {"top_k": sampling.top_k or -1, "stop_token_ids": stop_ids}
-    values |= _LLAMACPP_VALUES if api == "llamacpp" else {}
-    return values | {"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True}
+    values |= {
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": stop_ids,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+    }
+    return values | (_LLAMACPP_VALUES if api == "llamacpp" else {})
 
 
 def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_route: bool) -> tuple[str, dict[str, Any]]:
-    """The path and body of a request for tokens.
+    """The path and body of a request for tokens to vLLM, recjax and servers with only OpenAI's API.
 
     Args:
         model: the server's model.
@@ -76,19 +61,6 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
         has_route: True if the server has vLLM's route for tokens.
     """
     values = explicit_values(api, draw.sampling, draw.stop_ids)
-    if api == "sglang":
-        # A list, as SGLang gives the n completions of one prompt the same seed. It reads seeds only with
-        # --enable-deterministic-inference.
-        del values["min_tokens"]
-        values |= {"n": 1, "min_new_tokens": 0, "max_new_tokens": draw.limit}
-        rows = [values | {"sampling_seed": draw.seed + place} for place in range(draw.count)]
-        body = {"input_ids": [draw.prefix] * draw.count, "sampling_params": rows}
-        body |= {"return_logprob": True, "lora_path": adapter}
-        return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
-    if api == "llamacpp":
-        more = {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
-        more |= {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
-        return "/completion", values | more
     values |= {"n": draw.count, "seed": draw.seed, "max_tokens": draw.limit, "logprobs": 0}
     named = {"model": adapter or model}
     if has_route:
@@ -96,19 +68,41 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
     return "completions", named | values | {"prompt": draw.prefix, "return_token_ids": True}
 
 
-def reply_with_choices(api: str, reply: Any) -> dict[str, Any]:
-    """A reply to `token_request` with `choices` as in vLLM's replies, whatever the server's software."""
-    if api == "sglang":
-        replies = reply if isinstance(reply, list) else [reply]
-        return {"choices": [_sglang_choice(each) for each in replies]}
-    if api == "llamacpp":
-        # Tokens that end within a character have no log-prob; such a completion is unusable.
-        values = [token.get("logprob") for token in reply.get("completion_probabilities") or ()]
-        reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
-        return {"choices": [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]}
+def _sglang_request(
+    api: str, draw: Draw, model: str, adapter: str | None, has_route: bool
+) -> tuple[str, dict[str, Any]]:
+    values = explicit_values(api, draw.sampling, draw.stop_ids)
+    # A list, as SGLang gives the n completions of one prompt the same seed. It reads seeds only with
+    # --enable-deterministic-inference.
+    del values["min_tokens"]
+    values |= {"n": 1, "min_new_tokens": 0, "max_new_tokens": draw.limit}
+    rows = [values | {"sampling_seed": draw.seed + place} for place in range(draw.count)]
+    body = {
+        "input_ids": [draw.prefix] * draw.count,
+        "sampling_params": rows,
+        "return_logprob": True,
+        "lora_path": adapter,
+    }
+    return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
+
+
+def _llamacpp_request(
+    api: str, draw: Draw, model: str, adapter: str | None, has_route: bool
+) -> tuple[str, dict[str, Any]]:
+    body = {"prompt": draw.prefix, "n_predict": draw.limit, "seed": draw.seed % 2**32}
+    constant = {"n_probs": 1, "return_tokens": True, "samplers": ["temperature"]}
+    return "/completion", explicit_values(api, draw.sampling, draw.stop_ids) | body | constant
+
+
+def labeled_choices(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply to `token_request`, with the label of its weights in each choice."""
     label = reply.get("weight_version")
     choices = [choice for choice in reply.get("choices") or () if isinstance(choice, dict)]
     return {**reply, "choices": [{"weight_version": label, **choice} for choice in choices]}
+
+
+def _sglang_choices(reply: Any) -> dict[str, Any]:
+    return {"choices": [_sglang_choice(each) for each in (reply if isinstance(reply, list) else [reply])]}
 
 
 def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
@@ -127,18 +121,11 @@ def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def logprobs_fit(api: str, sampling: Sampling, is_processed: bool) -> bool:
-    """True if a server's log-probs without sampling masks belong to the distribution that sampled.
-
-    recjax reports log-probs of this distribution. vLLM and llama.cpp report those of the plain softmax; SGLang divides
-    the logits by the temperature, but cuts nothing.
-
-    Args:
-        is_processed: the user's word for vLLM's --logprobs-mode processed_logprobs, or its like.
-    """
-    if api == "sglang":
-        return not sampling.has_cuts
-    return sampling == Sampling() or api == "recjax" or is_processed
+def _llamacpp_choices(reply: dict[str, Any]) -> dict[str, Any]:
+    # Tokens that end within a character have no log-prob; such a completion is unusable.
+    values = [token.get("logprob") for token in reply.get("completion_probabilities") or ()]
+    reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
+    return {"choices": [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]}
 
 
 def weight_labels(choice: dict[str, Any], count: int) -> list[str | None] | None:
@@ -165,37 +152,123 @@ class Push(NamedTuple):
     before: path that stops the server's work; None: the server needs none.
     steps: paths and bodies in order; each must be acknowledged.
     after: path that lets the server continue, also after a failure.
+    unload: path that removes the adapter of an earlier push.
     """
 
     before: str | None
     steps: list[tuple[str, dict[str, Any]]]
     after: str | None = None
+    unload: str = "/unload_lora_adapter"
 
 
-def push_requests(api: str, folder: Path, label: str, is_adapter: bool, pauses: bool) -> Push:
-    """The requests that give a server the weights in a folder.
+def disk_push(folder: Path, label: str, is_adapter: bool, pauses: bool) -> Push:
+    """The requests that give SGLang or recjax, which wait for the requests that they run, the weights in a folder.
 
     Args:
         label: name of the weights, which replies then have.
         pauses: True if the server has routes to pause and resume its work.
     """
     if is_adapter:
-        prefix = "/v1" if api == "vllm" else ""
-        return Push(None, [(f"{prefix}/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})])
-    if api != "vllm":  # SGLang and recjax wait for the requests that they run
-        body = {"model_path": str(folder), "weight_version": label}
-        return Push(None, [("/update_weights_from_disk", body)])
-    call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        return Push(None, [("/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})])
+    return Push(None, [("/update_weights_from_disk", {"model_path": str(folder), "weight_version": label})])
+
+
+def _vllm_push(folder: Path, label: str, is_adapter: bool, pauses: bool) -> Push:
+    if is_adapter:
+        steps = [("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})]
+        return Push(None, steps, unload="/v1/unload_lora_adapter")
     steps = [
         # A reply with this label is from weights that were only half there.
         ("/update_weight_version", {"new_version": f"{label}-loading"}),
-        ("/collective_rpc", call),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}),
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/update_weight_version", {"new_version": label}),
     ]
     return Push("/pause?mode=wait", steps, "/resume") if pauses else Push(None, steps)
 
 
-def unload_request(api: str, adapter: str) -> tuple[str, dict[str, Any]]:
-    """The path and body of a request that removes an adapter."""
-    return f"{'/v1' if api == 'vllm' else ''}/unload_lora_adapter", {"lora_name": adapter}
+# --- Dialects by name.
+
+
+class Dialect(NamedTuple):
+    """The API of a server's software. The defaults are OpenAI's API and plain log-probs.
+
+    name: the software's name in its list of models, as `owned_by`.
+    request: path and body of a request for tokens, see `token_request`; its first argument is the name.
+    choices: a reply to such a request with `choices` as in vLLM's replies, see `labeled_choices`.
+    logprobs_fit: True if log-probs without sampling masks belong to the distribution that sampled. Its arguments are
+        the distribution and `rollout.engine.processed_logprobs`.
+    push: requests that give the server new weights, see `disk_push`.
+    weights_route: a route of servers that take whole weights from a folder; None: this software takes none.
+    most_choices: largest number of completions that a request may ask for; None: any.
+    releases: routes that may report the release, each with the key of the release in the reply.
+    push_remedy, logprobs_remedy: advice for weights that are not taken, and for log-probs that do not fit.
+    """
+
+    name: str
+    request: Callable[[str, Draw, str, str | None, bool], tuple[str, dict[str, Any]]] = token_request
+    choices: Callable[[Any], dict[str, Any]] = labeled_choices
+    logprobs_fit: Callable[[Sampling, bool], bool] = lambda sampling, processed: sampling == Sampling() or processed
+    push: Callable[[Path, str, bool, bool], Push] = disk_push
+    weights_route: str | None = None
+    most_choices: int | None = None
+    releases: tuple[tuple[str, str], ...] = ()
+    push_remedy: str = "use another server"
+    logprobs_remedy: str = "set rollout.engine.processed_logprobs if they are right"
+
+
+_SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
+_ALL = [
+    Dialect(
+        "recjax",
+        logprobs_fit=lambda sampling, processed: True,
+        weights_route="/update_weights_from_disk",
+        push_remedy=f"start recjax.serve with --push_root and a key; {_SHARED}",
+    ),
+    Dialect(
+        "vllm",  # reports log-probs of the plain softmax
+        push=_vllm_push,
+        weights_route="/weight_info",
+        releases=(("/version", "version"),),
+        push_remedy="start vLLM with VLLM_SERVER_DEV_MODE=1, or for model.lora with"
+        f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
+        logprobs_remedy="start vLLM with --logprobs-mode processed_logprobs and set"
+        " rollout.engine.processed_logprobs=true; under cuts also --return-sampling-mask, and rollout.top_k above 0",
+    ),
+    Dialect(
+        "sglang",  # divides the logits by the temperature, but cuts nothing
+        _sglang_request,
+        _sglang_choices,
+        lambda sampling, processed: not sampling.has_cuts,
+        weights_route="/update_weights_from_disk",  # sglang-jax calls itself sglang, and has no such route
+        releases=(("/server_info", "version"), ("/get_server_info", "version")),
+        push_remedy="with model.lora, start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules; "
+        + _SHARED,
+        logprobs_remedy="use a version of SGLang that returns sampling masks, or remove rollout.top_k, top_p and min_p",
+    ),
+    Dialect(
+        "llamacpp",
+        _llamacpp_request,
+        _llamacpp_choices,
+        most_choices=1,
+        releases=(("/props", "build_info"),),
+        logprobs_remedy="set rollout.temperature=1, and remove rollout.top_k, top_p and min_p",
+    ),
+]
+DIALECTS = {dialect.name: dialect for dialect in _ALL}
+
+
+def dialect_of(name: str) -> Dialect:
+    """The dialect of a server's software, or the user's own as module:name.
+
+    Raises:
+        ValueError: the module has no such dialect.
+    """
+    if ":" not in name:
+        return DIALECTS.get(name, Dialect(name))
+    dialect = named_agents.named("rollout.engine.dialect", name)
+    if not isinstance(dialect, Dialect):
+        raise ValueError(
+            f"rollout.engine.dialect = {name!r}: must be a recjax.rollout.dialects.Dialect, not {dialect!r:.60}"
+        )
+    return dialect

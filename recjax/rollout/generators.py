@@ -20,6 +20,7 @@ import jax
 
 from recjax import hosts
 from recjax.config import Config, RegimeConfig
+from recjax.models.placement import params_on_host
 
 AT_A_TIME = 2  # batches per generator: one is sampled while the second is graded or waits
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _PLACED_SECONDS = 3  # within which Ray finds room for a generator if there is a
 # Opens a context that yields a function from (number, version, weights, newest) to a batch; newest() returns the latest
 # version and weights that have arrived, or None.
 Sample = Callable[[int, int, dict, Callable[[], tuple[int, dict] | None]], Any]
-OpenGenerator = Callable[..., AbstractContextManager[Sample]]
+OpenGenerator = Callable[[], AbstractContextManager[Sample]]
 
 
 class Assignment(NamedTuple):
@@ -45,10 +46,10 @@ class Assignment(NamedTuple):
 class Generator:
     """The actor in a generator's process: it creates the sampling function once and calls it from two threads."""
 
-    def __init__(self, open_generator: OpenGenerator, arguments: tuple):
-        """Enters the context `open_generator(*arguments)`, which lasts as long as the process."""
+    def __init__(self, open_generator: OpenGenerator):
+        """Enters the context `open_generator()`, which lasts as long as the process."""
         self._context = contextlib.ExitStack()
-        self._sample = self._context.enter_context(open_generator(*arguments))
+        self._sample = self._context.enter_context(open_generator())
         self._newest: tuple[int, dict] | None = None
 
     def sample(self, number: int, version: int, weights: dict) -> Any:
@@ -74,7 +75,7 @@ def require_ray(config: Config) -> None:
 
 
 class Generators:
-    """The generators of an asynchronous run, as a context; it knows the batches of each generator.
+    """The generators of an asynchronous run: a `PolicySampler` that knows the batches of each generator.
 
     A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
     its batches again with the newest weights. So every issued batch arrives exactly once. A generator for which the
@@ -84,14 +85,15 @@ class Generators:
     all other processes receive its results, its errors and the state that decides which batches are issued next.
 
     Attributes:
-        in_flight: batches that were issued and have not arrived: number to version, in order of issue.
+        in_flight: see `PolicySampler`.
         restarts: number of restarts of generators.
-        waited_seconds: time that `receive` has waited since the trainer set it to 0, at the start of a step.
     """
 
-    def __init__(self, regime: RegimeConfig):
-        """Stores the config; `start` starts the processes."""
+    def __init__(self, regime: RegimeConfig, open_generator: OpenGenerator):
+        """Takes the function by which each generator gets its sampling function; that of the first process counts."""
         self._regime = regime
+        self._open_generator = open_generator
+        self._version: int | None = None
         self._actors: list[Any] = []
         self._places: list[Any] = []  # Ray's placement group of each generator, which reserves its CPU and GPU
         self._assigned: dict[Any, Assignment] = {}
@@ -99,7 +101,6 @@ class Generators:
         self._failures = [0] * regime.generators
         self.in_flight: dict[int, int] = {}
         self.restarts = 0
-        self.waited_seconds = 0.0
 
     def __enter__(self) -> "Generators":
         """Connects to `regime.address`; if None, starts Ray on this machine unless this process already has Ray.
@@ -150,11 +151,7 @@ class Generators:
             for group in self._places:
                 self._ray.util.remove_placement_group(group)
 
-    def start(self, open_generator: OpenGenerator, *arguments: Any) -> None:
-        """Starts the processes; each samples with the function that the first process's `open_generator` gives it."""
-        hosts.from_first(lambda: self._start_actors(open_generator, arguments))
-
-    def _start_actors(self, open_generator: OpenGenerator, arguments: tuple) -> None:
+    def _start(self) -> None:
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus > 0 else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
         if self._regime.address is None:
@@ -170,7 +167,7 @@ class Generators:
             "max_concurrency": AT_A_TIME + self._regime.swap_within,  # new weights arrive while batches are sampled
             "runtime_env": {"env_vars": variables},
         }
-        self._arguments = open_generator, self._ray.put(arguments)
+        self._opener = self._ray.put(self._open_generator)
         self._places = [self._ray.util.placement_group([needs]) for _ in range(self._regime.generators)]
         self._actors = [self._new_actor(group) for group in self._places]
         if not all(group.wait(_PLACED_SECONDS) for group in self._places):
@@ -181,7 +178,7 @@ class Generators:
 
         strategy = PlacementGroupSchedulingStrategy(place)
         actor = self._ray.remote(Generator).options(scheduling_strategy=strategy, **self._options)
-        return actor.remote(*self._arguments)
+        return actor.remote(self._opener)
 
     def _placed(self) -> list[int]:
         """The generators for which the cluster has room."""
@@ -201,18 +198,23 @@ class Generators:
             free.get("GPU", 0),
         )
 
-    def publish(self, version: int, weights: dict) -> None:
-        """Sets the first process's weights, held on the host, for batches issued from here on.
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """Copies the weights for the generators, and starts these with their first weights; see `PolicySampler`.
 
         With `regime.swap_within`, batches being sampled also continue with these weights.
         """
+        if version == self._version:
+            return
+        if self._version is None:
+            hosts.from_first(self._start)
         self._version = version
+        copied = params_on_host(weights())
         if hosts.is_first():
-            self._weights = self._ray.put(weights)
+            self._weights = self._ray.put(copied)
             for generator in self._placed() if self._regime.swap_within else ():
                 self._actors[generator].replace_weights.remote(version, self._weights)
 
-    def issue(self, number: int) -> None:
+    def issue(self, number: int, rates: None = None) -> None:
         """Assigns a batch to the generator with the fewest batches of those for which the cluster has room."""
         self.in_flight = {**self.in_flight, number: self._version}
         if not hosts.is_first():
@@ -228,34 +230,27 @@ class Generators:
         """The restarts, as a metric."""
         return {"generators/restarts": self.restarts}
 
-    @property
-    def are_busy(self) -> bool:
-        """True if all generators have as many batches as they may have."""
-        return len(self.in_flight) >= AT_A_TIME * self._regime.generators
-
     def receive(self, wait: bool) -> list[tuple[int, Any]]:
-        """Number and result of every batch that is done.
+        """Number and result of every batch that is done; see `PolicySampler`.
 
-        Args:
-            wait: True to wait for at least one batch if any is in flight.
         Raises:
             RuntimeError: a generator keeps dying, or never answers.
             Exception: any error that the sampling function raised.
         """
 
-        def received() -> tuple[list[tuple[int, Any]], dict[int, int], int, float]:
+        def received() -> tuple[list[tuple[int, Any]], dict[int, int], int]:
             batches = self._collected(wait)
             in_flight = {assignment.number: assignment.version for assignment in self._assigned.values()}
-            return batches, in_flight, self.restarts, self.waited_seconds
+            return batches, in_flight, self.restarts
 
-        batches, self.in_flight, self.restarts, self.waited_seconds = hosts.from_first(received)
+        batches, self.in_flight, self.restarts = hosts.from_first(received)
         return batches
 
     def _collected(self, wait: bool) -> list[tuple[int, Any]]:
-        started = time.monotonic()
         batches = []
+        seconds = self._regime.generator_seconds
         while self._assigned:
-            answer_by = min(self._since[assignment.generator] for assignment in self._assigned.values()) + self._seconds
+            answer_by = min(self._since[assignment.generator] for assignment in self._assigned.values()) + seconds
             timeout = max(answer_by - time.monotonic(), 0.0) if wait and not batches else 0.0
             done, _ = self._ray.wait(list(self._assigned), num_returns=1, timeout=timeout)
             if done:
@@ -263,21 +258,16 @@ class Generators:
             elif time.monotonic() > answer_by:
                 # Every answer has been read, so a generator past its deadline has really not answered.
                 for generator in sorted({assignment.generator for assignment in self._assigned.values()}):
-                    if time.monotonic() - self._since[generator] > self._seconds:
+                    if time.monotonic() - self._since[generator] > seconds:
                         if generator in self._placed():
-                            limit = f"regime.generator_seconds = {self._seconds:g}"
+                            limit = f"regime.generator_seconds = {seconds:g}"
                             self._restart(generator, f"has not answered for {limit}")
                         else:
                             self._log_waiting()
                             self._since[generator] = time.monotonic()
             elif batches or not wait:
                 break
-        self.waited_seconds += time.monotonic() - started if wait else 0.0
         return batches
-
-    @property
-    def _seconds(self) -> float:
-        return self._regime.generator_seconds
 
     def _at(self, generator: int) -> list[int]:
         return [assignment.number for assignment in self._assigned.values() if assignment.generator == generator]

@@ -51,6 +51,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     Attributes:
         server: the connection.
+        dialect: the API of its software.
+        api: the dialect's name: recjax, vllm, sglang or llamacpp, or another name.
         most_choices: largest number of completions that a request may ask for; None: any.
         version: policy version of the weights that the server has acknowledged; None: nothing was pushed.
         left_out, missing: see `sample_groups`.
@@ -74,7 +76,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self._template = config.model.chat_template_kwargs
         self._adapter = None
         self._gives_ids = True
-        self.most_choices = dialects.most_choices(self.api)
+        self.dialect = dialects.dialect_of((config.rollout.engine and config.rollout.engine.dialect) or self.server.api)
+        self.api = self.dialect.name
+        self.most_choices = self.dialect.most_choices
         self._has_unlabeled = False
         self.version = None
         self.left_out = Counter()
@@ -97,11 +101,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
             words = "%s: %d replies were not completions of the policy (%s); after retries %d completions are missing"
             logger.warning(words, self.server.url, self.left_out.total(), counts, self.missing)
         self.server.close()
-
-    @property
-    def api(self) -> str:
-        """The server's software: recjax, vllm, sglang or llamacpp, or another name."""
-        return self.server.api
 
     def sample_groups(self, problems: Sequence[Problem], seed: int, *, name: str, source: str) -> list[Group]:
         """A group for each problem, with `rollout.group_size` completions without grades.
@@ -131,10 +130,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
     @functools.cached_property
     def takes_folders(self) -> bool:
         """True if the server takes whole weights from a folder, and says later which weights it has."""
-        if self.api == "vllm":
-            return self.server.sent("GET", "/weight_info").is_success
-        # sglang-jax calls itself sglang, and has no such route.
-        return self.api in ("recjax", "sglang") and self.server.takes_posts("/update_weights_from_disk")
+        route = self.dialect.weights_route
+        # Some of these routes take only POST requests.
+        return route is not None and self.server.sent("GET", route).status_code in (200, 405)
 
     @functools.cached_property
     def takes_tokens(self) -> bool:
@@ -148,10 +146,6 @@ class RemoteEngine(contextlib.AbstractContextManager):
             )
         return has_route
 
-    @functools.cached_property
-    def _pauses(self) -> bool:
-        return self.server.takes_posts("/pause")
-
     def push(self, folder: Path, version: int, is_adapter: bool) -> None:
         """Gives the server new weights from a folder on a disk that both share; the server must acknowledge them.
 
@@ -163,8 +157,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """
         # No other push has this label. Where replies or the adapter's name carry it, a server that restarted shows.
         label = f"{self._pusher}-{version}"
-        pauses = self.api == "vllm" and not is_adapter and self._pauses
-        push = dialects.push_requests(self.api, folder, label, is_adapter, pauses)
+        push = self.dialect.push(folder, label, is_adapter, self.server.takes_posts("/pause"))
         self.version = None  # whatever happens, nobody may take replies for those of the earlier weights
         try:
             if push.before:
@@ -180,12 +173,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
             self._acknowledged(push.after, {})
         if is_adapter:
             if self._adapter:
-                self.server.sent("POST", *dialects.unload_request(self.api, self._adapter))
+                self.server.sent("POST", push.unload, {"lora_name": self._adapter})
             self._adapter = label
         self.version = version
 
     def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
-        unknown = f"it may have any weights now; {dialects.REMEDIES[self.api]}; then start the run again, which gives"
+        unknown = f"it may have any weights now; {self.dialect.push_remedy}; then start the run again, which gives"
         unknown += " the server its weights"
         try:
             reply = self.server.sent("POST", path, body)
@@ -298,8 +291,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             UnusableError: choices are missing.
             LostWeightsError, ValueError: see `sample_tokens`.
         """
-        has_route = self.api != "sglang" and self.api != "llamacpp" and self.takes_tokens
-        path, body = dialects.token_request(self.api, draw, self.server.model, self._adapter, has_route)
+        path, body = self.dialect.request(self.api, draw, self.server.model, self._adapter, self.takes_tokens)
         reply = self.server.sent("POST", path, body)
         if reply.status_code == 404 and self._adapter:
             raise LostWeightsError(f"{self.server.named}: the server does not have adapter {self._adapter}")
@@ -308,7 +300,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         is_list = reply.is_success and reply.text.lstrip().startswith("[")
         parsed = reply.json() if is_list else self.server.read(reply)
         try:
-            return whole_choices(dialects.reply_with_choices(self.api, parsed), draw.count, self.server.url)
+            return whole_choices(self.dialect.choices(parsed), draw.count, self.server.url)
         except MissingChoicesError as error:
             # A server that gives only some of n completions gives those that end last, which are the longest.
             self.most_choices = 1
@@ -338,8 +330,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if logprobs is None:
             raise UnusableError(f"no log-prob of each of {len(tokens)} tokens")
         if not self._describes_sampling(choice, bool(recorded)):
-            remedy = dialects.OTHER_LOGPROBS.get(self.api, "set rollout.engine.processed_logprobs if they are right")
-            raise UnusableError(f"log-probs of another distribution than the tokens ({remedy})")
+            raise UnusableError(f"log-probs of another distribution than the tokens ({self.dialect.logprobs_remedy})")
         ends = np.flatnonzero(np.isin(tokens, draw.stop_ids))
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
         if not len(ends) and (reason not in _CUT or len(tokens) < draw.limit):
@@ -395,7 +386,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         A server that sends the sets of possible tokens (`sampling_mask`) normalizes over these sets.
         """
         is_recjax = "policy_version" in reply or "token_policy_versions" in reply
-        fits = dialects.logprobs_fit(self.api, self._rollout.sampling(), self._is_processed)
+        fits = self.dialect.logprobs_fit(self._rollout.sampling(), self._is_processed)
         return is_recjax or has_sets or fits
 
     def _in_parallel(self, calls: Iterable[tuple]) -> list[Any]:

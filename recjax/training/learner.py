@@ -95,10 +95,6 @@ class Learner:
             return self.initial
         return in_compute_dtype(self._setup.policy.decoder, state.trained.params, copy=copy)
 
-    def sampler_params(self, state: State) -> dict:
-        """All parameters of the sampler, in the compute dtype."""
-        return combine(self.behavior_params(state), self.frozen)
-
     def current_params(self, state: State) -> dict:
         """All parameters after the latest update: the trained ones in float32, the frozen ones in the compute dtype."""
         return combine(state.trained.params, self.frozen)

@@ -2,9 +2,10 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,10 +13,12 @@ from jaxtyping import Array, Key, UInt32
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
-from recjax.experience.group import Group
+from recjax.experience.group import Grade, Group
+from recjax.experience.queue import ToCome
 from recjax.experience.records import Record, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
+from recjax.models.trainable import combine
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
@@ -27,6 +30,52 @@ from recjax.training.metrics import PhaseSeconds
 
 logger = logging.getLogger(__name__)
 _TOGETHER = 32  # batches whose keys are made at once
+
+SampledBatch = tuple[list[Group], Sequence[Grade] | ToCome]  # groups and their grades, which may still be computed
+
+
+@runtime_checkable
+class PolicySampler(Protocol):
+    """Samples numbered batches for a source; a context for the time of a run.
+
+    Prompts and random keys of a batch follow from its number. A batch begins with the weights of the last
+    `replace_weights` before its `issue`; a sampler may use newer weights for its later tokens, or if it has to sample
+    the batch again. `receive` gives each issued batch once, in any order, and until then it is in flight. A checkpoint
+    holds the numbers of these batches, and a resumed run issues them again.
+
+    All processes of a trainer make the same calls in the same order and receive the same batches.
+
+    Attributes:
+        in_flight: batches that were issued and not received: number to version of the weights, in order of issue.
+        counts: the sampler's own metrics, by name, while it is open.
+    """
+
+    in_flight: Mapping[int, int]
+
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """Sets the weights of batches issued from here on.
+
+        Args:
+            version: their policy version; a sampler that has this version already need not call `weights`.
+            weights: returns the trained parameters in the compute dtype, which the next update may overwrite. Before
+                that, a sampler copies them, or has used them and forgets them.
+        """
+
+    def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
+        """Takes on a batch, and returns without waiting for it.
+
+        Args:
+            rates: see `BatchSampler.batch_prompts`.
+        """
+
+    def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
+        """The number and content of every batch that is done.
+
+        Args:
+            wait: True to wait for at least one batch if any is in flight.
+        Raises:
+            RuntimeError, ValueError: the sampler cannot sample a batch that is in flight.
+        """
 
 
 class BatchSampler(NamedTuple):
@@ -82,32 +131,74 @@ class BatchSampler(NamedTuple):
         sampling = config.rollout.sampling()
         prompts = self.batch_prompts(number, rates)
         names = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
-        with self.phases.phase("sample"):
-            if self.agents:
-                key = batch_key(config.seed, number)
-                self.phases.device.call()
-                sampled = self.agents.sample_groups(
-                    self.policy, params, prompts, key, group_size, sampling, self.grading, **names
-                )
-                self.phases.device.end()
-                return sampled
-            keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
-            longest = config.rollout.max_completion_tokens
-            names["clock"] = self.phases.device
-            groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
-            return groups, submit(groups, prompts, self.grading)
+        if self.agents:
+            key = batch_key(config.seed, number)
+            self.phases.device.call()
+            sampled = self.agents.sample_groups(
+                self.policy, params, prompts, key, group_size, sampling, self.grading, **names
+            )
+            self.phases.device.end()
+            return sampled
+        keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
+        longest = config.rollout.max_completion_tokens
+        names["clock"] = self.phases.device
+        groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
+        return groups, submit(groups, prompts, self.grading)
 
     def records(self, groups: list[Group]) -> list[Record]:
         """The completions of graded groups for a store, without those of agents that failed and got no reward."""
         records = records_of(groups, tokenizer_name(self.policy.tokenizer), datetime.now(UTC))
         if not self.agents:
             return records
-        pairs = [(record, record.completion) for record in records]
         return [
             record
-            for record, completion in pairs
-            if completion.rows and completion.grade and completion.grade.reward is not None
+            for record in records
+            if (completion := record.completion).rows and completion.grade and completion.grade.reward is not None
         ]
+
+
+class LocalSampler(AbstractContextManager):
+    """A `PolicySampler` in this process: it samples in `receive`, after which nothing is in flight."""
+
+    counts: Mapping[str, float] = {}
+
+    def __init__(self, sampler: BatchSampler, frozen: dict, sample: Callable = BatchSampler.sample):
+        """Takes the parameters that are not trained, in the compute dtype.
+
+        Args:
+            sample: a function that samples instead of `BatchSampler.sample`, with its first four arguments and results;
+                with a curriculum also `rates`.
+        """
+        self.sample = sample
+        self._sampler = sampler
+        self._frozen = frozen
+        self._named: dict[int, Mapping] = {}
+        self.in_flight: dict[int, int] = {}
+
+    def __exit__(self, *exception: object) -> None:
+        """A batch ends before `receive` returns, so nothing remains to stop."""
+
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """See `PolicySampler`."""
+        self._version = version
+        self._weights = weights
+
+    def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
+        """See `PolicySampler`."""
+        self.in_flight[number] = self._version
+        self._named[number] = {} if rates is None else {"rates": rates}
+
+    def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
+        """Samples all issued batches; their grades may still be computed."""
+        weights = self._weights
+        self._weights = None  # the update needs the memory of the weights
+        params = combine(weights(), self._frozen) if self.in_flight else {}
+        received = [
+            (number, self.sample(self._sampler, params, version, number, **self._named.pop(number)))
+            for number, version in self.in_flight.items()
+        ]
+        self.in_flight = {}
+        return received
 
 
 def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:

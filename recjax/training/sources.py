@@ -6,13 +6,14 @@ A source gives groups to the queue, round by round. Groups of a store at rest jo
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from recjax.hub.tokenizers import model_folder
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine, merged
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import Grades, submit
+from recjax.rollout.collecting import submit
 from recjax.rollout.generators import AT_A_TIME, Generators
 from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.requests import Weights
@@ -47,7 +48,7 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import older_params
 from recjax.training.prepare import Setup
 from recjax.training.run import Source, State
-from recjax.training.sampling import BatchSampler
+from recjax.training.sampling import BatchSampler, LocalSampler, PolicySampler, SampledBatch
 
 POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits
@@ -140,62 +141,139 @@ def check_source(config: Config) -> None:
         )
 
 
-def source_of(setup: Setup, learner: Learner, sample: Callable | None = None) -> Source:
+def source_of(setup: Setup, learner: Learner, sample: Callable = BatchSampler.sample) -> Source:
     """The source of a run.
 
     Args:
-        sample: see `PolicySource`.
+        sample: see `LocalSampler`.
     """
     config = setup.config
     if config.follows:
         return FollowedSource(setup, learner)
-    if config.regime.mode == "async":
-        generators = EngineBatches(setup.sampler) if config.rollout.engine else Generators(config.regime)
-        return GeneratorSource(setup, learner, generators)
     if not config.samples_training_data:
         return StoreSource(setup, learner)
     if config.rollout.engine:
-        return EngineSource(setup, learner)
-    return PolicySource(setup, learner, sample)
+        return PolicySource(setup, learner, EngineSampler(setup.sampler, learner.frozen))
+    if config.regime.mode == "sync":
+        return PolicySource(setup, learner, LocalSampler(setup.sampler, learner.frozen, sample))
+    data = (config, setup.policy, setup.train, setup.grading.reward, params_on_host(learner.frozen))
+    return PolicySource(setup, learner, Generators(config.regime, functools.partial(open_generator, *data)))
 
 
 # --- The policy samples.
 
 
 class PolicySource(StoreSource):
-    """The policy samples a batch when it is due, in this process."""
+    """The policy samples numbered batches: in this process, in generators or on a server.
+
+    A synchronous run waits for each batch in the round in which it issues it. An asynchronous run trains meanwhile.
+
+    Attributes:
+        sampler: samples the batches.
+    """
 
     _warns = True  # of problems that a curriculum avoids, once
 
-    def __init__(self, setup: Setup, learner: Learner, sample: Callable | None = None):
-        """Takes a function that samples instead of `BatchSampler.sample`, with its first four arguments and results."""
+    def __init__(self, setup: Setup, learner: Learner, sampler: PolicySampler):
+        """Opens no sampler yet."""
         super().__init__(setup, learner)
-        self.sample = sample or BatchSampler.sample
+        self.sampler = sampler
+        self._is_async = setup.config.regime.mode == "async"
+
+    @contextlib.contextmanager
+    def opened(self, state: State) -> Iterator[None]:
+        """Opens the sampler, and issues the batches again that were in flight at the checkpoint.
+
+        Batches that an asynchronous run sampled after the checkpoint leave the record: their weights no longer exist.
+        """
+        in_flight = state.source.get("in_flight", [])
+        with self.sampler:
+            issued = state.queue.counts["batches"] + len(in_flight)
+            record = self._config.record_file
+            if self._is_async and record and hosts.is_first():
+                with Store(record, create=True) as store:
+                    batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
+                    store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
+            if self._is_async:
+                self.sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
+            for number in in_flight:
+                self.sampler.issue(number)
+            del state  # a reference would keep its weights in memory during the whole run
+            yield
+
+    def begin_step(self, state: State) -> None:
+        """Begins to count the seconds for which a step waits."""
+        self._waited_seconds = 0.0
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
-        """Samples the batches due in this round.
-
-        It samples the next round's batch early, during the grading of this one, if both use the same weights.
-        """
-        config = self._config
-        updates = config.training.updates
+        """Issues the batches that are due; returns finished ones, in a synchronous run all that it issued."""
         queue = state.queue
+        sampler = self.sampler
+        if not wait:  # in the second poll of a round the step waits, and nothing has changed since the first one
+            self._warn_of_avoided_problems(queue)
+            sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
+            rates = queue.rates if self._config.task.curriculum else None
+            number = queue.counts["batches"] + len(sampler.in_flight) + 1
+            while self._is_due(state, number, step):
+                sampler.issue(number, rates)
+                number += 1
+        began = time.monotonic()
+        with self._setup.phases.phase("sample"):
+            batches = sampler.receive(wait)
+            while sampler.in_flight and not self._is_async:
+                batches += sampler.receive(wait=True)
+        self._waited_seconds += time.monotonic() - began if wait else 0.0
+        return [
+            Arrival(
+                self._mixed(state, groups, number),
+                grades,
+                number,
+                early=not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round,
+            )
+            for number, (groups, grades) in batches
+        ]
+
+    def _is_due(self, state: State, number: int, step: int) -> bool:
+        """True if a batch should be sampled now."""
+        config = self._config
+        regime = config.regime
+        updates = config.training.updates
         interval = self._setup.settings.sampling_interval
-        arrivals = []
-        self._warn_of_avoided_problems(queue)
-        # Log-probs of the current policy are those of the round; a batch sampled ahead would get them a round early.
-        of_now = config.experience is not None and config.experience.missing_logprobs == "current"
-        batches = schedule.batch_of(config.training.steps, updates)
-        last = queue.round + (
-            not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, config.regime)
-        )
-        for number in range(queue.counts["batches"] + 1, (last - 1) // interval + 2):
-            params = self._learner.sampler_params(state)
-            rates = {"rates": queue.rates} if config.task.curriculum else {}
-            groups, grades = self.sample(self._setup.sampler, params, state.version, number, **rates)
-            groups = self._mixed(state, groups, number)
-            arrivals.append(Arrival(groups, grades, number, early=(number - 1) * interval >= queue.round))
-        return arrivals
+        if not self._is_async:
+            # The next round's batch is sampled during the grading of this one, if both use the same weights. Log-probs
+            # of the current policy are those of the round; a batch sampled ahead would get them a round early.
+            batches = schedule.batch_of(config.training.steps, updates)
+            of_now = config.experience is not None and config.experience.missing_logprobs == "current"
+            is_ahead = not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
+            return (number - 1) * interval < state.queue.round + is_ahead
+        if len(self.sampler.in_flight) >= AT_A_TIME * regime.generators:
+            return False
+        count, _ = config.own_counts
+        ahead = self._versions_ahead(state.queue)
+        # A batch whose turn comes after the last step, or too late for its version, is not sampled.
+        has_turn = step + len(ahead) // count * interval * updates <= config.training.steps
+        has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, regime, updates)
+        due = number, state.queue.round, interval, state.version, step
+        return has_turn and schedule.is_wanted(*due, regime, updates)
+
+    def must_wait(self, queue: Queue, step: int) -> bool:
+        """True if a batch in flight would exceed `regime.max_staleness` at its turn after `step`."""
+        if not self.sampler.in_flight:
+            return False
+        updates = self._config.training.updates
+        count, _ = self._config.own_counts
+        ahead = self._versions_ahead(queue)
+        return not schedule.in_time(ahead, step + updates, count, self._config.regime, updates)
+
+    def _versions_ahead(self, queue: Queue) -> list[int]:
+        """Policy versions of the groups in the queue and in flight."""
+        count, _ = self._config.own_counts
+        coming = [version for version in self.sampler.in_flight.values() for _ in range(count)]
+        return [*queued_versions(queue, self._setup.settings), *coming]
+
+    def state(self) -> dict[str, Any]:
+        """The numbers of the batches in flight."""
+        return {"in_flight": [*self.sampler.in_flight]}
 
     def _warn_of_avoided_problems(self, queue: Queue) -> None:
         """Logs the problems whose completions got no reward, once; the curriculum rarely draws them again."""
@@ -215,28 +293,41 @@ class PolicySource(StoreSource):
         )
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """The curriculum's problems with a recent pass rate, and the mean of these rates."""
+        """The sampler's metrics; the curriculum's pass rates; of asynchronous runs, waits and the tokens' staleness."""
         rates = [rate for rate in queue.rates.values() if rate is not None]
-        return {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
+        mean = {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
+        if not self._is_async:
+            return {**mean, **self.sampler.counts}
+        of_tokens = token_staleness(groups, step)
+        return {
+            "generators/waited_seconds": self._waited_seconds,
+            "generators/in_flight": len(self.sampler.in_flight),
+            **self.sampler.counts,
+            **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
+        }
 
 
-# --- Another engine samples for the policy.
+class EngineSampler(contextlib.AbstractContextManager):
+    """A `PolicySampler` on a server, which samples one batch after another and gets new weights before a batch.
 
-
-class EngineSampler:
-    """Samples batches on a server, which gets new weights before a batch; a context.
+    All tokens of a completion are from one version, as the server gets weights only between two batches.
 
     Attributes:
         engine: the connection to the server.
         takes_weights: True if the server gets the weights of each batch.
-        counts: the pushes, the seconds of the last one, and the server's unusable replies, as metrics.
+        in_flight, counts: see `PolicySampler`.
     """
 
-    def __init__(self, sampler: BatchSampler):
-        """Connects to no server yet."""
+    def __init__(self, sampler: BatchSampler, frozen: dict):
+        """Takes the parameters that are not trained; connects to no server yet."""
         self._sampler = sampler
+        self._frozen = frozen
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._issued: dict[int, Future] = {}
+        self._version: int | None = None
         self._pushes = 0
         self._push_seconds = 0.0
+        self.in_flight: dict[int, int] = {}
 
     def __enter__(self) -> "EngineSampler":
         """Connects to the server. Its first batch gets the weights again, also after a resume.
@@ -259,8 +350,10 @@ class EngineSampler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Waits for replies to current requests."""
+        """Waits for replies to current requests, and samples no more batches."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.engine.__exit__(*exception)
+        self._thread.shutdown()
 
     @property
     def counts(self) -> dict[str, float]:
@@ -270,6 +363,30 @@ class EngineSampler:
             "engine/push_seconds": self._push_seconds,
             "engine/unusable": self.engine.left_out.total(),
         }
+
+    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+        """Copies the weights to the host; see `PolicySampler`."""
+        if version != self._version:
+            self._version = version
+            self._params = params_on_host(combine(weights(), self._frozen)) if self.takes_weights else {}
+
+    def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
+        """See `PolicySampler`."""
+        self._issued[number] = self._thread.submit(self._batch, number, self._version, self._params, rates)
+        self.in_flight[number] = self._version
+
+    def _batch(self, number: int, version: int, params: dict, rates: Mapping[str, float | None] | None) -> SampledBatch:
+        prompts = self._sampler.batch_prompts(number, rates)
+        groups = self.sample(prompts, params, version, number)
+        return groups, submit(groups, prompts, self._sampler.grading)
+
+    def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
+        """See `PolicySampler`."""
+        if wait:
+            concurrent.futures.wait(self._issued.values(), return_when=FIRST_COMPLETED)
+        done = [number for number, batch in self._issued.items() if batch.done()]
+        self.in_flight = {number: version for number, version in self.in_flight.items() if number not in done}
+        return [(number, self._issued.pop(number).result()) for number in done]
 
     def sample(self, prompts: Prompts, params: dict, version: int, number: int) -> list[Group]:
         """The groups of a batch, without grades; see `BatchSampler.sample`.
@@ -286,8 +403,9 @@ class EngineSampler:
             try:
                 if self.takes_weights and engine.version != version:
                     self.push(params, version)
-                names = {"name": f"{number:06d}", "source": "policy", "version": version}
-                return engine.sample_tokens(prompts, group_size, seed, **names)
+                return engine.sample_tokens(
+                    prompts, group_size, seed, name=f"{number:06d}", source="policy", version=version
+                )
             except LostWeightsError as error:
                 if not tries:
                     raise ValueError(
@@ -338,195 +456,7 @@ class EngineSampler:
                 shutil.rmtree(older, ignore_errors=True)
 
 
-class EngineSource(PolicySource):
-    """A server samples a batch when it is due."""
-
-    def __init__(self, setup: Setup, learner: Learner):
-        """Connects to no server yet."""
-        super().__init__(setup, learner, self._sampled)
-
-    @contextlib.contextmanager
-    def opened(self, state: State) -> Iterator[None]:
-        """Connects to the server."""
-        with EngineSampler(self._setup.sampler) as self._engine:
-            yield
-
-    def _sampled(
-        self,
-        sampler: BatchSampler,
-        params: dict,
-        version: int,
-        number: int,
-        rates: Mapping[str, float | None] | None = None,
-    ) -> tuple[list[Group], Grades]:
-        prompts = sampler.batch_prompts(number, rates)
-        with sampler.phases.phase("sample"):
-            groups = self._engine.sample(prompts, params, version, number)
-            return groups, submit(groups, prompts, sampler.grading)
-
-    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """The metrics of `PolicySource` and of the server."""
-        return super().metrics(queue, groups, step) | self._engine.counts
-
-
-class EngineBatches(EngineSampler):
-    """Batches that a server samples one after another while the trainer trains, like `Generators`; a context.
-
-    The server gets the weights of a batch after the previous batch, so all tokens of a completion are from one version.
-
-    Attributes:
-        in_flight, waited_seconds: see `Generators`.
-    """
-
-    def __init__(self, sampler: BatchSampler):
-        """Connects to no server yet."""
-        super().__init__(sampler)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._futures = {}
-        self.in_flight = {}
-        self.waited_seconds = 0.0
-
-    def __exit__(self, *exception: object) -> None:
-        """Waits for replies to current requests, and samples no more batches."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        super().__exit__(*exception)
-        self._thread.shutdown()
-
-    def publish(self, version: int, params: dict) -> None:
-        """Sets the weights, held on the host, for batches issued from here on."""
-        self._newest = version, params
-
-    def issue(self, number: int) -> None:
-        """Samples a batch after all batches that were issued before."""
-        prompts = self._sampler.batch_prompts(number)
-        version, params = self._newest
-        self.in_flight = {**self.in_flight, number: version}
-        self._futures[number] = prompts, self._thread.submit(self.sample, prompts, params, version, number)
-
-    @property
-    def are_busy(self) -> bool:
-        """True if a batch waits for another batch."""
-        return len(self.in_flight) >= AT_A_TIME
-
-    def receive(self, wait: bool) -> list[tuple[int, tuple[list[Group], Grades]]]:
-        """Number, groups and pending grades of every batch that is done; see `Generators.receive`."""
-        began = time.monotonic()
-        futures = self._futures
-        if wait:
-            concurrent.futures.wait([future for _, future in futures.values()], return_when=FIRST_COMPLETED)
-            self.waited_seconds += time.monotonic() - began
-        done = [number for number, (_, future) in futures.items() if future.done()]
-        received = []
-        for number in done:
-            prompts, future = futures.pop(number)
-            groups = future.result()
-            received.append((number, (groups, submit(groups, prompts, self._sampler.grading))))
-        self.in_flight = {number: version for number, version in self.in_flight.items() if number not in done}
-        return received
-
-
-# --- Generators sample numbered batches, which arrive in any order.
-
 Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
-
-
-class GeneratorSource(StoreSource):
-    """Other processes or a server sample, at the same time as the updates.
-
-    Attributes:
-        generators: the processes, or the server.
-    """
-
-    def __init__(self, setup: Setup, learner: Learner, generators: Generators | EngineBatches):
-        """Starts no process."""
-        super().__init__(setup, learner)
-        self.generators = generators
-        self._published = None
-
-    @contextlib.contextmanager
-    def opened(self, state: State) -> Iterator[None]:
-        """Starts the generators on the batches that were in flight at the checkpoint.
-
-        Batches sampled after the checkpoint leave the record and are sampled again, as their weights no longer exist.
-        """
-        in_flight = state.source.get("in_flight", [])
-        with self.generators as generators:
-            if isinstance(generators, Generators):
-                setup = self._setup
-                frozen = params_on_host(self._learner.frozen)
-                generators.start(open_generator, setup.config, setup.policy, setup.train, setup.grading.reward, frozen)
-            self.begin_step(state)
-            issued = state.queue.counts["batches"] + len(in_flight)
-            record = self._config.record_file
-            if record and hosts.is_first():
-                with Store(record, create=True) as store:
-                    batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
-                    store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
-            for number in in_flight:
-                generators.issue(number)
-            del state  # a reference would keep its weights in memory during the whole run
-            yield
-
-    def begin_step(self, state: State) -> None:
-        """Gives new weights to the generators."""
-        self.generators.waited_seconds = 0.0
-        if state.version != self._published:
-            self._published = state.version
-            # Processes have the frozen parameters since their start; a server gets all of them with each push.
-            has_frozen = isinstance(self.generators, Generators)
-            params = self._learner.behavior_params(state) if has_frozen else self._learner.sampler_params(state)
-            self.generators.publish(state.version, params_on_host(params))
-
-    def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
-        """Issues batches that the run could train on in time, up to the last step; returns finished batches."""
-        config = self._config
-        count, _ = config.own_counts
-        queue = state.queue
-        generators = self.generators
-        every = self._setup.settings.sampling_interval
-        updates = config.training.updates
-        # In the first poll of a round only: in the second one the step waits, and nothing has changed since.
-        while not wait and not generators.are_busy:
-            number = queue.counts["batches"] + len(generators.in_flight) + 1
-            ahead = self._versions_ahead(queue)
-            # A batch whose turn comes after the last step, or too late for its version, is not sampled.
-            has_turn = step + len(ahead) // count * every * updates <= config.training.steps
-            has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime, updates)
-            due = number, queue.round, every, state.version, step
-            if not (has_turn and schedule.is_wanted(*due, config.regime, updates)):
-                break
-            generators.issue(number)
-        with self._setup.phases.phase("sample"):
-            done = generators.receive(wait)
-        return [Arrival(self._mixed(state, groups, number), grades, number) for number, (groups, grades) in done]
-
-    def must_wait(self, queue: Queue, step: int) -> bool:
-        """True if a batch that generators sample would exceed `regime.max_staleness` at its turn after `step`."""
-        ahead = self._versions_ahead(queue)
-        updates = self._config.training.updates
-        count, _ = self._config.own_counts
-        in_flight = self.generators.in_flight
-        return bool(in_flight) and not schedule.in_time(ahead, step + updates, count, self._config.regime, updates)
-
-    def _versions_ahead(self, queue: Queue) -> list[int]:
-        """Policy versions of the groups in the queue and of the groups that generators sample."""
-        count, _ = self._config.own_counts
-        coming = [version for version in self.generators.in_flight.values() for _ in range(count)]
-        return [*queued_versions(queue, self._setup.settings), *coming]
-
-    def state(self) -> dict[str, Any]:
-        """The numbers of the batches that the generators sample."""
-        return {"in_flight": [*self.generators.in_flight]}
-
-    def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """The generators' work, and the staleness of the step's tokens."""
-        of_tokens = token_staleness(groups, step)
-        return {
-            "generators/waited_seconds": self.generators.waited_seconds,
-            "generators/in_flight": len(self.generators.in_flight),
-            **self.generators.counts,
-            **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
-        }
 
 
 @contextlib.contextmanager

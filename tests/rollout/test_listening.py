@@ -1,5 +1,6 @@
 """What an asynchronous run listens on: nothing that another machine can reach, or another user without a token."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -50,7 +51,7 @@ def test_ray_listens_on_loopback_alone():
         pytest.skip("Ray was imported by another test, and reads what it listens on when it is imported")
     pytest.importorskip("recjax.rollout.generators")
     before = listening()
-    with Generators(RegimeConfig(mode="async", max_staleness=1, generators=1)):
+    with Generators(RegimeConfig(mode="async", max_staleness=1, generators=1), contextlib.nullcontext):
         opened = listening() - before
         assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) >= 32
     assert opened, "Ray's own processes talk to one another"

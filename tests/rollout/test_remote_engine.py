@@ -137,7 +137,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
 
     names = {"name": "1", "source": "policy", "version": 5}
     with fake(answer) as url, engine_of(url, config, policy) as engine:
-        engine.server.api = "recjax"
+        engine.dialect = dialects.DIALECTS["recjax"]
         engine.push(Path("/somewhere"), 5, False)
         assert engine.version == 5 and len(engine.sample_tokens(prompts_of(config, policy), 2, 0, **names)) > 0
         tags.append("another-5")
@@ -411,9 +411,9 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
         batches = BatchSampler(config, policy_of(config), None, None, None)
         with pytest.raises(ValueError, match=f"{api} cannot take whole weights over HTTP.*{remedy}"):
-            EngineSampler(batches).__enter__()
+            EngineSampler(batches, {}).__enter__()
         offline = config.model_copy(update={"regime": RegimeConfig(offline=True)})
-        with EngineSampler(batches._replace(config=offline)) as sampler:
+        with EngineSampler(batches._replace(config=offline), {}) as sampler:
             assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 

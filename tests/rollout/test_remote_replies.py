@@ -254,6 +254,41 @@ def test_keys_of_the_sampling_distribution_are_all_sent():
     """A new field of `Sampling` that a request leaves out would be filled in by the server."""
     draw = dialects.Draw([1], 2, 0, 3, [0], Sampling(0.7, 5, 0.9, 0.1))
     for api in ("recjax", "vllm", "sglang", "llamacpp", ""):
-        _, body = dialects.token_request(api, draw, "model", None, False)
+        _, body = dialects.dialect_of(api).request(api, draw, "model", None, False)
         values = body["sampling_params"][0] if api == "sglang" else body
         assert values.items() >= draw.sampling._asdict().items() and values.items() >= dialects.PENALTIES.items()
+
+
+SGLANG = dialects.DIALECTS["sglang"]
+MINE = SGLANG._replace(name="mine", request=lambda *draw: ("/mine", SGLANG.request(*draw)[1]))
+CHOSEN = {None: None, "sglang": "/generate", f"{__name__}:MINE": "/mine"}
+
+
+@pytest.mark.parametrize("dialect", CHOSEN)
+def test_a_server_that_names_no_software_is_asked_in_the_chosen_dialect(config, dialect):
+    policy = policy_of(config)
+    reply = [sglang_reply(choice_of(policy)["token_ids"], RIGHT)] * 2
+    calls = []
+
+    def answer(path, body):
+        calls.append(path)
+        return (200, reply) if path == CHOSEN[dialect] else (404, {"detail": "Not Found"})
+
+    config = sampled_with(config, engine={"dialect": dialect})
+    with fake(answer) as url, engine_of(url, config, policy) as engine:
+        if dialect is None:
+            with pytest.raises(ValueError, match="status 404"):
+                engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
+            assert "/v1/completions" in calls
+        else:
+            groups = engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
+            assert [len(group.completions) for group in groups] == [2, 2]
+            assert engine.api == dialect.rpartition(":")[2].lower() and engine.dialect.push is dialects.disk_push
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("no_such:DIALECT", "no_such"), (f"{__name__}:NAMES", "must be a .*Dialect")]
+)
+def test_a_dialect_that_is_none_is_refused(name, problem):
+    with pytest.raises(ValueError, match=f"rollout.engine.dialect = .*{problem}"):
+        dialects.dialect_of(name)

@@ -15,7 +15,8 @@ from recjax.training.log import queue_metrics
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.prepare import Setup
 from recjax.training.run import Run, Source, State, Update
-from recjax.training.sources import GeneratorSource, PolicySource
+from recjax.training.sampling import LocalSampler
+from recjax.training.sources import PolicySource
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 
@@ -73,7 +74,7 @@ def simulated(config: Config, generators=None) -> Iterator[tuple[int, list[Group
         return batch_of(number, version, chance)
 
     def source_of(setup, learner):
-        return GeneratorSource(setup, learner, generators) if generators else PolicySource(setup, learner, sample)
+        return PolicySource(setup, learner, generators or LocalSampler(setup.sampler, learner.frozen, sample))
 
     setup, run, state = started(config, source_of)
     for step in range(1, config.training.steps + 1, config.training.updates):

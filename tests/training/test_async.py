@@ -1,6 +1,7 @@
 """Asynchronous runs: nothing too stale, nothing lost and nothing double, whoever dies or hangs."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -69,9 +70,10 @@ def quick(folder):
 @pytest.fixture
 def two(ray, tmp_path):
     """Two generators at work, and the folder that they look into."""
-    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2)) as apart:
-        apart.start(quick, tmp_path)
-        apart.publish(0, {"w": np.ones(3)})
+    with Generators(
+        RegimeConfig(mode="async", max_staleness=9, generators=2), functools.partial(quick, tmp_path)
+    ) as apart:
+        apart.replace_weights(0, functools.partial(dict, w=np.ones(3)))
         yield apart, tmp_path
 
 
@@ -91,13 +93,13 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
     numbers = itertools.count(1)
     for _ in range(4):
         apart.issue(next(numbers))
-    assert apart.are_busy and list(apart.in_flight) == [1, 2, 3, 4]
+    assert list(apart.in_flight) == [1, 2, 3, 4]
     first = collected(apart, 4)
     assert {(version, total) for version, total, _ in first.values()} == {(0, 3.0)} and apart.receive(False) == []
     pids = {pid for *_, pid in first.values()}
     assert len(pids) == 2
     for version, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
-        apart.publish(version, {"w": np.full(3, version)})
+        apart.replace_weights(version, functools.partial(dict, w=np.full(3, version)))
         mine = [next(numbers) for _ in range(4)]
         for number in mine[:2]:
             (folder / f"slow{number}").touch()
@@ -105,7 +107,7 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
             apart.issue(number)
         while not all((folder / f"at{number}").exists() for number in mine[:2]):
             time.sleep(0.02)
-        apart.publish(version + 10, {"w": np.full(3, version + 10)})
+        apart.replace_weights(version + 10, functools.partial(dict, w=np.full(3, version + 10)))
         victim = min(pids)
         os.kill(victim, how)
         for number in mine[:2]:
@@ -127,14 +129,15 @@ def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_t
     numbers = range(1, 5)
     for number in numbers:
         (tmp_path / f"swap{number}").touch()
-    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2, swap_within=True)) as apart:
-        apart.start(quick, tmp_path)
-        apart.publish(0, {"w": np.zeros(3)})
+    with Generators(
+        RegimeConfig(mode="async", max_staleness=9, generators=2, swap_within=True), functools.partial(quick, tmp_path)
+    ) as apart:
+        apart.replace_weights(0, functools.partial(dict, w=np.zeros(3)))
         for number in numbers:
             apart.issue(number)
         while not all((tmp_path / f"at{number}").exists() for number in numbers):
             time.sleep(0.02)
-        apart.publish(4, {"w": np.full(3, 4)})
+        apart.replace_weights(4, functools.partial(dict, w=np.full(3, 4)))
         found = collected(apart, len(numbers))
         assert {(version, total) for version, total, _ in found.values()} == {(4, 12.0)}
         (tmp_path / "wrong5").touch()
@@ -149,11 +152,12 @@ def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_
     monkeypatch.setattr(generators.logger, "warning", lambda text, *values: said.append(text % values))
     taken = [ray.util.placement_group([{"CPU": 1}]) for _ in range(2)]
     assert all(place.wait(30) for place in taken)
-    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2)) as apart:
-        apart.start(quick, tmp_path)
+    with Generators(
+        RegimeConfig(mode="async", max_staleness=9, generators=2), functools.partial(quick, tmp_path)
+    ) as apart:
+        apart.replace_weights(0, functools.partial(dict, w=np.ones(3)))
         (line,) = said
         assert "room for 0 of 2 generators" in line and "a CPU and 0 GPUs each; it has 0 CPUs" in line
-        apart.publish(0, {"w": np.ones(3)})
         for number in (1, 2):
             apart.issue(number)
         apart._since = [began - 1000 for began in apart._since]
@@ -164,7 +168,7 @@ def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_
         assert len({pid for *_, pid in collected(apart, 2).values()}) == 1
         for number in range(3, 7):
             apart.issue(number)
-        assert apart.are_busy and len({pid for *_, pid in collected(apart, 4).values()}) == 1
+        assert len({pid for *_, pid in collected(apart, 4).values()}) == 1
         ray.util.remove_placement_group(taken.pop())
         assert all(place.wait(30) for place in apart._places)
         for number in range(7, 11):
@@ -184,9 +188,8 @@ def dies(folder):
 
 def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(generators, "RESTARTS", 1)
-    with Generators(RegimeConfig(mode="async", max_staleness=0)) as apart:
-        apart.start(dies, tmp_path)
-        apart.publish(0, {})
+    with Generators(RegimeConfig(mode="async", max_staleness=0), functools.partial(dies, tmp_path)) as apart:
+        apart.replace_weights(0, dict)
         apart.issue(7)
         with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row, at batch 7"):
             apart.receive(wait=True)
@@ -236,7 +239,7 @@ next_groups, pad, steps = loop.next_groups, loop.pad, []
 def numbered(run, state, step):
     steps.append(step)
     if len(steps) == 3:
-        ray.kill(run.source.generators._actors[0], no_restart=True)
+        ray.kill(run.source.sampler._actors[0], no_restart=True)
     return next_groups(run, state, step)
 
 def watched(groups, *arguments, **named):

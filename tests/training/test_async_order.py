@@ -1,5 +1,6 @@
 """Asynchronous runs without their processes: what is drawn and trained on when, and what is refused."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -18,7 +19,7 @@ from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training import loop
 from recjax.training.prepare import prepare
-from recjax.training.sources import GeneratorSource, open_generator
+from recjax.training.sources import PolicySource, open_generator
 from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import campaign_except, slow_except
@@ -37,7 +38,7 @@ class InAnyOrder(Generators):
     """Without processes: batches of groups without tokens, which arrive in an order of its own."""
 
     def __init__(self, regime, seed):
-        super().__init__(regime)
+        super().__init__(regime, contextlib.nullcontext)
         self._random, self.version, self.issued = random.Random(seed), 0, []
 
     def __enter__(self):
@@ -46,14 +47,12 @@ class InAnyOrder(Generators):
     def __exit__(self, *exception):
         pass
 
-    def start(self, sampler, *arguments):
-        pass
+    def replace_weights(self, version, weights):
+        self.version, self.weights = version, weights()
 
-    def publish(self, version, weights):
-        self.version = version
-
-    def issue(self, number):
+    def issue(self, number, rates=None):
         self.in_flight[number] = self.version
+        assert len(self.in_flight) <= generators.AT_A_TIME * self._regime.generators
         self.issued.append(number)
 
     def receive(self, wait):
@@ -120,7 +119,7 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, opt
 def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
     config = tiny("run", *ASYNC, "regime.generators=2", "training.steps=25")
     uses = Counter()
-    setup, run, state = started(config, lambda *parts: GeneratorSource(*parts, InAnyOrder(config.regime, 0)))
+    setup, run, state = started(config, lambda *parts: PolicySource(*parts, InAnyOrder(config.regime, 0)))
     for step in range(1, 26):
         state = loop.next_groups(run, state, step)
         uses.update(group.id for group in state.groups)
@@ -128,8 +127,8 @@ def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
         if step == stop:
             state = state._replace(source=json.loads(json.dumps(run.source.state())))
             assert state.source["in_flight"]
-            run = run._replace(source=GeneratorSource(setup, run.learner, InAnyOrder(config.regime, 1)))
-            before = run.source.generators.issued
+            run = run._replace(source=PolicySource(setup, run.learner, InAnyOrder(config.regime, 1)))
+            before = run.source.sampler.issued
             with run.source.opened(state):
                 assert before == state.source["in_flight"]
     assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
@@ -142,12 +141,9 @@ class InOrder(InAnyOrder):
         super().__init__(sampler.config.regime, 0)
         self._sampler, self._sampled = sampler, {}
 
-    def publish(self, version, weights):
-        self.version, self._weights = version, weights
-
-    def issue(self, number):
+    def issue(self, number, rates=None):
         super().issue(number)
-        self._sampled[number] = prepared_batch(self._sampler, self._weights, self.version, number)
+        self._sampled[number] = prepared_batch(self._sampler, self.weights, self.version, number)
 
     def receive(self, wait):
         number = min(self.in_flight, default=None) if wait else None
@@ -169,7 +165,7 @@ def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tin
     def rows(name, learner):
         feed = {
             "learner": learner,
-            "sources": lambda setup, learner: GeneratorSource(setup, learner, InOrder(setup.sampler)),
+            "sources": lambda setup, learner: PolicySource(setup, learner, InOrder(setup.sampler)),
         }
         return without_times(train(tiny(name, *options), **feed))
 
@@ -284,4 +280,6 @@ def test_an_address_where_nobody_answers_is_refused(monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="regime.address = 'localhost:1': no Ray cluster answers there"):
-        Generators(RegimeConfig(mode="async", max_staleness=0, address="localhost:1")).__enter__()
+        Generators(
+            RegimeConfig(mode="async", max_staleness=0, address="localhost:1"), contextlib.nullcontext
+        ).__enter__()

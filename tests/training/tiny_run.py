@@ -77,5 +77,6 @@ def train_until_killed(config, at: int = 5) -> None:
 
 def without_times(rows: list[dict]) -> list[dict]:
     """Rows without what the clock wrote."""
-    times = ("wall_seconds", "tokens_per_second", "device_idle_seconds", "follow/waited_seconds")
+    times = ("wall_seconds", "tokens_per_second", "device_idle_seconds", "generators/waited_seconds")
+    times += ("follow/waited_seconds",)
     return [{name: row[name] for name in row if name not in times} for row in rows]
