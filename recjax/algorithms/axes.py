@@ -122,6 +122,7 @@ ADDED_TERMS = {
     "entropy": regularizers.entropy_bonus,
     "distillation": advantages.teacher_advantages,
     "teacher_divergence": regularizers.teacher_divergence,
+    "score_centering": regularizers.score_centering,
     "observations": regularizers.observation_cross_entropy,
 }
 _OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and name not in RESCORED]

@@ -384,6 +384,15 @@ FIELD = {
         " the KL's gradient keeps its value, where the code starts to push away from μ. Only the cap:"
         " advantage={name: group_mean}, regularizer={name: none}",
     ),
+    "score_centering": Preset(
+        "Score centering",
+        "2609.20807",
+        "A·(∇log π of the token − its mean under μ)",
+        {"score_centering": {"coefficient": 1.0}},
+        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with a"
+        " capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
+        " rollout.recorded_top_k=128, as in the paper",
+    ),
     # --- Anchors.
     "tis": Preset(
         "TIS",
@@ -480,6 +489,7 @@ SOURCES = {
     "sapo": "TRL, loss `sapo`; verl `compute_policy_loss_sapo`",
     "luffy": "a summary of the authors' code",
     "p3o": "FeynRL-project/FeynRL `algs/P3O/p3o.py`, by the authors",
+    "score_centering": "a summary of the paper and of prime-rl's `IPOLossConfig.score_centering`",
     "tis": "TRL, vllm_importance_sampling_mode `token_truncate`",
     "decoupled_ppo": "AReaL `ppo_actor_loss_fn`",
     "a3po": "AReaL `trainer/ppo/actor.py`",

@@ -15,6 +15,8 @@ from recjax.algorithms.options import Scalar, require
 
 # e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
+# Probability of the tokens outside a set that has all; the rounding of a sum of probabilities in float32 is below it.
+LEAST_REST = 1e-6
 
 
 def log_difference(
@@ -59,6 +61,18 @@ def effective_share(log_weights: Float[Array, "..."], mask: Bool[Array, "..."]) 
     log_size = 2 * jax.nn.logsumexp(log_weights, where=mask) - jax.nn.logsumexp(2 * log_weights, where=mask)
     count = jnp.sum(mask)
     return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
+
+
+def with_rest(top_logprobs: Float[Array, "*tokens count"]) -> Float[Array, "*tokens count_and_rest"]:
+    """Adds the log-prob of all other tokens together, at least log LEAST_REST; a NaN counts as probability 0.
+
+    Examples:
+        >>> print(jnp.exp(with_rest(jnp.log(jnp.array([0.5, 0.25])))))
+        [0.5  0.25 0.25]
+    """
+    logprobs = jnp.where(jnp.isnan(top_logprobs), -jnp.inf, top_logprobs)
+    rest = 1 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, LEAST_REST))], axis=-1)
 
 
 def sequence_sum(

@@ -18,7 +18,7 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import Sampling, TokenRecord
 from recjax.passwords import has_password
 
 _ASYNC = "regime.mode = async"
@@ -92,6 +92,13 @@ class RolloutConfig(ConfigBlock):
         " vocabulary; 0: none",
         ge=0,
     )
+    recorded_top_k: Int = key(
+        0,
+        "Most likely tokens to record with their log-probs for each token, at 8 bytes each, for"
+        " algorithm.score_centering; 0: none",
+        ge=0,
+        le=4096,
+    )
     record_routing: bool = key(True, "Record the experts of each sampled token; the update runs them again")
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
@@ -100,6 +107,10 @@ class RolloutConfig(ConfigBlock):
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def recording(self) -> TokenRecord:
+        """The arrays that a sampler records of the distribution of each token."""
+        return TokenRecord(self.kept_ids, self.recorded_top_k)
 
 
 class MixConfig(ConfigBlock):

@@ -54,7 +54,7 @@ def sample_groups(
         newer: returns weights that have arrived between rounds of tokens, see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
+    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "recording": policy.recording}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]

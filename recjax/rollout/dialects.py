@@ -23,6 +23,11 @@ OTHER_LOGPROBS = {
     "sglang": "use a version of SGLang that returns sampling masks, or remove rollout.top_k, top_p and min_p",
     "llamacpp": "set rollout.temperature=1, and remove rollout.top_k, top_p and min_p",
 }
+# Ways to get the log-probs of the most likely tokens.
+TOP_LOGPROBS_FROM = {
+    "recjax": "start recjax.serve with the same rollout.recorded_top_k",
+    "vllm": "start vLLM with --max-logprobs above rollout.recorded_top_k",
+}
 # Routes that may report a server's release, and the key of the release in their replies.
 RELEASES = {
     "vllm": [("/version", "version")],
@@ -41,6 +46,7 @@ class Draw(NamedTuple):
     limit: most tokens of a completion, end token included.
     stop_ids: token ids that end a completion.
     sampling: the distribution.
+    top_k: number of most likely tokens whose log-probs the reply should have for each token.
     """
 
     prefix: list[int]
@@ -49,6 +55,7 @@ class Draw(NamedTuple):
     limit: int
     stop_ids: list[int]
     sampling: Sampling
+    top_k: int = 0
 
 
 def most_choices(api: str) -> int | None:
@@ -91,6 +98,10 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
         return "/completion", values | more
     values |= {"n": draw.count, "seed": draw.seed, "max_tokens": draw.limit, "logprobs": 0}
     named = {"model": adapter or model}
+    if draw.top_k and api == "vllm":
+        # One more, as vLLM's list begins with the sampled token: which tokens are recorded must not depend on it.
+        values |= {"logprobs": draw.top_k + 1}
+        named |= {} if has_route else {"return_tokens_as_token_ids": True}
     if has_route:
         return GENERATE, named | {"token_ids": draw.prefix, "sampling_params": values}
     return "completions", named | values | {"prompt": draw.prefix, "return_token_ids": True}
@@ -109,6 +120,26 @@ def reply_with_choices(api: str, reply: Any) -> dict[str, Any]:
     label = reply.get("weight_version")
     choices = [choice for choice in reply.get("choices") or () if isinstance(choice, dict)]
     return {**reply, "choices": [{"weight_version": label, **choice} for choice in choices]}
+
+
+def top_pairs(choice: dict[str, Any]) -> list[list[tuple[int, float]]] | None:
+    """The most likely tokens of each token in a choice, as pairs of id and log-prob; None unless all tokens have some.
+
+    recjax has a list of its own, vLLM's route for tokens has objects with ids, and its other routes have texts
+    "token_id:5".
+    """
+    if pairs := choice.get("token_top_logprobs"):
+        return pairs
+    reported = choice.get("logprobs") or {}
+    try:
+        if (content := reported.get("content")) is not None:
+            return [[(top["token_id"], top["logprob"]) for top in token["top_logprobs"]] for token in content]
+        return [
+            [(int(text.removeprefix("token_id:")), logprob) for text, logprob in of_token.items()]
+            for of_token in reported["top_logprobs"]
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:

@@ -482,6 +482,18 @@ def echo(b, p, coefficient):
     return grpo(b, p) + coefficient * observed
 
 
+def score_centering(b, p, weight=lambda ratio: 1.0):
+    """A [w log π(y) − Σ_{v∈H} (μ_v f(π_v/μ_v) − α f(1/α) π_v) log π(v)]; H: the last two of the three tokens."""
+    policy, _ = distributions(b, b.policy)
+    moved, behavior = distributions(b._replace(reference=b.behavior), p)
+    alpha = (1 - behavior[..., 1:].sum(-1)) / (1 - policy[..., 1:].sum(-1))
+    center = 0.0
+    for v in (1, 2):
+        own = behavior[..., v] * weight(policy[..., v] / behavior[..., v])
+        center = center + (own - alpha * weight(1 / alpha) * policy[..., v]) * np.log(moved[..., v])
+    return token_mean(b, centered(b) * (weight(rho(b)) * p - center))
+
+
 OBJECTIVES = {
     "reinforce": lambda b, p: trinity(b, p, True, 1.0),
     "grpo": grpo,
@@ -513,6 +525,7 @@ OBJECTIVES = {
     "dppo_tv": lambda b, p: dppo(b, p, total_variation(b), 20.0),
     "dppo_kl": lambda b, p: dppo(b, p, within_kl(b), 20.0),
     "prime_rl": prime_rl,
+    "score_centering": score_centering,
     "kimi_k15": opmd,
     "kimi_k25": kimi_k25,
     "opsm": lambda b, p: grpo(b, p, factor=opsm_keeps(b, 0.5)),
@@ -596,5 +609,8 @@ OTHER_FORMS = {
         b, -kl(*distributions(b, p)[::-1])
     ),
     ("logit_distillation", "teacher_divergence={kind: jsd, beta: 0.1}"): lambda b, p: jensen_shannon(b, p, 0.1),
+    ("score_centering", "weight={name: truncated, cap: 2.0}"): lambda b, p: score_centering(
+        b, p, lambda ratio: np.minimum(ratio, 2.0)
+    ),
     ("echo", "observations={coefficient: 0.1}"): lambda b, p: echo(b, p, 0.1),
 }
