@@ -127,7 +127,7 @@ def logprobs_and_entropy(
     tokens: Int[Array, " batch"],
     sampling: Sampling,
     recorded: Mapping[str, Array] = {},
-) -> tuple[Float[Array, " batch *count"], ...]:
+) -> tuple[Float[Array, "batch ..."], ...]:
     """log π(token) and the entropy of π in nats, where π is the sampling distribution.
 
     With recorded `top_ids`, a third array has log π of these tokens, [batch, count]; NaN at ids of -1.
@@ -177,7 +177,7 @@ def chunked_logprobs(
     recorded: Mapping[str, Array] = {},
     compared: Compared | None = None,
     teacher_hidden: Float[Array, "batch time teacher_hidden"] | None = None,
-) -> tuple[Float[Array, "batch time"], ...]:
+) -> tuple[Float[Array, "batch time ..."], ...]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
     With recorded `top_ids`, another array has log π of these tokens, [batch, time, count]. With `compared`, a last
@@ -243,7 +243,7 @@ def completion_logprobs(
     chunk: int,
     load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "batch time"] | Load, ...]:
+) -> tuple[Float[Array, "batch time ..."] | Load, ...]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
@@ -304,7 +304,7 @@ def packed_logprobs(
     chunk: int,
     load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "rows row_tokens"] | Load, ...]:
+) -> tuple[Float[Array, "rows row_tokens ..."] | Load, ...]:
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:

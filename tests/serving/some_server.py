@@ -28,7 +28,7 @@ TOKENIZER.chat_template = (
     "[assistant:"
 )
 SHAPE = DecoderConfig(len(TOKENIZER), 16, 32, 1, 2, 1, 8)
-POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,), recording=TokenRecord(5))
+POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,), recording=TokenRecord(5, top_k=3))
 LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 
 

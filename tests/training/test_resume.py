@@ -88,6 +88,10 @@ REAL = {
         ],
         [5],
     ),
+    "real weights, score centering, replay": (
+        ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}", REPLAY, "regime.sync_interval=2"],
+        [5],
+    ),
     # With log-probs of the policy as it is when a step takes the rows.
     "real weights, late, replay, mix of texts, interval": (
         [
