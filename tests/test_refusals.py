@@ -270,8 +270,8 @@ CASES = [
     ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
     ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
     (
-        ["experience.refill={}", "experience.replay={}"],
-        "{'batches': 10}: does not work with experience.replay",
+        ["experience.refill={}", "experience.replay={keep_no_signal: true}"],
+        "keep_no_signal = True: keeps the groups that experience.refill replaces",
     ),
     (["experience.refill={}", *ASYNC], "refill = {'batches': 10}: does not work with regime.mode = async"),
     (

@@ -306,6 +306,38 @@ def observation_cross_entropy(
     return coefficient * observation_weights * jnp.where(observation_weights > 0, -logprobs, 0.0)
 
 
+def expert_cross_entropy(
+    logprobs: Float[Array, "batch time"],
+    foreign: Bool[Array, " batch"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    share: Scalar = 0.1,
+) -> Float[Array, "batch time"]:
+    """−m φ log π on other models' tokens, 0 on the policy's own; φ = p(1 − p), constant, p the policy's probability.
+
+    φ is largest where the policy is undecided, and leaves tokens alone that it knows, or would hardly say.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        foreign: mask of completions by other models.
+        completion_mask: mask of the tokens that count.
+        share: share m of the imitation, from 0 to 1.
+    Raises:
+        ValueError: a share out of range.
+    Reference: arXiv 2508.11408 (CHORD-φ).
+
+    Examples:
+        >>> logprobs, mask = jnp.log(jnp.array([[0.5], [0.5]])), jnp.array([[True], [True]])
+        >>> term = expert_cross_entropy(logprobs, jnp.array([False, True]), mask, share=1.0)
+        >>> [round(x, 3) for x in term[:, 0].tolist()]
+        [0.0, 0.173]
+    """
+    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
+    logprobs = jnp.where(completion_mask & foreign[:, None], logprobs, 0.0)
+    probability = jnp.exp(jax.lax.stop_gradient(logprobs))
+    return -share * probability * (1 - probability) * logprobs
+
+
 def score_centering(
     top_logprobs: Float[Array, "batch time count"],
     behavior_top_logprobs: Float[Array, "batch time count"],

@@ -172,10 +172,15 @@ class ReplayConfig(ConfigBlock):
         yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
+        problem = "keeps the groups that experience.refill replaces; remove one of them"
+        yield self.keep_no_signal and config.experience.refill, "experience.replay.keep_no_signal", problem
 
 
 class RefillConfig(ConfigBlock):
-    """Dynamic sampling: replaces groups whose rewards are all equal by groups of further batches."""
+    """Dynamic sampling: replaces groups whose rewards are all equal.
+
+    Groups of further batches replace them or, with `experience.replay`, groups of its buffer if there are enough.
+    """
 
     batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
 
@@ -260,7 +265,7 @@ class ExperienceConfig(ConfigBlock):
     mix: MixConfig | None = key(None, excludes="experience.store")
     late: LateConfig | None = key(None, excludes=_STORE)
     replay: ReplayConfig | None = key(None)
-    refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
+    refill: RefillConfig | None = key(None, excludes="regime.mode = async or experience.store")
     missing_logprobs: MissingLogprobs = key(
         "error",
         "Treatment of stored completions without behavior log-probs. error: refuse them; unneeded: the"

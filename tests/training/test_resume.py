@@ -46,6 +46,7 @@ FEEDS = {
     "replay": [REPLAY],
     "replay, keeping groups without signal": ["experience.replay={max_reuse: 2, draw_every: 2, keep_no_signal: true}"],
     "refill": ["experience.refill={}"],
+    "refill, replay": ["experience.refill={}", REPLAY.replace("draw_every: 2", "max_reuse: 3")],
     "record": ["experience.record=true"],
     "store": ["experience.store={store}"],
     "mix of rows": [*MIX],
