@@ -33,7 +33,7 @@ from recjax.experience.layout import Layout, packed_layout, score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host, put_params
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import Sampling, TokenRecord
 from recjax.models.trainable import flatten, in_compute_dtype, unflatten, with_adapters
 from recjax.models.unrolling import unrolled_for_training
 from recjax.plots.style import COLORS, finish, new_figure
@@ -153,7 +153,8 @@ class _Report:
         other = policy._replace(decoder=policy.decoder.clone(dtype=jnp.dtype(dtype)))
         self.add("other dtype", self.sample(other, self.params, plain), plain, policy=other)
         cut = config.rollout.sampling() if config.rollout.sampling().has_cuts else plain._replace(top_p=0.8)
-        groups = self.sample(policy._replace(kept_ids=policy.kept_ids or policy.vocabulary), self.params, cut)
+        all_sets = TokenRecord(policy.recording.kept_ids or policy.vocabulary)
+        groups = self.sample(policy._replace(recording=all_sets), self.params, cut)
         for layout in ("shared", "packed"):
             self.add("cuts, recorded sets", groups, cut, layout)
         self.add("cuts, sets of the update's policy", groups, cut, has_gate=False, recorded={})

@@ -146,6 +146,8 @@ CASES = [
     ("mesh={fsdp: -1, tensor: -1}", "mesh.fsdp = -1: only one of mesh.fsdp and mesh.tensor"),
     ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
     ("algorithm.teacher_divergence.coefficient=0.1", "algorithm.teacher_divergence", "needs a teacher"),
+    ("algorithm.score_centering.coefficient=1.0", "algorithm.score_centering", "set rollout.recorded_top_k=128"),
+    ("algorithm.preset=score_centering", "algorithm.preset", "set rollout.recorded_top_k=128"),
     ("algorithm.observations.coefficient=0.1", "algorithm.observations", "completions of a single turn lack"),
     ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
     (
@@ -268,8 +270,8 @@ CASES = [
     ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
     ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
     (
-        ["experience.refill={}", "experience.replay={}"],
-        "{'batches': 10}: does not work with experience.replay",
+        ["experience.refill={}", "experience.replay={keep_no_signal: true}"],
+        "keep_no_signal = True: keeps the groups that experience.refill replaces",
     ),
     (["experience.refill={}", *ASYNC], "refill = {'batches': 10}: does not work with regime.mode = async"),
     (

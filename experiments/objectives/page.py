@@ -38,6 +38,8 @@ COMPANIONS: dict[str, dict[str, dict]] = {
     "opo": {"regime": {"sync_interval": 1}},
     "dapo": {"experience": {"refill": {"batches": 10}}, "task": {"overlong_tokens": 64}},
     "flash_reinforce": {"rollout": {"group_size": 1}},
+    "score_centering": {"rollout": {"recorded_top_k": 128}},
+    "chord": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "batch"}}},
     "luffy": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "group"}}},
     "mis": {"training": {"updates_per_batch": 2}},
     "tis": {"training": {"updates_per_batch": 2}},

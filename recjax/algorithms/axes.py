@@ -71,6 +71,7 @@ AXES = {
         "dual": clipping.dual_clip_mask,
         "log_one_side": clipping.log_one_side_mask,
         "probability_difference": clipping.probability_difference_mask,
+        "probability_distance": clipping.probability_distance_mask,
         "binary_kl": clipping.binary_kl_mask,
         "balanced": clipping.balanced_mask,
     },
@@ -78,6 +79,7 @@ AXES = {
         "none": None,
         "off_policy_negatives": masks.off_policy_negatives_mask,
         "sequence_binary_kl": masks.sequence_binary_kl_mask,
+        "sequence_max_kl": masks.sequence_max_kl_mask,
         "sequence_band": masks.sequence_band_mask,
         "second_moment": masks.second_moment_mask,
         "one_side_second_moment": masks.one_side_second_moment_mask,
@@ -92,6 +94,7 @@ AXES = {
         "soft": token_weighting.soft_weights,
         "peaked": token_weighting.peaked_weights,
         "expert_shaped": token_weighting.expert_shaped_weights,
+        "own": token_weighting.own_weights,
         "effective_size_capped": token_weighting.effective_size_capped_weights,
         "exp_advantage": weighting.exp_advantage_weights,
         "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
@@ -103,6 +106,7 @@ AXES = {
         "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
         "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
         "effective_size_kl": regularizers.effective_size_kl_penalty,
+        "expert_cross_entropy": regularizers.expert_cross_entropy,
     },
     "term": {
         "none": None,
@@ -122,6 +126,7 @@ ADDED_TERMS = {
     "entropy": regularizers.entropy_bonus,
     "distillation": advantages.teacher_advantages,
     "teacher_divergence": regularizers.teacher_divergence,
+    "score_centering": regularizers.score_centering,
     "observations": regularizers.observation_cross_entropy,
 }
 _OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and name not in RESCORED]

@@ -200,8 +200,8 @@ FIELD = {
         {**DPPO, "clip": "binary_kl"},
         "δ = 0.05 is that of the authors' script in verl, which has another cap: weight={cap: 1e4}",
     ),
-    "prime_rl": Preset(
-        "DPPO-TV with a KL, prime-rl's default until August 2026",
+    "dppo_tv_kl": Preset(
+        "DPPO-TV with a KL, prime-rl's default from #2187 to #3418",
         "https://github.com/PrimeIntellect-ai/prime-rl/pull/2187",
         "ρA·DPPO-TV(π, μ) − 0.002 log ρ",
         {
@@ -209,8 +209,15 @@ FIELD = {
             "weight": "importance",
             "regularizer": {"name": "squared_log_ratio_per_token", "tau": 2e-3},
         },
-        "the loss of #2187, with 1e-3 (log ρ)²; since #3418 the default is IPO, which no preset has: 0 where |π − μ| >"
-        " 0.3 for any A, and no KL",
+        "the loss of #2187, with 1e-3 (log ρ)²; since #3418 (August 2026) the default is `ipo`",
+    ),
+    "ipo": Preset(
+        "IPO, prime-rl's default since #3418",
+        "https://github.com/PrimeIntellect-ai/prime-rl/pull/3418",
+        "min(ρ, 1e4)A, 0 where |π − μ| > 0.3",
+        {"clip": "probability_distance", "weight": {"name": "truncated", "cap": 1e4}},
+        "as of #3586 (August 2026). prime-rl adds score centering by an option of the loss, here"
+        " score_centering.coefficient",
     ),
     "kimi_k15": Preset(
         "Kimi K1.5, K2",
@@ -250,6 +257,14 @@ FIELD = {
             "reduction": "sequence_mean_token_mean",
         },
         "made for rollout.group_size=1; OpenRLHF's scripts for mixtures of experts have mask={delta: 0.01}",
+    ),
+    "trm": Preset(
+        "Trust-region masking",
+        "2512.23075",
+        "ρA, 0 in completions with a token of k3 = ρ − 1 − log ρ above 0.05",
+        {"mask": "sequence_max_kl", "weight": "importance"},
+        "verl's `seq_max_k3`; its `seq_max_k2`: mask={estimator: k2}. The threshold of 0.05 is this package's: verl has"
+        " no default. With another preset the mask stands next to its clip",
     ),
     "mis": Preset(
         "Masked importance sampling",
@@ -375,6 +390,19 @@ FIELD = {
         " without σ and the sum over tokens by a fixed length: advantage={name: group_mean}, reduction={name:"
         " fixed_length, length: N}",
     ),
+    "chord": Preset(
+        "CHORD-φ",
+        "2508.11408",
+        "(1 − m)ρA·one-side(ρ) on own tokens, A over σ; m·p(1 − p) on an expert's, whatever A is",
+        {
+            **CLIPPED,
+            "weight": {"name": "own", "share": 0.1},
+            "regularizer": {"name": "expert_cross_entropy", "share": 0.1},
+        },
+        "m stands on two axes; m = 0.1 is this package's, and stays constant. An expert's completions are those without"
+        " a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards. The mean is over"
+        " the tokens of both together; Trinity's `mix_chord` has a mean of each",
+    ),
     "p3o": Preset(
         "P3O",
         "2605.12380",
@@ -383,6 +411,15 @@ FIELD = {
         "as in the authors' code, but E covers the whole batch instead of a micro-batch on all devices. Below ρ = e^−10"
         " the KL's gradient keeps its value, where the code starts to push away from μ. Only the cap:"
         " advantage={name: group_mean}, regularizer={name: none}",
+    ),
+    "score_centering": Preset(
+        "Score centering",
+        "2609.20807",
+        "A·(∇log π of the token − its mean under μ)",
+        {"score_centering": {"coefficient": 1.0}},
+        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with a"
+        " capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
+        " rollout.recorded_top_k=128, as in the paper",
     ),
     # --- Anchors.
     "tis": Preset(
@@ -459,11 +496,13 @@ SOURCES = {
     "icepop": "eq. 1, as prime-rl #2401 quotes it; Ring-1T: TRL `paper_index.md`",
     "dppo_tv": "verl `compute_policy_loss_dppo_tv`, by the authors",
     "dppo_kl": "verl `compute_policy_loss_dppo_kl`, by the authors",
-    "prime_rl": "prime-rl `trainer/rl/loss.py`, `default_loss_fn`",
+    "dppo_tv_kl": "prime-rl `trainer/rl/loss.py`, `default_loss_fn`, before #3418",
+    "ipo": "a summary of prime-rl `trainer/rl/loss.py`",
     "kimi_k15": "§2.3",
     "kimi_k25": "eq. 1, as prime-rl #1697 quotes it",
     "opsm": "TRL `get_off_policy_mask`",
     "flash_reinforce": "the pull request",
+    "trm": "a summary of verl `seq_max_k3`",
     "mis": "SkyRL `off_policy_correction.mdx`",
     "m2po": "a summary of the authors' code; AReaL `_get_m2po_loss_mask`",
     "bapo": "a summary; the authors' code, WooooDyy/BAPO `policy_loss.py`, differs",
@@ -479,7 +518,9 @@ SOURCES = {
     "aspo": "a summary of the authors' code",
     "sapo": "TRL, loss `sapo`; verl `compute_policy_loss_sapo`",
     "luffy": "a summary of the authors' code",
+    "chord": "a summary of Trinity `mix_chord`",
     "p3o": "FeynRL-project/FeynRL `algs/P3O/p3o.py`, by the authors",
+    "score_centering": "a summary of the paper and of prime-rl's `IPOLossConfig.score_centering`",
     "tis": "TRL, vllm_importance_sampling_mode `token_truncate`",
     "decoupled_ppo": "AReaL `ppo_actor_loss_fn`",
     "a3po": "AReaL `trainer/ppo/actor.py`",

@@ -212,6 +212,28 @@ def probability_difference_mask(
     return (up & (moved <= delta)) | (down & (moved >= -delta))
 
 
+def probability_distance_mask(
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, delta: Scalar = 0.3
+) -> Bool[Array, "batch time"]:
+    """False where the token's probability has moved by more than δ, whatever the sign of the advantage: |π − μ| ≤ δ.
+
+    Args:
+        logprobs: log π of each token.
+        behavior_logprobs: log μ of each token.
+        delta: largest difference δ of probabilities, 0 or more.
+    Raises:
+        ValueError: a negative δ.
+    Reference: IPO, https://github.com/PrimeIntellect-ai/prime-rl/pull/3418.
+
+    Examples:
+        >>> before, now = jnp.log(jnp.array([[0.01, 0.5, 0.5]])), jnp.log(jnp.array([[0.05, 0.9, 0.1]]))
+        >>> print(probability_distance_mask(now, before))
+        [[ True False False]]
+    """
+    require(delta >= 0, "delta", delta, "must be 0 or more")
+    return jnp.abs(jnp.exp(logprobs) - jnp.exp(behavior_logprobs)) <= delta
+
+
 def binary_kl(
     logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]
 ) -> Float[Array, "batch time"]:

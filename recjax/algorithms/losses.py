@@ -18,12 +18,14 @@ from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.groups import FirstRows, first_rows, one_per_trajectory, trajectory_sums
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import (
+    LEAST_REST,
     behavior_anchor,
     bounded_exp,
     effective_share,
     log_difference,
     per_token,
     sequence_sum,
+    with_rest,
 )
 from recjax.algorithms.reading import RESCORED, call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
@@ -68,6 +70,26 @@ class RowTerms(NamedTuple):
     observation_weights: Float[Array, "batch time"] | None = None
 
 
+class TermScores(NamedTuple):
+    """Scores of a micro-batch's tokens that only terms of the loss read; None if no term reads them.
+
+    reference_logprobs: log π_ref, constant; for a KL to a reference.
+    entropy: entropy of π at each token, in nats, differentiated; for an entropy bonus.
+    divergence: `regularizers.teacher_divergence` at each token, differentiated.
+    top_logprobs: log π of the behavior policy's most likely tokens, differentiated; for `score_centering`.
+    behavior_top_logprobs: log μ of the same tokens, constant; NaN where unknown.
+    """
+
+    reference_logprobs: Float[Array, "batch time"] | None = None
+    entropy: Float[Array, "batch time"] | None = None
+    divergence: Float[Array, "batch time"] | None = None
+    top_logprobs: Float[Array, "batch time count"] | None = None
+    behavior_top_logprobs: Float[Array, "batch time count"] | None = None
+
+
+NO_SCORES = TermScores()
+
+
 class TokenTerms(NamedTuple):
     """Factors of −∇log π at each token, all constants.
 
@@ -106,6 +128,9 @@ class TokenValues(NamedTuple):
     ratio: Float[Array, "batch time"] | None = None
     per_token: Float[Array, "batch time"] | None = None
     observation_weights: Float[Array, "batch time"] | None = None
+    top_logprobs: Float[Array, "batch time count"] | None = None
+    behavior_top_logprobs: Float[Array, "batch time count"] | None = None
+    top_weights: Float[Array, "batch time count_and_rest"] | None = None
 
 
 class BatchValues(NamedTuple):
@@ -196,13 +221,12 @@ def _tokens(
     behavior_logprobs,
     rows: RowTerms,
     completion_mask,
-    reference_logprobs=None,
-    entropy=None,
-    divergence=None,
+    scores: TermScores = NO_SCORES,
 ) -> TokenValues:
     """The tokens that count: in kept rows, not impossible.
 
-    Of the values, `logprobs`, `entropy` and `divergence` are differentiated, and the last two are not masked.
+    Of the values, `logprobs`, `entropy`, `divergence` and `top_logprobs` are differentiated, and the last three are not
+    masked.
     """
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
@@ -227,9 +251,11 @@ def _tokens(
         rows.effective_share,
         constant(rows.proximal_logprobs),
         constant(rows.teacher_logprobs),
-        constant(reference_logprobs),
-        entropy,
-        divergence,
+        constant(scores.reference_logprobs),
+        scores.entropy,
+        scores.divergence,
+        top_logprobs=scores.top_logprobs,
+        behavior_top_logprobs=scores.behavior_top_logprobs,
     )
 
 
@@ -426,16 +452,55 @@ def token_terms(
     return jax.lax.stop_gradient(terms)
 
 
+def _top_weights(
+    algorithm: Algorithm, tokens: TokenValues, rows: RowTerms
+) -> Float[Array, "batch time count_and_rest"] | None:
+    """The weight of ∇log π that each of the most likely tokens would have, had it been sampled; constants.
+
+    The last weight is that of all other tokens, which count as rare tokens with one ratio.
+
+    Args:
+        tokens: values with advantages and scores.
+    """
+    if tokens.top_logprobs is None or tokens.behavior_top_logprobs is None:
+        return None
+    factors = jnp.where(tokens.completion_mask, per_token(rows.weights) * tokens.advantages, 0.0)
+    # The axis `mask` decides by the completion or its place, so it drops the mean together with the token.
+    if rows.mask is not None:
+        factors = jnp.where(rows.mask, factors, 0.0)
+    elif algorithm.mask is not None:
+        log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, tokens.completion_mask)
+        factors = jnp.where(call(algorithm.mask, tokens._replace(log_ratio=log_ratio)), factors, 0.0)
+
+    def weights_of(logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]) -> Array:
+        log_ratio = log_difference(logprobs, behavior_logprobs, tokens.completion_mask)
+        values = tokens._replace(
+            logprobs=logprobs,
+            behavior_logprobs=behavior_logprobs,
+            anchor_logprobs=behavior_logprobs,
+            log_ratio=log_ratio,
+            ratio=bounded_exp(log_ratio),
+        )
+        weights = factors
+        if algorithm.token_weight is not None:
+            weights = weights * call(algorithm.token_weight, values)
+        return weights if algorithm.clip is None else jnp.where(call(algorithm.clip, values), weights, 0.0)
+
+    policy = with_rest(tokens.top_logprobs)
+    behavior = with_rest(tokens.behavior_top_logprobs)
+    # The other tokens share their ratio, but each is rare: a bound on probabilities must not read their sum.
+    rarer = jnp.log(LEAST_REST) - behavior[..., -1:]
+    policy, behavior = (jnp.concatenate([x[..., :-1], x[..., -1:] + rarer], axis=-1) for x in (policy, behavior))
+    return jax.lax.stop_gradient(jax.vmap(weights_of, -1, -1)(policy, behavior))
+
+
 def token_loss(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
-    *,
-    reference_logprobs: Float[Array, "batch time"] | None = None,
-    entropy: Float[Array, "batch time"] | None = None,
-    divergence: Float[Array, "batch time"] | None = None,
+    scores: TermScores = NO_SCORES,
 ) -> Float[Array, "batch time"]:
     """The loss of each token, before any reduction.
 
@@ -446,10 +511,7 @@ def token_loss(
         behavior_logprobs: log μ, constant; None if the algorithm does not need it; ignored where masked.
         rows: result of `row_terms`, for the rows of this call.
         completion_mask: mask of the tokens that the behavior policy chose.
-        reference_logprobs: log π_ref, constant; needed for a KL to a reference, else ignored.
-        entropy: entropy of π at each token, in nats, differentiated; needed for an entropy bonus, else ignored.
-        divergence: `regularizers.teacher_divergence` at each token, differentiated; needed with a teacher's
-            distributions, else ignored.
+        scores: scores that the algorithm's terms read; others are ignored.
     Returns:
         Loss of each token; 0 where masked and in rows not kept.
     Raises:
@@ -468,10 +530,11 @@ def token_loss(
          [-2.  -0.5]]
     """
     gradient_terms = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    added = reference_logprobs, entropy, divergence
     # The coefficients are constants; these tokens have the gradient of log π.
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, *added)
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores)
     tokens = tokens._replace(advantages=gradient_terms.advantages, ratio=gradient_terms.ratio)
+    if algorithm.score_centering is not None:
+        tokens = tokens._replace(top_weights=_top_weights(algorithm, tokens, rows))
     per_token = -gradient_terms.coefficients * tokens.logprobs
     for term in terms_of(algorithm):
         if term.per_token is not None:
@@ -486,10 +549,7 @@ def loss(
     behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
-    *,
-    reference_logprobs: Float[Array, "batch time"] | None = None,
-    entropy: Float[Array, "batch time"] | None = None,
-    divergence: Float[Array, "batch time"] | None = None,
+    scores: TermScores = NO_SCORES,
 ) -> SumAndCount:
     """Computes the loss of a micro-batch as (sum, count); add both over micro-batches and devices, then divide once.
 
@@ -515,8 +575,7 @@ def loss(
     """
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     if algorithm.objective is None:
-        added = {"reference_logprobs": reference_logprobs, "entropy": entropy, "divergence": divergence}
-        per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
+        per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores)
         total, count = call(algorithm.reduction, tokens._replace(per_token=per_token))
         # These terms have masks of their own, so they read the log-probs of all tokens.
         values = tokens._replace(logprobs=logprobs, observation_weights=rows.observation_weights)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.clipping import binary_kl
 from recjax.algorithms.options import Scalar, require
-from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
+from recjax.algorithms.ratios import per_token, sequence_max, sequence_mean, sequence_sum
+from recjax.algorithms.regularizers import kl_estimate
 
 
 def off_policy_negatives_mask(
@@ -70,6 +71,39 @@ def sequence_binary_kl_mask(
     require(delta >= 0, "delta", delta, "must be 0 or more")
     kl = sequence_mean(binary_kl(logprobs, behavior_logprobs), completion_mask, trajectories)
     return jnp.broadcast_to(kl <= delta, logprobs.shape)
+
+
+def sequence_max_kl_mask(
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    estimator: Literal["k2", "k3"] = "k3",
+    delta: Scalar = 0.05,
+) -> Bool[Array, "batch time"]:
+    """False in completions with a token whose KL estimate is above δ, for either sign of the advantage.
+
+    k2 = (log ρ)² / 2;  k3 = ρ − 1 − log ρ.
+
+    Args:
+        log_ratio: log ρ of each token.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        estimator: k2 or k3.
+        delta: largest KL estimate δ of a token, in nats, 0 or more.
+    Raises:
+        ValueError: a negative δ.
+    Reference: arXiv 2512.23075 (TRM); verl `seq_max_k2`, `seq_max_k3`.
+
+    Examples:
+        >>> log_ratio, mask = jnp.array([[0.1, 0.5], [0.1, -0.2]]), jnp.array([[True, True], [True, True]])
+        >>> print(sequence_max_kl_mask(log_ratio, mask))
+        [[False False]
+         [ True  True]]
+    """
+    require(delta >= 0, "delta", delta, "must be 0 or more")
+    largest = sequence_max(kl_estimate(log_ratio, estimator), completion_mask, trajectories)
+    return jnp.broadcast_to(largest <= delta, log_ratio.shape)
 
 
 def sequence_band_mask(

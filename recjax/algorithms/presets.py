@@ -14,7 +14,7 @@ from recjax.algorithms.algorithm import RATIO, Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES, function_of
 from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.options import did_you_mean, require, resolved_options
-from recjax.algorithms.reading import base, is_of_whole_batch, names_read
+from recjax.algorithms.reading import RESCORED, base, is_of_whole_batch, names_read
 
 REINFORCE = {axis: {"name": next(iter(table))} for axis, table in AXES.items()} | {term: {} for term in ADDED_TERMS}
 # Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.
@@ -123,8 +123,8 @@ def _trace(algorithm: Algorithm, free: tuple[tuple[str, tuple[str, ...]], ...] =
             require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
         if traced.teacher_divergence is not None:  # the arrays stand for logits
             traced.teacher_divergence(token, token)
-        added = {"reference_logprobs": token, "entropy": token, "divergence": token}
-        return losses.loss(traced, token, token, rows, mask, **added)
+        top = jnp.broadcast_to(token[..., None], (ROWS, TIME, 2))
+        return losses.loss(traced, token, token, rows, mask, losses.TermScores(token, token, token, top, top))
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
     row = (ROWS,)
@@ -220,7 +220,30 @@ def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]
         name = getattr(base(algorithm.row_weight), "__name__", "the weight")
         remedy = f"{name} also is a ratio to the behavior policy, which would count twice; remove one of the two"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
+    if algorithm.score_centering is not None:
+        _check_centering(algorithm)
     for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
         read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)
         remedy = "neither clip, mask nor weight reads a ratio; choose one that reads it, or remove this key"
         require(read or not overrides.get(axis), axis, dict(overrides.get(axis, {})), remedy)
+
+
+# Values that the sampler's top tokens have too; a weight of other values is unknown for tokens that were not sampled.
+_OF_ANY_TOKEN = {"ratio", "log_ratio", "logprobs", "behavior_logprobs", "anchor_logprobs", "advantages", "foreign"}
+_OF_ANY_TOKEN |= {"completion_mask", "effective_share"}
+
+
+def _check_centering(algorithm: Algorithm) -> None:
+    """Rejects score centering of weights that a token has only if it was sampled."""
+    axes = {"anchor": algorithm.anchor, "ratio": algorithm.ratio}
+    plain = {"anchor": Algorithm().anchor, "ratio": Algorithm().ratio}
+    misfits = [axis for axis, function in axes.items() if algorithm.reads_ratio and function is not plain[axis]]
+    axes = {"clip": algorithm.clip, "weight": algorithm.token_weight}
+    misfits += [axis for axis, function in axes.items() if {*names_read(function)} - _OF_ANY_TOKEN]
+    axes = {"weight": algorithm.row_weight, "mask": algorithm.mask}
+    misfits += [axis for axis, function in axes.items() if not RESCORED.isdisjoint(names_read(function))]
+    remedy = (
+        "centers weights of single tokens by their ratio to the behavior policy; choose a preset without another"
+        f" {' and '.join(misfits)}, or set the coefficient to 0"
+    )
+    require(not misfits, "score_centering.coefficient", algorithm.score_centering.keywords["coefficient"], remedy)

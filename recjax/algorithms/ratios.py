@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.algorithms.groups import trajectory_sums
+from recjax.algorithms.groups import group_index, group_minima, trajectory_sums
 from recjax.algorithms.options import Scalar, require
 
 # e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
+# Probability of the tokens outside a set that has all; the rounding of a sum of probabilities in float32 is below it.
+LEAST_REST = 1e-6
 
 
 def log_difference(
@@ -61,6 +63,18 @@ def effective_share(log_weights: Float[Array, "..."], mask: Bool[Array, "..."]) 
     return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
 
 
+def with_rest(top_logprobs: Float[Array, "*tokens count"]) -> Float[Array, "*tokens count_and_rest"]:
+    """Adds the log-prob of all other tokens together, at least log LEAST_REST; a NaN counts as probability 0.
+
+    Examples:
+        >>> print(jnp.exp(with_rest(jnp.log(jnp.array([0.5, 0.25])))))
+        [0.5  0.25 0.25]
+    """
+    logprobs = jnp.where(jnp.isnan(top_logprobs), -jnp.inf, top_logprobs)
+    rest = 1 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, LEAST_REST))], axis=-1)
+
+
 def sequence_sum(
     per_token: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -91,6 +105,22 @@ def sequence_mean(
     # A completion without tokens has sum 0; dividing by at least 1 keeps its mean 0.
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype), trajectories)[:, None]
     return sequence_sum(per_token, completion_mask, trajectories) / jnp.maximum(lengths, 1.0)
+
+
+def sequence_max(
+    per_token: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+) -> Float[Array, "batch 1"]:
+    """Largest value over the tokens of each completion, across turns, gaps and rows; 0 if all are below 0.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(sequence_max(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        [[2.]]
+    """
+    largest = jnp.max(jnp.where(completion_mask, per_token, 0.0), axis=-1)
+    return (largest if trajectories is None else -group_minima(-largest, group_index(trajectories)))[:, None]
 
 
 def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:

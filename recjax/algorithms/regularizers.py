@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import trajectory_sums
 from recjax.algorithms.options import Scalar, require
-from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference, sequence_sum
+from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference, sequence_sum, with_rest
 
 # e^40 ≈ 2e17; beyond 44 nats, the square in the gradient's norm overflows float32 and ends a run.
 MAX_KL_EXPONENT = 40.0
@@ -304,6 +304,83 @@ def observation_cross_entropy(
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * observation_weights * jnp.where(observation_weights > 0, -logprobs, 0.0)
+
+
+def expert_cross_entropy(
+    logprobs: Float[Array, "batch time"],
+    foreign: Bool[Array, " batch"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    share: Scalar = 0.1,
+) -> Float[Array, "batch time"]:
+    """−m φ log π on other models' tokens, 0 on the policy's own; φ = p(1 − p), constant, p the policy's probability.
+
+    φ is largest where the policy is undecided, and leaves tokens alone that it knows, or would hardly say.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        foreign: mask of completions by other models.
+        completion_mask: mask of the tokens that count.
+        share: share m of the imitation, from 0 to 1.
+    Raises:
+        ValueError: a share out of range.
+    Reference: arXiv 2508.11408 (CHORD-φ).
+
+    Examples:
+        >>> logprobs, mask = jnp.log(jnp.array([[0.5], [0.5]])), jnp.array([[True], [True]])
+        >>> term = expert_cross_entropy(logprobs, jnp.array([False, True]), mask, share=1.0)
+        >>> [round(x, 3) for x in term[:, 0].tolist()]
+        [0.0, 0.173]
+    """
+    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
+    logprobs = jnp.where(completion_mask & foreign[:, None], logprobs, 0.0)
+    probability = jnp.exp(jax.lax.stop_gradient(logprobs))
+    return -share * probability * (1 - probability) * logprobs
+
+
+def score_centering(
+    top_logprobs: Float[Array, "batch time count"],
+    behavior_top_logprobs: Float[Array, "batch time count"],
+    top_weights: Float[Array, "batch time count_and_rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    coefficient: Scalar = 0.0,
+) -> Float[Array, "batch time"]:
+    """Removes the mean of the policy gradient under the sampler, which is not 0 if a weight is not exactly π/μ.
+
+    A Σ_{v∈H} (μ_v f(ρ_v) − α f(1/α) π_v) log π(v), ρ_v = π_v/μ_v, α = (1 − Σ_H μ) / (1 − Σ_H π), with the sampler's
+    most likely tokens H and the weight f that the algorithm gives a token. All factors of log π are constants. The mean
+    of the loss's gradient under μ is then 0 for an advantage that does not depend on the token, if all tokens outside H
+    have the ratio 1/α; otherwise the difference is left, for these tokens alone.
+
+    Args:
+        top_logprobs: log π of the tokens in H, differentiated.
+        behavior_top_logprobs: log μ of the same tokens, constant; NaN where H has fewer tokens, and without a record.
+        top_weights: A f(ρ_v) of each of the tokens, and A f(1/α).
+        completion_mask: mask of the tokens that count.
+        coefficient: share of the mean that is removed, 0 or more; 1: all.
+    Raises:
+        ValueError: a negative coefficient.
+    Reference: arXiv 2609.20807 (score centering).
+
+    Examples:
+        >>> top, mask = jnp.log(jnp.array([[[0.5, 0.25]]])), jnp.array([[True]])
+        >>> plain = jnp.array([[[1.0, 1.0, 1.0]]])
+        >>> print(score_centering(top, top, plain, mask, coefficient=1.0))
+        [[0.]]
+        >>> before = jnp.log(jnp.array([[[0.25, 0.5]]]))
+        >>> round(float(score_centering(top, before, plain, mask, coefficient=1.0)[0, 0]), 3)
+        -0.173
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    policy = jax.lax.stop_gradient(with_rest(top_logprobs))
+    behavior = with_rest(behavior_top_logprobs)
+    alpha = jnp.exp(behavior[..., -1:] - policy[..., -1:])
+    mean = jnp.exp(behavior) * top_weights - alpha * top_weights[..., -1:] * jnp.exp(policy)
+    is_known = completion_mask[..., None] & jnp.isfinite(behavior_top_logprobs) & jnp.isfinite(top_logprobs)
+    # Masked before the product: log π is −inf at tokens that the policy cannot choose.
+    known = jnp.where(is_known, top_logprobs, 0.0)
+    return coefficient * jnp.sum(jnp.where(is_known, mean[..., :-1], 0.0) * known, axis=-1)
 
 
 def teacher_divergence(

@@ -54,6 +54,8 @@ def terms_of(algorithm: Algorithm) -> tuple[Term, ...]:
         coefficient = algorithm.teacher_divergence.keywords["coefficient"]
         measured = functools.partial(_divergence_metrics, coefficient=coefficient)
         terms.append(Term("teacher_divergence", per_token=_computed_divergence, metrics=measured))
+    if algorithm.score_centering is not None:
+        terms.append(Term("score_centering", per_token=algorithm.score_centering, metrics=_centering_metrics))
     if algorithm.observations is not None:
         summed = functools.partial(_observation_sum, cross_entropy=algorithm.observations)
         terms.append(Term("observations", total=summed, metrics=_observation_metrics))
@@ -72,6 +74,18 @@ def _divergence_metrics(
 ) -> dict[str, Float[Array, ""]]:
     """Mean divergence from the teacher, in nats per token, without the term's coefficient."""
     return {"teacher_divergence": token_average(divergence, completion_mask) / coefficient}
+
+
+def _centering_metrics(
+    behavior_top_logprobs: Float[Array, "batch time count"], completion_mask: Bool[Array, "batch time"]
+) -> dict[str, Float[Array, ""]]:
+    """Share of the tokens whose top tokens are recorded, and the mean probability of these top tokens together."""
+    is_known = completion_mask & jnp.isfinite(behavior_top_logprobs).any(-1)
+    together = jnp.nansum(jnp.exp(behavior_top_logprobs), axis=-1)
+    return {
+        "score_centering/recorded": token_average(is_known, completion_mask),
+        "score_centering/top_probability": token_average(together, is_known),
+    }
 
 
 def _observation_sum(

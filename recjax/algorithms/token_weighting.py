@@ -268,6 +268,29 @@ def expert_shaped_weights(
     return jnp.where(foreign[:, None], gamma * probability / jnp.square(probability + gamma), ratio)
 
 
+def own_weights(
+    ratio: Float[Array, "batch time"], foreign: Bool[Array, " batch"], *, share: Scalar = 0.1
+) -> Float[Array, "batch time"]:
+    """(1 − m)ρ on the policy's own tokens, 0 on other models' tokens, which `expert_cross_entropy` imitates.
+
+    Args:
+        ratio: ratio ρ of each token.
+        foreign: mask of completions by other models.
+        share: share m of the imitation, from 0 to 1.
+    Raises:
+        ValueError: a share out of range.
+    Reference: arXiv 2508.11408 (CHORD).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0], [0.5, 1.0]])
+        >>> print(own_weights(ratio, jnp.array([False, True]), share=0.5))
+        [[0.25 0.5 ]
+         [0.   0.  ]]
+    """
+    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
+    return jnp.where(foreign[:, None], 0.0, (1 - share) * ratio)
+
+
 def effective_size_capped_weights(
     scored_log_ratio: Float[Array, "batch time"],
     effective_share: Float[Array, " batch"],

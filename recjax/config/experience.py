@@ -18,7 +18,7 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import Sampling, TokenRecord
 from recjax.passwords import has_password
 
 _ASYNC = "regime.mode = async"
@@ -98,6 +98,13 @@ class RolloutConfig(ConfigBlock):
         " vocabulary; 0: none",
         ge=0,
     )
+    recorded_top_k: Int = key(
+        0,
+        "Most likely tokens to record with their log-probs for each token, at 8 bytes each, for"
+        " algorithm.score_centering; 0: none",
+        ge=0,
+        le=4096,
+    )
     record_routing: bool = key(True, "Record the experts of each sampled token; the update runs them again")
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
@@ -106,6 +113,10 @@ class RolloutConfig(ConfigBlock):
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def recording(self) -> TokenRecord:
+        """The arrays that a sampler records of the distribution of each token."""
+        return TokenRecord(self.kept_ids, self.recorded_top_k)
 
 
 class MixConfig(ConfigBlock):
@@ -167,10 +178,15 @@ class ReplayConfig(ConfigBlock):
         yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
+        problem = "keeps the groups that experience.refill replaces; remove one of them"
+        yield self.keep_no_signal and config.experience.refill, "experience.replay.keep_no_signal", problem
 
 
 class RefillConfig(ConfigBlock):
-    """Dynamic sampling: replaces groups whose rewards are all equal by groups of further batches."""
+    """Dynamic sampling: replaces groups whose rewards are all equal.
+
+    Groups of further batches replace them or, with `experience.replay`, groups of its buffer if there are enough.
+    """
 
     batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
 
@@ -255,7 +271,7 @@ class ExperienceConfig(ConfigBlock):
     mix: MixConfig | None = key(None, excludes="experience.store")
     late: LateConfig | None = key(None, excludes=_STORE)
     replay: ReplayConfig | None = key(None)
-    refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
+    refill: RefillConfig | None = key(None, excludes="regime.mode = async or experience.store")
     missing_logprobs: MissingLogprobs = key(
         "error",
         "Treatment of stored completions without behavior log-probs. error: refuse them; unneeded: the"

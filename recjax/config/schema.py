@@ -59,6 +59,9 @@ class AlgorithmConfig(ConfigBlock):
     entropy: dict[str, Any] = key(dict, "Entropy bonus")
     distillation: dict[str, Any] = key(dict, "Advantages from a teacher's log-probs")
     teacher_divergence: dict[str, Any] = key(dict, "Divergence from a teacher's next-token distributions")
+    score_centering: dict[str, Any] = key(
+        dict, "Removal of the gradient's mean under the sampler; see rollout.recorded_top_k"
+    )
     observations: dict[str, Any] = key(dict, "Cross-entropy on an agent's observations")
 
     def overrides(self) -> dict[str, dict[str, Any]]:
@@ -90,6 +93,10 @@ class AlgorithmConfig(ConfigBlock):
         problem += " experience.follow, or remove it"
         axis = "observations" if self.observations else "preset"
         yield algorithm.observations and not config.has_trajectories, f"algorithm.{axis}", problem
+        problem = "reads the sampler's most likely tokens, which are not recorded; set rollout.recorded_top_k=128"
+        centers = algorithm.score_centering is not None
+        axis = "score_centering" if self.score_centering else "preset"
+        yield centers and not config.rollout.recorded_top_k, f"algorithm.{axis}", problem
         problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
         yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
         of_turns = algorithm.reads("turn_rewards", "token_turns")

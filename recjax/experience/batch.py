@@ -17,6 +17,7 @@ from recjax.experience.group import (
     missing_value,
     turn_rewards,
 )
+from recjax.models.sampling import TOP_IDS, TOP_LOGPROBS
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -371,6 +372,17 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
         rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
         return batch._replace(rewards=rewards)
     return batch
+
+
+def with_top_tokens(batch: Batch, count: int) -> Batch:
+    """The batch with the `count` most likely recorded tokens of each token, or without any if `count` is 0."""
+    recorded = {name: values for name, values in batch.recorded.items() if name not in (TOP_IDS, TOP_LOGPROBS)}
+    for name, missing in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(np.nan))) if count else ():
+        # One shape for all batches, as completions of a store may have records of another size, or none.
+        recorded[name] = np.full((*batch.completions.shape, count), missing)
+        known = batch.recorded.get(name, recorded[name])[..., :count]
+        recorded[name][..., : known.shape[-1]] = known
+    return batch._replace(recorded=recorded)
 
 
 def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batch:

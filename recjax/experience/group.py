@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from recjax.models.sampling import KEPT, Sampling
+from recjax.models.sampling import KEPT, TOP_IDS, TOP_LOGPROBS, Sampling
 
+LOWEST_LOGPROB = -9000.0  # in nats; servers write -9999 for a log-prob of minus infinity
 RECORDED_BYTES = 2**17  # of a token, at most: a bit for each token of a vocabulary of a million, or 32,768 numbers
 
 
@@ -299,6 +300,42 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
     for row, ids in zip(kept, lists, strict=True):
         row[: len(ids)] = ids
     return {"kept_ids": kept}
+
+
+def top_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[tuple[int, float]]] | None:
+    """The recorded most likely tokens of each token as pairs of id and log-prob; None without a record."""
+    if TOP_IDS not in recorded:
+        return None
+    pairs = zip(recorded[TOP_IDS].tolist(), recorded[TOP_LOGPROBS].tolist(), strict=True)
+    return [
+        [(token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if token >= 0]
+        for ids, logprobs in pairs
+    ]
+
+
+def top_from_lists(lists: Any, count: int, most: int) -> dict[str, np.ndarray]:
+    """The most likely tokens of a server's reply as recorded arrays; empty unless each token has some.
+
+    Args:
+        lists: pairs of id and log-prob of each token, in any order; decoded JSON of any form.
+        count: number of tokens.
+        most: largest number of pairs to keep for each token, which are the most likely.
+    """
+    if not most or not isinstance(lists, list) or len(lists) != count:
+        return {}
+    ids = np.full((count, most), -1, np.int32)
+    logprobs = np.full((count, most), np.nan, np.float32)
+    for row, pairs in enumerate(lists):
+        try:
+            known = {token: min(float(logprob), 0.0) for token, logprob in pairs if logprob > LOWEST_LOGPROB}
+            ordered = sorted(known.items(), key=lambda pair: -pair[1])[:most]
+            ids[row, : len(ordered)] = [token for token, _ in ordered]
+            logprobs[row, : len(ordered)] = [logprob for _, logprob in ordered]
+        except (TypeError, ValueError, OverflowError):
+            return {}
+        if not ordered or ids[row, : len(ordered)].min() < 0:
+            return {}
+    return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
 
 
 def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:

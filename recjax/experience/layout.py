@@ -19,7 +19,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import Load
 from recjax.models.logprobs import SAMPLED, Compared, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import TOP_IDS, Sampling
 
 # Packing must save this share of an update's FLOPs, and this many FLOPs (about half a second on two CPU cores), to be
 # worth a second compiled program.
@@ -33,12 +33,14 @@ class TokenScores(NamedTuple):
     logprobs: log-probs under the sampling distribution of the parameters.
     entropy: entropy of that distribution at each token, in nats.
     divergence: divergence from a teacher's distribution; None without a teacher.
+    top_logprobs: log-probs of the recorded `top_ids` of each token; None if the batch has none.
     load: load of the experts; () if it was not asked for.
     """
 
     logprobs: Float[Array, "batch time"]
     entropy: Float[Array, "batch time"]
     divergence: Float[Array, "batch time"] | None = None
+    top_logprobs: Float[Array, "batch time count"] | None = None
     load: Load | tuple[()] = ()
 
 
@@ -109,7 +111,7 @@ def score_micro_batch(
         arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
         recorded = part.recorded and part.recorded | {SAMPLED: part.completion_mask}
         values = completion_logprobs(scorer.decoder, params, *arrays, recorded, **options)
-        return _token_scores(values, load)
+        return _token_scores(values, load, TOP_IDS in recorded)
     # The packed rows of all micro-batches are arrays of the batch, so each micro-batch cuts out its own.
     *packed_rows, places, _ = layout.packed
     packed_rows = [constrain(x[index], ROWS) for x in packed_rows]
@@ -124,18 +126,23 @@ def score_micro_batch(
         recorded = {name: x.reshape(predicting.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
         recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
     values = packed_logprobs(scorer.decoder, params, *packed_rows, recorded, **options)
-    scores = _token_scores(values, load)
+    scores = _token_scores(values, load, TOP_IDS in recorded)
     load_of_experts = scores.load
     scores = jax.tree.map(
-        lambda x: jnp.where(part.completion_mask, x.reshape(-1)[places], 0.0), scores._replace(load=())
+        lambda x: jnp.where(
+            part.completion_mask[(..., *[None] * (x.ndim - 2))], x.reshape(-1, *x.shape[2:])[places], 0.0
+        ),
+        scores._replace(load=()),
     )
     return scores._replace(load=load_of_experts)
 
 
-def _token_scores(values: tuple[Array | Load, ...], load: bool) -> TokenScores:
-    """Names the values of a forward pass: log-probs, entropies, perhaps a divergence, and the load if there is one."""
-    logprobs, entropy, *divergence = values[:-1] if load else values
-    return TokenScores(logprobs, entropy, divergence[0] if divergence else None, values[-1] if load else ())
+def _token_scores(values: tuple[Array | Load, ...], load: bool, has_top: bool) -> TokenScores:
+    """Names the values of a forward pass, whose optional ones come in the order of `chunked_logprobs`."""
+    logprobs, entropy, *optional = values[:-1] if load else values
+    top_logprobs = optional.pop(0) if has_top else None
+    divergence = optional.pop(0) if optional else None
+    return TokenScores(logprobs, entropy, divergence, top_logprobs, values[-1] if load else ())
 
 
 def over_micro_batches(
@@ -153,7 +160,8 @@ def over_micro_batches(
         sums: zeros, in the shape of the function's sums.
         of_micro_batch: function of a micro-batch's part of the batch, its part of `rows`, and its number. Returns sums
             and the scores of the part, without load. With packed rows, a part is the whole batch with a completion
-            mask that keeps only the micro-batch's tokens; scores of all other tokens are 0.
+            mask that keeps only the micro-batch's tokens; scores of all other tokens are 0. The log-probs
+            of top tokens are skipped, because only the loss reads them.
         compares: True if the function's scores have a divergence.
     Returns:
         The total of the sums, and the scores of the whole batch, 0 for rows outside the minibatch.
@@ -186,6 +194,7 @@ def over_micro_batches(
         if layout.packed is not None:
             micro_batch = micro_batch._replace(completion_mask=layout.within(micro_batch.completion_mask, index))
         part_sums, part_scores = of_micro_batch(micro_batch, its_rows, index)
+        part_scores = part_scores._replace(top_logprobs=None)
 
         # Added and not only written: each packed micro-batch has scores for some tokens of the same rows.
         def with_part(whole: Array, values: Array) -> Array:

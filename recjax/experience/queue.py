@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     sampling_interval: rounds from one batch that the policy samples to the next.
     late: delays of rewards in addition to `offset`, and their deadline.
     replay: True to sample from the ready groups at random; False to take them in order.
+    replaces: True to take new groups first, and to sample trained groups only in the places of missing new ones.
     oldest_first: True to take groups with the oldest weights first; False to take them in order of arrival.
     limits: limits for ready groups; see `ONCE` for the limits without replay.
     newest: weight of a group in its problem's recent pass rate; None: no curriculum reads these rates.
@@ -54,6 +55,7 @@ class Settings(NamedTuple):
     newest: float | None = None
     judge: Judge = Judge()
     idle_rounds: float = math.inf
+    replaces: bool = False
 
 
 def settings_of(config: Config) -> Settings:
@@ -79,6 +81,7 @@ def settings_of(config: Config) -> Settings:
         limits=limits,
         newest=config.task.curriculum and config.task.curriculum.newest,
         idle_rounds=regime.sync_offset + late.longest + interval * most + (experience.refill is None),
+        replaces=experience.replay is not None and experience.refill is not None,
     )
 
 
@@ -319,7 +322,12 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     if settings.replay:
         # Priorities come from the rewards that an update reads, which `task.truncated` may change.
         seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
-        chosen = replay.sample_entries(seen, count, step, seed, settings.limits)
+        chosen = [index for index, entry in enumerate(ready) if settings.replaces and not entry.used][:count]
+        others = [index for index in range(len(ready)) if index not in chosen]
+        sampled = replay.sample_entries(
+            [seen[index] for index in others], count - len(chosen), step, seed, settings.limits
+        )
+        chosen = sorted([*chosen, *(others[index] for index in sampled)])
     elif settings.oldest_first:
         # Generators finish batches in any order; groups of other models have no version and go first.
         chosen = sorted(range(len(ready)), key=lambda index: oldest_version(ready[index].group) or 0)[:count]

@@ -19,7 +19,7 @@ from recjax.experience.layout import score
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.files import writing
 from recjax.hub.policy import Policy
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import TOP_IDS, Sampling
 from recjax.tasks.prompts import batch_indices
 
 _SMALL = 2**24  # bytes of log-probs that stay in memory
@@ -60,6 +60,17 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         for record in contents.read(chunk, None):
             if problem := problem_with_sampling(record.completion, sampling):
                 raise ValueError(f"{problem}, or experience.missing_logprobs to 'unneeded'")
+
+
+def check_top_tokens(groups: StoredGroups) -> None:
+    """Checks that the first group has recorded most likely tokens, which an algorithm with score centering reads."""
+    for completion in groups[0].completions:
+        if not any(TOP_IDS in row.recorded for row in completion.rows):
+            raise ValueError(
+                f"row {completion.id!r} of source {completion.source!r} has no recorded most likely tokens, which"
+                " algorithm.score_centering reads; record the store with rollout.recorded_top_k, or set"
+                " algorithm.score_centering.coefficient=0"
+            )
 
 
 def problem_with_sampling(completion: Completion, sampling: Sampling) -> str | None:

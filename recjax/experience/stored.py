@@ -10,7 +10,7 @@ from recjax.config import Config, TaskConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import signed_hash
-from recjax.experience.sources import check_logprobs
+from recjax.experience.sources import check_logprobs, check_top_tokens
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.grading.reward import is_accurate
@@ -74,7 +74,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
-    check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
+    algorithm = config.algorithm.build()
+    check_logprobs(whole, algorithm, rollout.sampling(), config.experience.missing_logprobs)
+    if algorithm.score_centering and not mix:
+        check_top_tokens(whole)
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
     skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
     skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}

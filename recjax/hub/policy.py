@@ -15,6 +15,7 @@ from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import put_params
+from recjax.models.sampling import TokenRecord
 from recjax.models.trainable import adapted, combine, merged
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,15 @@ logger = logging.getLogger(__name__)
 class Policy(NamedTuple):
     """The parts of a policy that training does not change; the parameters are kept separately.
 
-    `slots` is the number of completions decoded at a time; None: as many as fit in memory. The sampler records sets of
-    up to `kept_ids` possible tokens, see `recjax.models.logprobs.kept_tokens`.
+    `slots` is the number of completions decoded at a time; None: as many as fit in memory. The sampler records
+    the arrays that `recording` names.
     """
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     slots: int | None = None
-    kept_ids: int = 0
+    recording: TokenRecord = TokenRecord()
 
     @property
     def vocabulary(self) -> int:
@@ -93,7 +94,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
             decoder_config.vocab_size,
             stop_ids,
         )
-    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots, config.rollout.kept_ids)
+    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots, config.rollout.recording())
 
 
 class Teacher(NamedTuple):

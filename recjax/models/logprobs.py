@@ -13,7 +13,7 @@ from recjax.models.decoder import Decoder, Tokens, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import EXPERTS, NO_RECORD, Load, apply_routed, load_of
 from recjax.models.placement import constrain, over_rows
-from recjax.models.sampling import KEPT, Sampling
+from recjax.models.sampling import KEPT, TOP_IDS, TOP_LOGPROBS, Sampling, TokenRecord
 from recjax.models.unrolling import params_for
 
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
@@ -81,10 +81,32 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
     return {"kept_ids": jnp.where(is_whole & jnp.isfinite(values), ids, -1)}
 
 
-def kept_shapes(vocabulary: int, sampling: Sampling, most: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the arrays of `kept_tokens` for one token."""
+def top_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, count: int) -> dict[str, Array]:
+    """The `count` most likely tokens of each token's distribution, as arrays to record; empty at temperature 0.
+
+    `top_ids` are their ids, most likely first, -1 where the distribution has fewer possible tokens; `top_logprobs` are
+    their log-probs under the sampling distribution, NaN at these places. Both are [batch, count], or [batch, vocab] for
+    a smaller vocabulary.
+    """
+    if not count or sampling.temperature == 0:
+        return {}
+    distribution = jax.nn.log_softmax(sampling_logits(scores, sampling), axis=-1)
+    logprobs, ids = jax.lax.top_k(distribution, min(count, scores.shape[-1]))
+    is_possible = jnp.isfinite(logprobs)
+    return {TOP_IDS: jnp.where(is_possible, ids, -1), TOP_LOGPROBS: jnp.where(is_possible, logprobs, jnp.nan)}
+
+
+def recorded_tokens(
+    scores: Float[Array, "batch vocab"], sampling: Sampling, recording: TokenRecord
+) -> dict[str, Array]:
+    """All arrays to record of the distribution of each token, by name."""
+    return kept_tokens(scores, sampling, recording.kept_ids) | top_tokens(scores, sampling, recording.top_k)
+
+
+def recorded_shapes(vocabulary: int, sampling: Sampling, recording: TokenRecord) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the arrays of `recorded_tokens` for one token."""
     scores = jax.ShapeDtypeStruct((1, vocabulary), jnp.float32)
-    return jax.eval_shape(functools.partial(kept_tokens, sampling=sampling, most=most), scores)
+    return jax.eval_shape(functools.partial(recorded_tokens, sampling=sampling, recording=recording), scores)
 
 
 def is_kept(recorded: Mapping[str, Array], vocab: int) -> Bool[Array, "batch vocab"] | None:
@@ -105,8 +127,10 @@ def logprobs_and_entropy(
     tokens: Int[Array, " batch"],
     sampling: Sampling,
     recorded: Mapping[str, Array] = {},
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+) -> tuple[Float[Array, "batch ..."], ...]:
     """log π(token) and the entropy of π in nats, where π is the sampling distribution.
+
+    With recorded `top_ids`, a third array has log π of these tokens, [batch, count]; NaN at ids of -1.
 
     At temperature 0 every token counts as the argmax: log-probability and entropy are zero.
 
@@ -135,7 +159,12 @@ def logprobs_and_entropy(
     distribution = jax.nn.log_softmax(kept_scores, axis=-1)
     possible = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
     entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
-    return jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0], entropy
+    logprobs = jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0]
+    if TOP_IDS not in recorded:
+        return logprobs, entropy
+    ids = recorded[TOP_IDS]
+    top_logprobs = jnp.take_along_axis(distribution, jnp.maximum(ids, 0), axis=-1)
+    return logprobs, entropy, jnp.where(ids < 0, jnp.nan, top_logprobs)
 
 
 def chunked_logprobs(
@@ -148,11 +177,12 @@ def chunked_logprobs(
     recorded: Mapping[str, Array] = {},
     compared: Compared | None = None,
     teacher_hidden: Float[Array, "batch time teacher_hidden"] | None = None,
-) -> tuple[Float[Array, "batch time"], ...]:
+) -> tuple[Float[Array, "batch time ..."], ...]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
-    A third array has the divergence from `compared` at each token, between distributions at the temperature of
-    `sampling`, without its cuts.
+    With recorded `top_ids`, another array has log π of these tokens, [batch, time, count]. With `compared`, a last
+    array has the divergence from it at each token, between distributions at the temperature of `sampling`, without its
+    cuts.
 
     [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
     computes its own rows, with a head that is gathered once and not for every chunk.
@@ -160,7 +190,7 @@ def chunked_logprobs(
     Args:
         recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `logprobs_and_entropy`.
     """
-    recorded = {name: values for name, values in recorded.items() if name in (*KEPT, SAMPLED)}
+    recorded = {name: values for name, values in recorded.items() if name in (*KEPT, TOP_IDS, SAMPLED)}
     recorded = recorded if recorded.keys() - {SAMPLED} else {}
 
     def head_of(params):
@@ -187,7 +217,7 @@ def chunked_logprobs(
             return *values, compared.divergence(scores / sampling.temperature, theirs / sampling.temperature)
 
         values = jax.lax.map(one_chunk, jax.tree.map(in_chunks, (hidden, teacher_hidden, recorded, tokens)))
-        return tuple(x.reshape(-1)[:count].reshape(tokens.shape) for x in values)
+        return tuple(x.reshape(-1, *x.shape[2:])[:count].reshape(*tokens.shape, *x.shape[2:]) for x in values)
 
     heads = [head_of(params), *([] if compared is None else [head_of(compared.params)])]
     return over_rows(score_rows, heads, hidden, teacher_hidden, recorded, tokens)
@@ -213,7 +243,7 @@ def completion_logprobs(
     chunk: int,
     load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "batch time"] | Load, ...]:
+) -> tuple[Float[Array, "batch time ..."] | Load, ...]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
@@ -274,7 +304,7 @@ def packed_logprobs(
     chunk: int,
     load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "rows row_tokens"] | Load, ...]:
+) -> tuple[Float[Array, "rows row_tokens ..."] | Load, ...]:
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:

@@ -3,6 +3,22 @@
 from typing import NamedTuple
 
 KEPT = ("kept_ids", "kept_bits")  # names of recorded sets, see `recjax.models.logprobs.kept_tokens`
+TOP_IDS = "top_ids"  # name of the recorded most likely tokens, see `recjax.models.logprobs.top_tokens`
+TOP_LOGPROBS = "top_logprobs"  # name of their recorded log-probs
+
+
+class TokenRecord(NamedTuple):
+    """The arrays that a sampler records of the distribution of each token.
+
+    kept_ids: largest set of possible tokens to record as ids; see `recjax.models.logprobs.kept_tokens`.
+    top_k: number of most likely tokens to record with their log-probs; see `recjax.models.logprobs.top_tokens`.
+    """
+
+    kept_ids: int = 0
+    top_k: int = 0
+
+
+NOTHING_RECORDED = TokenRecord()
 
 
 class Sampling(NamedTuple):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from recjax.algorithms.options import require
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape, pad, sampled_shape
+from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
@@ -24,7 +24,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.experts import routing_shapes
-from recjax.models.logprobs import kept_shapes
+from recjax.models.logprobs import recorded_shapes
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, row_shards
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.sampling import Executable, SamplingPlan, sampling_executables, sampling_of
@@ -328,11 +328,13 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     minibatches = config.training.minibatches
     parts = micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
-    of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
+    algorithm = config.algorithm.build()
+    of_turns = algorithm.reads("turn_rewards", "token_turns")
     vocabulary = plan.model.decoder.config.vocab_size
     sampling = config.rollout.sampling()
-    recorded = kept_shapes(vocabulary, sampling, config.rollout.kept_ids) | routing_shapes(plan.model.decoder)
+    recorded = recorded_shapes(vocabulary, sampling, config.rollout.recording()) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
+    arrays = with_top_tokens(arrays, config.rollout.recorded_top_k if algorithm.score_centering else 0)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)

@@ -133,11 +133,11 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
     lengths = plan.engine.lengths
     of = np.arange(plan.slots) // most_completions(config)
     sampling = config.rollout.sampling()
-    kept_ids = config.rollout.kept_ids
+    recording = config.rollout.recording()
 
     def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
         cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling, kept_ids=kept_ids)
+        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling, recording=recording)
 
     tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
     cached, _ = jax.eval_shape(functools.partial(decoding.prefill, decoder=decoder), weights, tokens, mask)
@@ -164,7 +164,7 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,
-        options=decoding.RoundOptions(sampling, (0,), plan.engine.round_time, kept_ids),
+        options=decoding.RoundOptions(sampling, (0,), plan.engine.round_time, recording),
     )
     return [*programs, Executable(decoded, plan.mesh, waiting)]
 

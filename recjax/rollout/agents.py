@@ -145,7 +145,7 @@ class Agents(contextlib.AbstractContextManager):
         sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
         lives: dict[int | None, LiveEngine] = {}  # by version; None: the policy's, which gets newer weights
         for at, weights in [(None, params), *self._older_weights(params, version, newer is not None)]:
-            options = {"kept_ids": policy.kept_ids, "newer": newer if at is None else None}
+            options = {"recording": policy.recording, "newer": newer if at is None else None}
             engine = Engine(policy.decoder, policy.stop_ids, **sizes, **options)
             engine.replace_weights(weights, version if at is None else at)
             lives[at] = LiveEngine(engine)

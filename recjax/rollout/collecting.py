@@ -56,7 +56,7 @@ def sample_groups(
         clock: see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "kept_ids": policy.kept_ids}
+    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "recording": policy.recording}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer, clock=clock)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]

@@ -13,13 +13,14 @@ from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.experts import apply_routed, chosen_experts, routing_shapes
 from recjax.models.logprobs import (
     Sampling,
-    kept_shapes,
-    kept_tokens,
     last_hidden,
     logprobs_and_entropy,
+    recorded_shapes,
+    recorded_tokens,
     sampling_logits,
 )
 from recjax.models.placement import ROWS, constrain
+from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.rollout.keys_values import Memory, cache_rows, cache_time, empty, over_mesh, put_round, read_slots
 
 
@@ -51,13 +52,13 @@ class RoundOptions(NamedTuple):
         sampling: the distribution.
         stop_ids: tokens that end a completion and belong to it.
         time: most tokens that a slot samples.
-        kept_ids: see `recjax.models.logprobs.kept_tokens`.
+        recording: the recorded arrays of each token.
     """
 
     sampling: Sampling
     stop_ids: tuple[int, ...]
     time: int
-    kept_ids: int = 0
+    recording: TokenRecord = TokenRecord()
 
 
 class Decoded(NamedTuple):
@@ -123,25 +124,25 @@ def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"])
     return constrain(logits(decoder.config, params, hidden), ROWS, "tensor")
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "kept_ids"))
+@functools.partial(jax.jit, static_argnames=("sampling", "recording"))
 def first_tokens(
     scores: Float[Array, "prompts vocab"],
     of: Int[Array, " batch"],
     keys: UInt32[Array, "batch words"],
     *,
     sampling: Sampling,
-    kept_ids: int = 0,
+    recording: TokenRecord = NOTHING_RECORDED,
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"], dict[str, Array]]:
     """The first token of each completion, its log-probability, and its recorded arrays, [batch, …] by name.
 
     Args:
         of: index of each completion's prompt.
-        kept_ids: see `recjax.models.logprobs.kept_tokens`.
+        recording: the arrays.
     """
     # Completions of a group share their prompt's scores, which were computed once.
     scores = scores[of]
     tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(of)))
-    return tokens, logprobs, kept_tokens(scores, sampling, kept_ids)
+    return tokens, logprobs, recorded_tokens(scores, sampling, recording)
 
 
 def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -> Key[Array, " rows"]:
@@ -209,7 +210,7 @@ def decode(
         )
         scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, options.sampling, _step_keys(rows.keys, rows.counts + time))
-        recorded = kept_tokens(scores, options.sampling, options.kept_ids) | chosen_experts(decoder, sown)
+        recorded = recorded_tokens(scores, options.sampling, options.recording) | chosen_experts(decoder, sown)
         ended = jnp.isin(tokens, jnp.array(options.stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
             time + 1,
@@ -236,7 +237,7 @@ def _round_start(memory: Memory, rows: SlotState, decoder: Decoder, options: Rou
     """The state before a round's first token, with empty buffers for its tokens."""
     slots = len(rows.live)
     vocabulary = decoder.config.vocab_size
-    recorded = kept_shapes(vocabulary, options.sampling, options.kept_ids) | routing_shapes(decoder)
+    recorded = recorded_shapes(vocabulary, options.sampling, options.recording) | routing_shapes(decoder)
     return Decoded(
         jnp.zeros((), jnp.int32),
         rows.live,

@@ -26,6 +26,7 @@ class Draw(NamedTuple):
     limit: most tokens of a completion, end token included.
     stop_ids: token ids that end a completion.
     sampling: the distribution.
+    top_k: number of most likely tokens whose log-probs the reply should have for each token.
     """
 
     prefix: list[int]
@@ -34,6 +35,7 @@ class Draw(NamedTuple):
     limit: int
     stop_ids: list[int]
     sampling: Sampling
+    top_k: int = 0
 
 
 def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[str, Any]:
@@ -63,6 +65,10 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
     values = explicit_values(api, draw.sampling, draw.stop_ids)
     values |= {"n": draw.count, "seed": draw.seed, "max_tokens": draw.limit, "logprobs": 0}
     named = {"model": adapter or model}
+    if draw.top_k and api == "vllm":
+        # One more, as vLLM's list begins with the sampled token: which tokens are recorded must not depend on it.
+        values |= {"logprobs": draw.top_k + 1}
+        named |= {} if has_route else {"return_tokens_as_token_ids": True}
     if has_route:
         return GENERATE, named | {"token_ids": draw.prefix, "sampling_params": values}
     return "completions", named | values | {"prompt": draw.prefix, "return_token_ids": True}
@@ -103,6 +109,26 @@ def labeled_choices(reply: dict[str, Any]) -> dict[str, Any]:
 
 def _sglang_choices(reply: Any) -> dict[str, Any]:
     return {"choices": [_sglang_choice(each) for each in (reply if isinstance(reply, list) else [reply])]}
+
+
+def top_pairs(choice: dict[str, Any]) -> list[list[tuple[int, float]]] | None:
+    """The most likely tokens of each token in a choice, as pairs of id and log-prob; None unless all tokens have some.
+
+    recjax has a list of its own, vLLM's route for tokens has objects with ids, and its other routes have texts
+    "token_id:5".
+    """
+    if pairs := choice.get("token_top_logprobs"):
+        return pairs
+    reported = choice.get("logprobs") or {}
+    try:
+        if (content := reported.get("content")) is not None:
+            return [[(top["token_id"], top["logprob"]) for top in token["top_logprobs"]] for token in content]
+        return [
+            [(int(text.removeprefix("token_id:")), logprob) for text, logprob in of_token.items()]
+            for of_token in reported["top_logprobs"]
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +228,8 @@ class Dialect(NamedTuple):
     weights_route: a route of servers that take whole weights from a folder; None: this software takes none.
     most_choices: largest number of completions that a request may ask for; None: any.
     releases: routes that may report the release, each with the key of the release in the reply.
-    push_remedy, logprobs_remedy: advice for weights that are not taken, and for log-probs that do not fit.
+    push_remedy, logprobs_remedy, top_logprobs_remedy: advice for weights that are not taken, for log-probs that do not
+        fit, and for missing log-probs of the most likely tokens.
     """
 
     name: str
@@ -215,6 +242,7 @@ class Dialect(NamedTuple):
     releases: tuple[tuple[str, str], ...] = ()
     push_remedy: str = "use another server"
     logprobs_remedy: str = "set rollout.engine.processed_logprobs if they are right"
+    top_logprobs_remedy: str = "sample with recjax's engine, recjax.serve or vLLM"
 
 
 _SHARED = "the engine must see the folder under the same path (rollout.engine.folder)"
@@ -224,6 +252,7 @@ _ALL = [
         logprobs_fit=lambda sampling, processed: True,
         weights_route="/update_weights_from_disk",
         push_remedy=f"start recjax.serve with --push_root and a key; {_SHARED}",
+        top_logprobs_remedy="start recjax.serve with the same rollout.recorded_top_k",
     ),
     Dialect(
         "vllm",  # reports log-probs of the plain softmax
@@ -234,6 +263,7 @@ _ALL = [
         f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank; {_SHARED}",
         logprobs_remedy="start vLLM with --logprobs-mode processed_logprobs and set"
         " rollout.engine.processed_logprobs=true; under cuts also --return-sampling-mask, and rollout.top_k above 0",
+        top_logprobs_remedy="start vLLM with --max-logprobs above rollout.recorded_top_k",
     ),
     Dialect(
         "sglang",  # divides the logits by the temperature, but cuts nothing

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
 from recjax.models.placement import DeviceClock, moved_params, on_host
+from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
 from recjax.rollout.decoding import RoundOptions, SlotContents
@@ -45,7 +46,7 @@ class Engine:
         slots: int | None,
         prefix_time: int,
         newer: Callable[[], Weights | None] | None = None,
-        kept_ids: int = 0,
+        recording: TokenRecord = NOTHING_RECORDED,
         clock: DeviceClock | None = None,
     ):
         """Creates an engine without weights.
@@ -56,7 +57,7 @@ class Engine:
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
             newer: called before each round; returns weights that have arrived since its last call, or None. None: no
                 updates.
-            kept_ids: largest set of possible tokens to record as ids; see `recjax.models.logprobs.kept_tokens`.
+            recording: the arrays that the engine records of the distribution of each token.
             clock: clock to tell of programs; None: no clock.
         """
         self._decoder = made_for_sampling(decoder)
@@ -65,7 +66,7 @@ class Engine:
         self._most_slots = slots
         self._prefix_time = prefix_time
         self._newer = newer
-        self._kept_ids = kept_ids
+        self._recording = recording
         self._clock = clock or DeviceClock()
         self._stacked: dict | None = None
         self._params: dict | None = None
@@ -281,7 +282,7 @@ class Engine:
             for chunk in np.split(numbers, range(most, len(numbers), most)):
                 # Completions repeat up to the size of the program, which has few sizes; repetitions are not read.
                 repeated = chunk[np.arange(size) % len(chunk)]
-                options = {"sampling": sampling, "kept_ids": self._kept_ids}
+                options = {"sampling": sampling, "recording": self._recording}
                 self._clock.call()
                 tokens, logprobs, recorded = on_host(
                     decoding.first_tokens(scores, rows[repeated], keys[repeated], **options)
@@ -344,7 +345,7 @@ class Engine:
             paused = len(live_slots) - len(chosen)
             # Below the number of slots that sample, or the round would end before its first token.
             enough = np.clip(slots.count - free - paused, 0, len(chosen) - 1).astype(np.int32)
-            options = RoundOptions(sampling, self._stop_ids, time, self._kept_ids)
+            options = RoundOptions(sampling, self._stop_ids, time, self._recording)
             arguments = self._params, slots.memory, slots.rows(mine), enough
             self._clock.call()
             slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, options=options)

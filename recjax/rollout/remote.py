@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from recjax.config import Config
-from recjax.experience.group import Completion, Group, Row, sets_from_lists
+from recjax.experience.group import LOWEST_LOGPROB, Completion, Group, Row, sets_from_lists, top_from_lists
 from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.rollout import dialects
@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # finish reasons of complete completions
 _CUT = ("length", "max_tokens", "model_length")
-# Servers write -9999 for a log-prob of minus infinity. Rounding can lift a log-prob slightly above 0.
-_LOWEST = -9000.0
-_HIGHEST = 1e-3
+_HIGHEST = 1e-3  # rounding can lift a log-prob slightly above 0
 _RESEED = 7_368_787  # between the seeds of two tries, which is more than a batch has completions
 
 
@@ -222,6 +220,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             "limit": self._rollout.max_completion_tokens,
             "stop_ids": stops,
             "sampling": self._rollout.sampling(),
+            "top_k": self._policy.recording.top_k,
         }
         draws = [
             Draw(prefix.tolist(), min(size, group_size - start), seed + number * size, **constant)
@@ -325,7 +324,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if len(tokens) > draw.limit:
             raise UnusableError(f"{len(tokens)} tokens, more than rollout.max_completion_tokens = {draw.limit}")
         versions = self._token_versions(choice, len(tokens), version)
-        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.kept_ids)
+        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.recording.kept_ids)
+        if draw.top_k:
+            top = top_from_lists(dialects.top_pairs(choice), len(tokens), draw.top_k)
+            if not top:
+                remedy = self.dialect.top_logprobs_remedy
+                raise UnusableError(f"no log-probs of the most likely tokens ({remedy})")
+            recorded |= top
         logprobs = _logprobs(choice, choice, len(tokens))
         if logprobs is None:
             raise UnusableError(f"no log-prob of each of {len(tokens)} tokens")
@@ -492,7 +497,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if not (self._are_known((*prompt, *tokens)) and self._decodes_to(tokens, text)):
             self.server.warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
             return ()
-        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.kept_ids)
+        recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.recording.kept_ids)
         logprobs = _logprobs(reply, choice, len(tokens))
         if logprobs and not self._describes_sampling(reply, bool(recorded)):
             words = "dropped the log-probs, which may belong to another distribution than rollout's"
@@ -524,7 +529,7 @@ def _logprobs(reply: dict[str, Any], choice: dict[str, Any], count: int) -> list
         values = reported.get("token_logprobs") if content is None else [token.get("logprob") for token in content]
     if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
         return None
-    if not all(_LOWEST < value < _HIGHEST for value in values):  # also false for NaN
+    if not all(LOWEST_LOGPROB < value < _HIGHEST for value in values):  # also false for NaN
         return None
     return [min(float(value), 0.0) for value in values]
 

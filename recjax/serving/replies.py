@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import sets_to_lists
+from recjax.experience.group import sets_to_lists, top_to_lists
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tools import CALL, parsed_calls
@@ -122,6 +122,7 @@ def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
         "token_logprobs": sampled.logprobs[start:].tolist(),
         "token_policy_versions": sampled.versions[start:].tolist(),
         **({"sampling_mask": lists[start:]} if (lists := sets_to_lists(sampled.recorded)) else {}),
+        **({"token_top_logprobs": top[start:]} if (top := top_to_lists(sampled.recorded)) else {}),
     }
 
 

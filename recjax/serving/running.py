@@ -65,7 +65,7 @@ def build_server(serving: Serving, when_ready: str) -> Server:
     policy = serving.policy
     limits = serving.limits
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
-    sizes = {"slots": limits.slots, "prefix_time": PREFIX_TIME, "kept_ids": policy.kept_ids}
+    sizes = {"slots": limits.slots, "prefix_time": PREFIX_TIME, "recording": policy.recording}
     engine = Engine(policy.decoder, policy.stop_ids, **sizes)
     engine.replace_weights(serving.weights.params, serving.weights.version)
     live = LiveEngine(engine, PASSES)

@@ -24,6 +24,7 @@ from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
+from recjax.models.sampling import NOTHING_RECORDED
 from recjax.models.trainable import fingerprint
 from recjax.rollout.agents import MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit
@@ -77,8 +78,8 @@ def answered(
     settings = config.evaluation
     size = config.rollout.prompts_per_step
     count = len(prompts.texts)
-    # no update reads the sets
-    policy = policy._replace(kept_ids=0)
+    # no update reads the recorded arrays
+    policy = policy._replace(recording=NOTHING_RECORDED)
     seats = len(config.task.trained_seats)
     held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
     for start in (start for start in range(0, count, size) if start not in done):

@@ -28,7 +28,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.experts import Load, balance_loss, load_metrics
 from recjax.models.logprobs import Compared
 from recjax.models.placement import constrain, constrain_params
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import TOP_LOGPROBS, Sampling
 from recjax.models.trainable import combine
 from recjax.models.unrolling import params_for, stacked_params, unrolled_for_training
 
@@ -167,6 +167,7 @@ class _Measured(NamedTuple):
     teacher_logprobs: Float[Array, "batch time"] | None
     observation_weights: Float[Array, "batch time"] | None
     divergence: Float[Array, "batch time"] | None
+    behavior_top_logprobs: Float[Array, "batch time count"] | None
     load: Load | tuple[()]
 
 
@@ -234,7 +235,8 @@ def update(
     )
     metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
     observed = all_rows.teacher_logprobs, all_rows.observation_weights
-    measured = _Measured(logprobs, mask, *observed, divergence, sums.load)
+    top = jax.tree.map(devices.whole, _behavior_top(recipe, batch))
+    measured = _Measured(logprobs, mask, *observed, divergence, top, sums.load)
     for term in (*terms_of(algorithm), *_model_terms(recipe)):
         if term.metrics is not None:
             metrics |= call(term.metrics, measured)
@@ -318,9 +320,9 @@ def _summed(
                 part.behavior_logprobs,
                 part_rows,
                 part.completion_mask,
-                reference_logprobs=reference,
-                entropy=scores.entropy,
-                divergence=scores.divergence,
+                losses.TermScores(
+                    reference, scores.entropy, scores.divergence, scores.top_logprobs, _behavior_top(recipe, part)
+                ),
             )
             for term in _model_terms(recipe):
                 if term.total is not None:
@@ -339,6 +341,11 @@ def _summed(
         no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
     no_sums = _Sums(jnp.zeros(()), jnp.zeros(()), zeros, no_load)
     return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=compared is not None)
+
+
+def _behavior_top(recipe: Recipe, batch: Batch) -> Float[Array, "batch time count"] | None:
+    """The recorded log-probs of the sampler's top tokens, if the algorithm reads them."""
+    return None if recipe.algorithm.score_centering is None else batch.recorded.get(TOP_LOGPROBS)
 
 
 class _ModelValues(NamedTuple):

@@ -292,6 +292,35 @@ def logit_distillation(x, i, t, coefficient=1.0):
     return -coefficient * q[0] * (math.log(q[0] / p[0]) - kl)
 
 
+def ipo(x, i, t):
+    distance = abs(math.exp(x.logprobs[i, t]) - math.exp(x.behavior[i, t]))
+    return min(x.rho(i, t), 1e4) * x.centered(i) * (distance <= 0.3)
+
+
+def trm(x, i, t):
+    places = [time for time in range(x.mask.shape[1]) if x.mask[i, time]]
+    is_near = all(x.rho(i, time) - 1 - x.log_rho(i, time) <= 0.05 for time in places)
+    return x.rho(i, t) * x.centered(i) * is_near
+
+
+def chord(x, i, t):
+    probability = math.exp(x.logprobs[i, t])
+    return 0.1 * probability * (1 - probability) if x.foreign[i] else 0.9 * ppo(x, i, t, x.normalized(i))
+
+
+def score_centering(x, i, t):
+    """Top tokens are the last two of three; only the first one's score is that of the token."""
+
+    def distribution(first, others):
+        shares = [math.exp(first), *(math.exp(score) for score in others)]
+        return [share / sum(shares) for share in shares]
+
+    policy = distribution(x.logprobs[i, t], OWN)
+    behavior = distribution(x.behavior[i, t], THEIRS)
+    center = sum(behavior[v] - behavior[0] / policy[0] * policy[v] for v in (1, 2))
+    return x.centered(i) * (1 + policy[0] * center)
+
+
 # The proximal policy of these examples is the policy itself, as in a run: its ratio is one and nothing is clipped.
 COEFFICIENTS = {
     "rloo": rloo,
@@ -309,7 +338,11 @@ COEFFICIENTS = {
     "icepop": icepop,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
-    "prime_rl": lambda x, i, t: dppo_tv(x, i, t, math.inf) - 2e-3 * x.log_rho(i, t),
+    "dppo_tv_kl": lambda x, i, t: dppo_tv(x, i, t, math.inf) - 2e-3 * x.log_rho(i, t),
+    "ipo": ipo,
+    "trm": trm,
+    "chord": chord,
+    "score_centering": score_centering,
     "kimi_k15": lambda x, i, t: x.centered(i) - 0.1 * x.sum_log_rho(i),
     "kimi_k25": kimi_k25,
     "opsm": opsm,

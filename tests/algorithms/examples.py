@@ -63,6 +63,13 @@ def logits_of(logprobs, fixed):
     return jnp.stack([logprobs, *jnp.broadcast_to(jnp.array(fixed)[:, None, None], (2, *logprobs.shape))], axis=-1)
 
 
+def top_of(logprobs, behavior_logprobs):
+    """log π and log μ of the last two of the three tokens, and of a third that no policy has; the first is the rest."""
+    own = jax.nn.log_softmax(logits_of(logprobs, OWN))[..., 1:]
+    theirs = jax.nn.log_softmax(logits_of(behavior_logprobs, THEIRS))[..., 1:]
+    return [jnp.concatenate([top, jnp.full((*top.shape[:-1], 1), jnp.nan)], axis=-1) for top in (own, theirs)]
+
+
 OWN, THEIRS = (0.0, 0.5), (-0.5, 0.3)  # scores of the policy's and of the teacher's other tokens
 
 
@@ -108,9 +115,7 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
             x.behavior_logprobs,
             rows,
             x.completion_mask,
-            reference_logprobs=x.reference_logprobs,
-            entropy=entropy,
-            divergence=divergence,
+            losses.TermScores(x.reference_logprobs, entropy, divergence, *top_of(logprobs, x.behavior_logprobs)),
         )
         return value, (value, count)
 

@@ -288,7 +288,7 @@ def within_kl(b, delta=0.05):
     return np.where(centered(b) > 0, near | (b.policy <= b.behavior), near | (b.policy >= b.behavior))
 
 
-def prime_rl(b, p):
+def dppo_tv_kl(b, p):
     surrogate = total_variation(b) * centered(b) * np.exp(p - b.behavior)
     return token_mean(b, surrogate - 1e-3 * (p - b.behavior) ** 2)
 
@@ -440,6 +440,21 @@ def luffy(b, p, a, reduce=token_mean):
     return reduce(b, np.where((b.rewards > 0.5)[:, None], expert, np.exp(p - b.behavior)) * a)
 
 
+def trust_region(b, p, kl):
+    """A completion counts only if no token's KL estimate is above 0.05."""
+    largest = np.where(b.mask, kl(b.policy - b.behavior), 0.0).max(-1)[:, None]
+    return token_mean(b, (largest <= 0.05) * centered(b) * np.exp(p - b.behavior))
+
+
+def chord(b, p, share=0.1):
+    """(1 − m) of PPO's surrogate on own tokens, m of weighted cross-entropy on those with rewards above 0.5."""
+    ratio = np.exp(p - b.behavior)
+    surrogate = np.minimum(ratio * z_scores(b), np.clip(ratio, 0.8, 1.2) * z_scores(b))
+    imitated = np.exp(b.policy) * (1 - np.exp(b.policy)) * p
+    is_expert = (b.rewards > 0.5)[:, None]
+    return token_mean(b, np.where(is_expert, share * imitated, (1 - share) * surrogate))
+
+
 def effective_size(b):
     ratios = rho(b)[b.mask]
     return ratios.sum() ** 2 / (ratios**2).sum() / len(ratios)
@@ -482,6 +497,18 @@ def echo(b, p, coefficient):
     return grpo(b, p) + coefficient * observed
 
 
+def score_centering(b, p, weight=lambda ratio: 1.0):
+    """A [w log π(y) − Σ_{v∈H} (μ_v f(π_v/μ_v) − α f(1/α) π_v) log π(v)]; H: the last two of the three tokens."""
+    policy, _ = distributions(b, b.policy)
+    moved, behavior = distributions(b._replace(reference=b.behavior), p)
+    alpha = (1 - behavior[..., 1:].sum(-1)) / (1 - policy[..., 1:].sum(-1))
+    center = 0.0
+    for v in (1, 2):
+        own = behavior[..., v] * weight(policy[..., v] / behavior[..., v])
+        center = center + (own - alpha * weight(1 / alpha) * policy[..., v]) * np.log(moved[..., v])
+    return token_mean(b, centered(b) * (weight(rho(b)) * p - center))
+
+
 OBJECTIVES = {
     "reinforce": lambda b, p: trinity(b, p, True, 1.0),
     "grpo": grpo,
@@ -512,7 +539,11 @@ OBJECTIVES = {
     "icepop": intellect,
     "dppo_tv": lambda b, p: dppo(b, p, total_variation(b), 20.0),
     "dppo_kl": lambda b, p: dppo(b, p, within_kl(b), 20.0),
-    "prime_rl": prime_rl,
+    "dppo_tv_kl": dppo_tv_kl,
+    "ipo": lambda b, p: dppo(b, p, np.abs(np.exp(b.policy) - np.exp(b.behavior)) <= 0.3, 1e4),
+    "trm": lambda b, p: trust_region(b, p, lambda x: np.exp(x) - 1 - x),
+    "chord": chord,
+    "score_centering": score_centering,
     "kimi_k15": opmd,
     "kimi_k25": kimi_k25,
     "opsm": lambda b, p: grpo(b, p, factor=opsm_keeps(b, 0.5)),
@@ -596,5 +627,9 @@ OTHER_FORMS = {
         b, -kl(*distributions(b, p)[::-1])
     ),
     ("logit_distillation", "teacher_divergence={kind: jsd, beta: 0.1}"): lambda b, p: jensen_shannon(b, p, 0.1),
+    ("score_centering", "weight={name: truncated, cap: 2.0}"): lambda b, p: score_centering(
+        b, p, lambda ratio: np.minimum(ratio, 2.0)
+    ),
+    ("trm", "mask={estimator: k2}"): lambda b, p: trust_region(b, p, lambda x: x**2 / 2),
     ("echo", "observations={coefficient: 0.1}"): lambda b, p: echo(b, p, 0.1),
 }

@@ -222,8 +222,8 @@ def test_only_the_policy_and_its_entropy_are_differentiated(name):
 
     def total(behavior, reference, advantages, weights):
         constants = rows._replace(advantages=advantages, weights=weights)
-        others = dict(reference_logprobs=reference, entropy=x.entropy)
-        return losses.loss(full(name), x.logprobs, behavior, constants, x.completion_mask, **others)[0]
+        scores = losses.TermScores(reference, x.entropy)
+        return losses.loss(full(name), x.logprobs, behavior, constants, x.completion_mask, scores)[0]
 
     constants = x.behavior_logprobs, x.reference_logprobs, rows.advantages, rows.weights
     gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*constants)
@@ -294,8 +294,7 @@ def test_a_missing_input_is_named(preset, overrides, missing):
             inputs["behavior_logprobs"],
             rows_of(algorithm, EXAMPLE),
             mask,
-            reference_logprobs=inputs["reference_logprobs"],
-            entropy=inputs["entropy"],
+            losses.TermScores(inputs["reference_logprobs"], inputs["entropy"]),
         )
 
 

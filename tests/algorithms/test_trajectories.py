@@ -55,8 +55,8 @@ def numbers(algorithm, example: Example, trajectories=None):
     rows = losses.row_terms(algorithm, losses.BatchValues(*compared, **given))
 
     def loss(logprobs):
-        extras = {"reference_logprobs": x.reference_logprobs, "entropy": x.entropy}
-        return losses.loss(algorithm, logprobs, x.behavior_logprobs, rows, x.completion_mask, **extras)
+        scores = losses.TermScores(x.reference_logprobs, x.entropy)
+        return losses.loss(algorithm, logprobs, x.behavior_logprobs, rows, x.completion_mask, scores)
 
     (_, one), gradient = jax.value_and_grad(lambda y: (loss(y)[0], loss(y)), has_aux=True)(x.logprobs)
     seen = x.logprobs, x.behavior_logprobs, x.entropy, x.completion_mask

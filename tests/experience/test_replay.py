@@ -101,6 +101,29 @@ def test_stored_and_opened_anywhere_it_goes_on_as_it_would_have(steps, limits, s
         assert all(map(same_groups, chosen, chosen_again))
 
 
+def test_groups_of_the_buffer_only_replace_groups_without_a_signal(monkeypatch):
+    limits = ReplayConfig(max_reuse=3)
+    replacing = lambda limits: SETTINGS._replace(replay=True, limits=limits, replaces=True)  # noqa: E731
+    monkeypatch.setattr(f"{__name__}.replaying", replacing)
+    right, equal = [0.0, 1.0], [1.0, 1.0]
+    queue = arrived(Queue(), [make_group(0, right), make_group(1, right), make_group(2, equal)], 1, limits)
+    assert take(queue, 3, 1, 0, replacing(limits))[1] is None, "a buffer with too few groups: another batch is needed"
+    queue = arrived(queue, [make_group(3, right)], 1, limits)
+    queue, first = taken(queue, 3, 1, 0, limits)
+    assert names(first) == names([make_group(0), make_group(1), make_group(3)])
+    queue = arrived(queue, [make_group(4, right), make_group(5, equal), make_group(6, right)], 2, limits)
+    found = set()
+    for seed in range(20):
+        _, second = taken(queue, 3, 2, seed, limits)
+        assert names(second) >= names([make_group(4), make_group(6)]), "new groups come first"
+        found |= names(second)
+    assert found == names([make_group(i) for i in (0, 1, 3, 4, 6)]), "any trained group may take the place"
+
+
+def names(groups):
+    return {group.id for group in groups}
+
+
 def taken_often(limits, groups, step=1, times=400, count=1):
     """How often each group is taken from the same queue under different seeds."""
     queue, found = Queue(), collections.Counter()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.regularizers import teacher_divergence
-from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists
+from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists, top_from_lists, top_to_lists
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import (
@@ -20,6 +20,7 @@ from recjax.models.logprobs import (
     kept_tokens,
     logprobs_and_entropy,
     sampling_logits,
+    top_tokens,
 )
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
@@ -193,6 +194,43 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
         assert sets_from_lists(wrong, tokens, 3) == {}
     assert sets_from_lists(lists, tokens, 0) == {} and sets_from_lists([[], [], []], tokens, 3) == {}
     assert sets_from_lists([[5, 2], [], [4]], tokens, 3)["kept_ids"].tolist() == [[5, 2], [-1, -1], [4, -1]]
+
+
+@pytest.mark.parametrize(("sampling", "possible"), [(Sampling(), 9), (Sampling(0.7), 9), (Sampling(1.3, top_k=3), 3)])
+def test_the_most_likely_tokens_are_recorded_and_scored_by_a_double_loop(sampling, possible):
+    generator = np.random.default_rng(1)
+    behavior, scores = generator.normal(size=(2, 6, 9)).astype(np.float32)
+    recorded = top_tokens(jnp.array(behavior), sampling, 4)
+    tokens = np.array(recorded["top_ids"][:, 0])
+    logprobs, _, top = logprobs_and_entropy(jnp.array(scores), jnp.array(tokens), sampling, recorded)
+    now = jax.nn.log_softmax(sampling_logits(jnp.array(scores), sampling, jnp.array(tokens)))
+    for row in range(6):
+        order = np.argsort(-behavior[row])[: min(4, possible)]
+        chosen = np.argsort(-behavior[row])[:possible]
+        shares = np.exp(behavior[row].astype(float) / sampling.temperature)
+        expected = np.log(shares / shares[chosen].sum())
+        unknown = [-1] * (4 - len(order))
+        assert recorded["top_ids"][row].tolist() == [*order, *unknown]
+        known = recorded["top_logprobs"][row, : len(order)]
+        np.testing.assert_allclose(known, expected[order], rtol=1e-5)
+        assert np.isnan(recorded["top_logprobs"][row, len(order) :]).all()
+        np.testing.assert_array_equal(top[row, : len(order)], now[row, order])
+        assert np.isnan(top[row, len(order) :]).all() and logprobs[row] == now[row, tokens[row]]
+    assert top_tokens(jnp.array(behavior), sampling, 40)["top_ids"].shape == (6, 9)
+    assert top_tokens(jnp.array(behavior), Sampling(0.0), 4) == {} == top_tokens(jnp.array(behavior), sampling, 0)
+
+
+def test_most_likely_tokens_of_a_reply_are_the_same_whatever_token_was_sampled():
+    # vLLM puts the sampled token first; token 9 is not among the two most likely ones.
+    lists = [[(3, -0.5), (7, -1.5)], [(9, -8.0), (3, -0.5), (7, -1.5)], [(7, -1.5), (3, 1e-7), (2, -9999.0)]]
+    recorded = top_from_lists(lists, 3, 2)
+    assert recorded["top_ids"].tolist() == [[3, 7], [3, 7], [3, 7]]
+    assert recorded["top_logprobs"].tolist() == [[-0.5, -1.5], [-0.5, -1.5], [0.0, -1.5]]
+    assert top_to_lists(recorded) == [[(3, -0.5), (7, -1.5)]] * 2 + [[(3, 0.0), (7, -1.5)]] and top_to_lists({}) is None
+    assert top_from_lists(lists, 3, 4)["top_ids"].tolist()[2] == [3, 7, -1, -1]
+    for wrong in (None, {}, lists[:2], [[], *lists[1:]], [[(-1, -0.5)], *lists[1:]], [[("3",)], *lists[1:]], [7, 7, 7]):
+        assert top_from_lists(wrong, 3, 2) == {}
+    assert top_from_lists([[(3, float("nan"))]], 1, 2) == {} == top_from_lists(lists, 3, 0)
 
 
 TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)

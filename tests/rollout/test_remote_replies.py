@@ -202,6 +202,42 @@ def test_log_probs_of_another_distribution_are_refused(config, api, changes, has
                     engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
 
 
+@pytest.mark.parametrize("has_route", [True, False])
+def test_the_most_likely_tokens_are_requested_of_vllm_and_recorded(config, has_route):
+    config = sampled_with(config, recorded_top_k=2)
+    policy, calls = policy_of(config), []
+    tokens = choice_of(policy)["token_ids"]
+    # The sampled token comes first, then the most likely ones.
+    top = [(5, -0.5), (6, -1.25)]
+    lists = [[(token, -3.0), *top] for token in tokens]
+
+    def answer(body):
+        named = body["sampling_params"] if has_route else body
+        assert named["logprobs"] == 3
+        choices = [vllm_choice(tokens, RIGHT, place) for place in range(2)]
+        for choice in choices:
+            if has_route:
+                for token, pairs in zip(choice["logprobs"]["content"], lists, strict=True):
+                    token["top_logprobs"] = [{"token_id": one, "logprob": value, "rank": 1} for one, value in pairs]
+            else:
+                assert body["return_tokens_as_token_ids"] is True
+                texts = [{f"token_id:{one}": value for one, value in pairs} for pairs in lists]
+                choice["logprobs"] = {"token_logprobs": RIGHT, "top_logprobs": texts}
+        return 200, {"choices": choices if not lacks else [choice_of(policy)] * 2}
+
+    path = dialects.GENERATE if has_route else "/v1/completions"
+    with scripted_engine("vllm", config, policy, {path: answer}, calls, has_tokens=has_route) as url:
+        with engine_of(url, config, policy, retries=0) as engine:
+            lacks = False
+            groups = engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
+            recorded = groups[0].completions[0].rows[0].recorded
+            assert recorded["top_ids"].tolist() == [[5, 6]] * 3
+            assert recorded["top_logprobs"].tolist() == [[-0.5, -1.25]] * 3
+            lacks = True
+            with pytest.raises(ValueError, match="no log-probs of the most likely tokens .*--max-logprobs"):
+                engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
+
+
 def test_a_server_named_sglang_without_a_route_for_weights_takes_none(config):
     policy = policy_of(config)  # sglang-jax
     for replies, takes in (({}, False), ({"/update_weights_from_disk": lambda body: (405, None)}, True)):

@@ -14,6 +14,7 @@ from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.sampling import TokenRecord
 from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
@@ -27,7 +28,7 @@ TOKENIZER.chat_template = (
     "[assistant:"
 )
 SHAPE = DecoderConfig(len(TOKENIZER), 16, 32, 1, 2, 1, 8)
-POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,), kept_ids=5)
+POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,), recording=TokenRecord(5, top_k=3))
 LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.following import Follower
-from recjax.experience.group import Grade, has_sets, sets_to_lists, turn_rewards
+from recjax.experience.group import Grade, has_sets, sets_to_lists, top_to_lists, turn_rewards
 from recjax.experience.records import PROMPT_LEFT_OUT
 from recjax.experience.store import Change, Store
 from recjax.experience.stored_groups import load_groups
@@ -84,6 +84,8 @@ def test_rows_say_what_was_served(db):
         np.testing.assert_array_equal(row.behavior_logprobs, np.float32(choice["token_logprobs"]))
         assert one.sampling == (0.5, 0, 0.9, 0.1) and sets_to_lists(row.recorded) == choice["sampling_mask"]
         assert all(token in ids for token, ids in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+        assert [list(map(list, pairs)) for pairs in top_to_lists(row.recorded)] == choice["token_top_logprobs"]
+        assert row.recorded["top_ids"].shape == (len(row.tokens), 3)
         assert (one.policy_version, one.source) == (3, "tiny")
         assert one.text == choice["text"] and one.truncated == (choice["finish_reason"] == "length")
         comment = {"comment": "fine"} if choice["index"] == 1 else {}
@@ -92,7 +94,8 @@ def test_rows_say_what_was_served(db):
         assert one.grade == (Grade(0.5, {"good": 1.0}, True) if comment else None)
     record = rows[f"{chat['id']}/0"]
     assert record.group.prompt == HELLO and record.completion.sampling.temperature == 1.0
-    assert not record.completion.rows[0].recorded and "sampling_mask" not in chat["choices"][0]
+    assert list(record.completion.rows[0].recorded) == ["top_ids", "top_logprobs"]
+    assert "sampling_mask" not in chat["choices"][0]
     assert len(load_groups(db, POLICY)) == 3
 
 

@@ -46,6 +46,7 @@ FEEDS = {
     "replay": [REPLAY],
     "replay, keeping groups without signal": ["experience.replay={max_reuse: 2, draw_every: 2, keep_no_signal: true}"],
     "refill": ["experience.refill={}"],
+    "refill, replay": ["experience.refill={}", REPLAY.replace("draw_every: 2", "max_reuse: 3")],
     "record": ["experience.record=true"],
     "store": ["experience.store={store}"],
     "mix of rows": [*MIX],
@@ -86,6 +87,10 @@ REAL = {
             "optimizer.schedule={name: linear_schedule, end_value: 0.0}",
             "algorithm.reference_kl={coefficient: 0.1}",
         ],
+        [5],
+    ),
+    "real weights, score centering, replay": (
+        ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}", REPLAY, "regime.sync_interval=2"],
         [5],
     ),
     # With log-probs of the policy as it is when a step takes the rows.

@@ -395,6 +395,8 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused(lacking, f"experience.store={texts}")
     unneeded = "experience.missing_logprobs = 'unneeded': this algorithm reads behavior log-probs"
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
+    centering = "rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}"
+    refused("has no recorded most likely tokens.*record the store with", f"experience.store={drawn}", *centering)
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
 

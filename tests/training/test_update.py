@@ -18,7 +18,7 @@ from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.logprobs import Sampling
+from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.update import (
     Recipe,
     TrainState,
@@ -29,7 +29,7 @@ from recjax.training.update import (
     update,
 )
 from tests.marks import campaign_except
-from tests.training.tiny_run import train
+from tests.training.tiny_run import train, without_times
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
 SGD = optax.sgd(1.0)
@@ -216,6 +216,67 @@ def test_a_second_rate_compiles_no_second_update(tiny):
     rows += [train(tiny(name, KL, "training.steps=2", name)) for name in ARGUMENTS if "steps" not in name]
     assert update._cache_size() == compiled
     assert all(row[2]["loss"] != rows[0][2]["loss"] for row in rows[1:2])
+
+
+@pytest.mark.slow
+def test_recorded_top_tokens_center_the_score_alike_in_every_layout():
+    generator, batch, decoder = np.random.default_rng(4), make_batch(), Decoder(CONFIG)
+    behavior = np.log(generator.dirichlet(np.ones(11), batch.completions.shape))
+    ids = np.argsort(-behavior, axis=-1)[..., :3].astype(np.int32)
+    top = np.take_along_axis(behavior, ids, axis=-1).astype(np.float32)
+    ids[1], top[1] = -1, np.nan  # a row of another sampler, without a record
+    recorded = {"top_ids": ids, "top_logprobs": top, "other": generator.random(ids.shape)}
+    batch = batch._replace(recorded=recorded)
+    algorithm = build_algorithm("reinforce", {"score_centering": {"coefficient": 1.0}})
+
+    def total(params):
+        given = jax.tree.map(jnp.asarray, batch)
+        prompts = jnp.repeat(given.prompts, 3, 0), jnp.repeat(given.prompt_mask, 3, 0)
+        arrays = *prompts, given.completions, given.completion_mask
+        # The log-probs of a top token are those of a completion with this token in the place of the sampled one.
+        options = {"sampling": Sampling(0.9), "chunk": 64}
+        logprobs, _ = completion_logprobs(decoder, params, *arrays, **options)
+        columns = []
+        for rank in range(3):
+            changed = []
+            for time in range(5):
+                tokens = given.completions.at[:, time].set(jnp.maximum(ids[:, time, rank], 0))
+                arrays = *prompts, tokens, given.completion_mask
+                changed.append(completion_logprobs(decoder, params, *arrays, **options)[0][:, time])
+            columns.append(jnp.stack(changed, axis=-1))
+        scores = losses.TermScores(top_logprobs=jnp.stack(columns, axis=-1), behavior_top_logprobs=jnp.asarray(top))
+        compared = given.rewards, given.group_ids, given.completion_mask.any(-1)
+        rows = losses.row_terms(algorithm, losses.BatchValues(*compared, jax.random.key(0)))
+        value, count = losses.loss(algorithm, logprobs, None, rows, given.completion_mask, scores)
+        return value / count
+
+    loss, gradient = jax.value_and_grad(total)(initial())
+    for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
+        state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+        recipe = Recipe(decoder, algorithm, SGD, Sampling(0.9), 7)
+        state, metrics, _ = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe)
+        moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)
+        chex.assert_trees_all_close(moved, gradient, atol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+        known = np.delete(batch.completion_mask, 1, axis=0)
+        share = known.sum() / batch.completion_mask.sum()
+        np.testing.assert_allclose(metrics["score_centering/recorded"], share, rtol=1e-6)
+        together = np.delete(np.exp(top).sum(-1), 1, axis=0)[known].mean()
+        np.testing.assert_allclose(metrics["score_centering/top_probability"], together, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_recorded_top_tokens_change_no_update_that_does_not_read_them(tiny):
+    plain = train(tiny("plain", "training.steps=4"))
+    recorded = train(tiny("recorded", "training.steps=4", "rollout.recorded_top_k=5"))
+    assert without_times(recorded) == without_times(plain)
+    centered = train(tiny("centered", "training.steps=4", "rollout.recorded_top_k=5", *CENTERED))
+    assert [row["score_centering/recorded"] for row in centered] == [1.0] * 4
+    assert all(0 < row["score_centering/top_probability"] < 1 for row in centered)
+    assert centered[-1]["loss"] != plain[-1]["loss"]
+
+
+CENTERED = ["algorithm.score_centering={coefficient: 1.0}"]
 
 
 @pytest.mark.slow
