@@ -20,7 +20,7 @@ from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
 from recjax.host_memory import settling_memory
 from recjax.models.experts import routing_shapes
-from recjax.models.logprobs import kept_shapes
+from recjax.models.logprobs import recorded_shapes
 from recjax.training import checkpoint, loop, run_lock
 from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
@@ -101,13 +101,15 @@ def compile_ahead(setup: Setup, run: Run, state: State) -> None:
     decoder = setup.policy.decoder
     is_known = (
         isinstance(run.source, PolicySource)
+        and config.regime.mode == "sync"
+        and config.rollout.engine is None
         and isinstance(run.learner, Learner)
         and type(run.learner).update is Learner.update
         and (config.experience is None or not (config.experience.store or config.experience.mix))
         and config.training.updates == 1
         and run.part_weights is None
         and run.shape.group is not None
-        and not kept_shapes(decoder.config.vocab_size, config.rollout.sampling(), config.rollout.kept_ids)
+        and not recorded_shapes(decoder.config.vocab_size, config.rollout.sampling(), setup.policy.recording)
         and not routing_shapes(decoder)
         and jax.process_count() == 1
     )
