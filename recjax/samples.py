@@ -1,12 +1,14 @@
 """Writes an HTML page with completions that the model of a run wrote in training.
 
-    python -m recjax.samples RUN [OTHER_RUN] [--output FILE.html]
+    python -m recjax.samples RUN [OTHER_RUN] [--output FILE.html] [--follow]
 
 A run keeps completions of some batches; `samples` in its config sets how many. The page shows their groups step by
 step, with rewards, two steps or two runs side by side, and each trajectory turn by turn. For each token it shows the
 probability, the ratio, and marks for clipped and masked tokens. The page is a single file and needs no network.
+With --follow, the command rewrites the page while the run trains, and the browser shows the newest step.
 """
 
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +21,10 @@ from recjax.files import json_text, write_whole
 from recjax.tasks.reading import read_file
 from recjax.training.kept_samples import folder_of
 from recjax.training.policies import run_config
+from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
+LOOK_SECONDS = 2.0  # between two looks at the completions of a run in training
 
 
 def kept_rows(run: Path) -> list[dict[str, Any]]:
@@ -40,7 +44,8 @@ def sample_page(runs: Sequence[dict[str, Any]]) -> str:
 
     Args:
         runs: one or two runs, each with `name`, `about` (a description in a few words), and `rows` as
-            `recjax.training.kept_samples` writes them, in order of steps.
+            `recjax.training.kept_samples` writes them, in order of steps. With `follows`, the browser reads the page
+            again every few seconds and shows the run's newest step.
     """
     # "<" would end the element that holds the data, were it of "</script>".
     data = json_text(list(runs), ensure_ascii=False).replace("<", "\\u003c")
@@ -48,9 +53,11 @@ def sample_page(runs: Sequence[dict[str, Any]]) -> str:
     return template.replace("{{data}}", data)
 
 
-def write_page(runs: Sequence[Path], output: Path) -> int:
+def write_page(runs: Sequence[Path], output: Path, follows: bool = False) -> int:
     """Writes the page and returns the number of completions on it.
 
+    Args:
+        follows: see `sample_page`.
     Raises:
         ValueError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
@@ -60,9 +67,30 @@ def write_page(runs: Sequence[Path], output: Path) -> int:
         rows = kept_rows(run)
         steps = len({row["step"] for row in rows})
         summary = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
-        sections.append({"name": run.resolve().name, "about": summary, "rows": rows})
+        sections.append(
+            {"name": run.resolve().name, "about": summary, "rows": rows} | ({"follows": True} if follows else {})
+        )
     write_whole(output, sample_page(sections))
     return sum(len(section["rows"]) for section in sections)
+
+
+def follow(runs: Sequence[Path], output: Path) -> int:
+    """Rewrites the page whenever the runs keep more completions, until all have finished; see `write_page`.
+
+    The first page waits until each run has kept some.
+    """
+    shown = None
+    while True:
+        is_over = all(is_finished(run_config(run)) for run in runs)
+        kept = [sorted(path.name for path in folder_of(run).glob("*.jsonl")) for run in runs]
+        if is_over or (all(kept) and kept != shown):
+            count = write_page(runs, output, follows=not is_over)
+            if shown is None and not is_over:
+                print(f"{output} follows the run until it ends; open it in a browser", flush=True)
+            shown = kept
+        if is_over:
+            return count
+        time.sleep(LOOK_SECONDS)
 
 
 @command
@@ -72,10 +100,11 @@ def main(argv: list[str]) -> None:
         raise ValueError("give one run, or two to compare: python -m recjax.samples runs/NAME")
     runs = [Path(run) for run in argv[1:]]
     output = Path(FLAGS.output) if FLAGS.output else runs[0] / "samples.html"
-    count = write_page(runs, output)
+    count = (follow if FLAGS.follow else write_page)(runs, output)
     print(f"{output}: {count} completions; open it in a browser")
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", None, "File to write; default: samples.html in the first run's folder.")
+    flags.DEFINE_bool("follow", False, "Rewrite the page while the run trains, until it ends.")
     start(main)

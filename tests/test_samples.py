@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from recjax import samples
 from recjax.samples import sample_page, write_page
 from tests.training.tiny_run import TINY
 
@@ -49,9 +50,11 @@ def test_a_page_asks_no_network():
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page.replace(HOSTILE, "")) and "default-src 'none'" in page
 
 
-def displayed(folder, runs, script=""):
+def displayed(folder, page, script=""):
     """The page's elements after a browser has run its scripts, and then `script`."""
-    page = sample_page(runs).replace("</body>", f"<script>{script}</script></body>")
+    page = (page if isinstance(page, str) else sample_page(page)).replace(
+        "</body>", f"<script>{script}</script></body>"
+    )
     (folder / "page.html").write_text(page)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     command = [CHROMIUM, *options, (folder / "page.html").as_uri()]
@@ -78,11 +81,48 @@ def test_a_page_opens_where_something_is_seen_compares_and_unfolds_a_trajectory(
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.slow
+def test_a_followed_page_shows_the_newest_step_and_keeps_what_was_chosen(tmp_path):
+    dull = {"probability": [0.5, 0.5], "probability_now": [0.5, 0.5], "kept": [1, 1]}
+    rows = [ROW | {"step": 1}, ROW | dull | {"step": 2}, ROW | dull | {"step": 3}]
+    run = {"name": "run", "about": "about", "rows": rows, "follows": True}
+    assert "step 3 · group" in displayed(tmp_path, [run])
+    for was_newest, step in ((False, 2), (True, 3)):
+        before = json.dumps(["0 2", "", "", "", "none", "", was_newest])
+        page = sample_page([run]).replace('"use strict";', f"sessionStorage.setItem('recjax run', '{before}');")
+        assert f"step {step} · group" in displayed(tmp_path, page)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.slow
 def test_a_browser_shows_texts_as_texts(tmp_path):
     rows = [ROW, ROW | {"id": "g/1", "accurate": None}]
     shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": rows}])
     assert "<title>run</title>" in shown and "<img" not in shown.partition("</script>")[0].partition("<main")[2]
     assert shown.count("<article") == 2 and 'class="left"' in shown and "2 completions in 1 groups" in shown
+
+
+def test_a_page_follows_a_run_until_it_ends(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(TINY)
+    folder = tmp_path / "samples" / "training"
+    folder.mkdir(parents=True)
+    page = tmp_path / "page.html"
+    looks, seen = [], []
+
+    def keep_another(seconds):
+        """The first look finds no completions, and the third finds nothing new."""
+        seen.append(page.stat().st_mtime_ns if page.exists() else 0)
+        looks.append(len(looks))
+        if len(looks) != 2:
+            (folder / f"{len(looks):08d}.jsonl").write_text(json.dumps(ROW) + "\n")
+
+    monkeypatch.setattr(samples.time, "sleep", keep_another)
+    monkeypatch.setattr(samples, "is_finished", lambda config: len(looks) == 4)
+    written = []
+    original = samples.write_page
+    monkeypatch.setattr(samples, "write_page", lambda *a, **k: written.append(k["follows"]) or original(*a, **k))
+    assert samples.follow([tmp_path], page) == 3
+    assert written == [True, True, False] and seen[0] == 0 < seen[1] == seen[2] < seen[3]
+    assert '"follows"' not in page.read_text()
 
 
 def test_what_is_no_run_or_has_nothing_kept_is_refused(tmp_path):
