@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,7 +23,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 from recjax.tasks.reading import read_file
-from recjax.training import learner
+from recjax.training import demonstrations, learner
 from recjax.training.demonstrations import train_on_demonstrations
 from recjax.training.loop import Preempted
 from recjax.training.metrics import read_metrics
@@ -31,6 +32,7 @@ from recjax.training.prepare import prepare
 from recjax.training.warm_start import demonstration
 from tests.hub.test_chat_templates import CHATML
 from tests.marks import campaign
+from tests.training.counting import Interrupted, count
 from tests.training.tiny_run import one_device, train, without_times
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -256,44 +258,83 @@ def test_a_killed_warm_start_ends_as_one_that_ran_through(config, folder, monkey
     assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 2, 4, 6]
     assert rows[6]["held_out_loss"] < rows[0]["held_out_loss"]
 
-    update = learner.update
+    update, calls = learner.update, []
 
-    def ends(*arguments, **named):
+    def dies(*arguments, **named):
         calls.append(1)
-        if len(calls) == at and ended is KeyboardInterrupt:
-            raise ended
-        if len(calls) == at and ended is Preempted:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
         return update(*arguments, **named)
 
-    monkeypatch.setattr(learner, "update", ends)
-    for name, ended, at, later in (
-        ("killed", KeyboardInterrupt, 4, 4),
-        ("stopped", Preempted, 3, 3),
-        ("late", Preempted, 6, 0),
-    ):
-        calls = []
-        with pytest.raises(ended):
-            train(config(name, *options))
-        calls, at = [], 0
-        train(config(name, *options))
-        assert len(calls) == later, "the steps since the newest checkpoint"
-        assert without_times(read_metrics(tmp_path / name / "metrics.jsonl")) == without_times(straight)
-        assert read_metrics(tmp_path / name / "warm_start/metrics.jsonl") == rows
+    with monkeypatch.context() as patched:
+        patched.setattr(learner, "update", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(config("killed", *options))
+    calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(learner, "update", lambda *a, **b: (calls.append(1), update(*a, **b))[1])
+        train(config("killed", *options))
+    assert len(calls) == 4, "steps 3 to 6"
+    assert without_times(read_metrics(tmp_path / "killed/metrics.jsonl")) == without_times(straight)
+    assert read_metrics(tmp_path / "killed/warm_start/metrics.jsonl") == rows
 
     exported = []
-    for name in ("straight", "killed", "stopped", "late"):
+    for name in ("straight", "killed"):
         export(str(tmp_path / name), None, str(tmp_path / f"{name}-model"), None, "float32")
         exported.append(flatten(load_pretrained(tmp_path / f"{name}-model")[1]))
     with one_device():
         opened = flatten(open_policy("base", config("straight", *options)).params)
     first = flatten(load_pretrained(folder / "model")[1])
     for path, leaf in exported[0].items():
-        for resumed in exported[1:]:
-            np.testing.assert_array_equal(leaf, resumed[path])
+        np.testing.assert_array_equal(leaf, exported[1][path])
         np.testing.assert_array_equal(leaf, opened[path])
     moved = {path for path, leaf in exported[0].items() if np.abs(leaf - first[path]).max() > 0}
     assert moved == ({"layers/query/kernel", "layers/down/kernel"} if lora else first.keys())
+
+
+class CountingStage(Interrupted):
+    """The learner of the stage, without compiled programs."""
+
+    def begin(self, setup, params):
+        return jax.tree.map(jnp.asarray, super().begin(setup, params))
+
+    def kept(self, trained, step):
+        return trained
+
+    def evaluate(self, state):
+        return {"held_out_loss": float(state.trained.params["checksum"][0])}
+
+
+def test_the_stage_is_killed_stopped_and_resumed_as_every_run(config, folder, monkeypatch, tmp_path):
+    def trained(name, at=0, act=None):
+        stage = CountingStage(at, act)
+        monkeypatch.setattr(demonstrations, "_SupervisedLearner", lambda: stage)
+        rows = count(config(name, "training.steps=2"))
+        return len(stage.batches), without_times(rows), read_metrics(tmp_path / name / "warm_start/metrics.jsonl")
+
+    def kill():
+        raise KeyboardInterrupt
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    straight = trained("straight")
+    assert straight[0] == 6 and [row["step"] for row in straight[1]] == [0, 1, 2]
+    assert straight[1][0]["warm_start/held_out_loss"] == straight[2][6]["held_out_loss"] == straight[2][6]["loss"]
+    for name, at, act, later in (("killed", 4, kill, 4), ("stopped", 3, stop, 3), ("stopped at the end", 6, stop, 0)):
+        with pytest.raises(KeyboardInterrupt if act is kill else Preempted):
+            trained(name, at, act)
+        assert not (tmp_path / name / "metrics.jsonl").exists(), "the run itself has not begun"
+        assert trained(name) == (later, *straight[1:])
+    with pytest.raises(KeyboardInterrupt):
+        trained("changed", 4, kill)
+    shown = (folder / "shown.jsonl").read_text()
+    (folder / "shown.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CHATS[1:]))
+    try:
+        with pytest.raises(ValueError, match="data changed since this run began.*: the demonstrations .*shown.jsonl"):
+            trained("changed")
+    finally:
+        (folder / "shown.jsonl").write_text(shown)
 
 
 @pytest.mark.slow
