@@ -1,4 +1,4 @@
-"""Sources of groups: the policy itself, generators in other processes, a store that grows, a store at rest.
+"""Sources of groups: the policy, a store that grows, a store at rest.
 
 A source gives groups to the queue, round by round. Groups of a store at rest join a step's batch directly.
 """
@@ -305,6 +305,9 @@ class PolicySource(StoreSource):
             **self.sampler.counts,
             **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
         }
+
+
+# --- Servers and generators sample for the policy.
 
 
 class EngineSampler(contextlib.AbstractContextManager):
