@@ -253,7 +253,11 @@ def test_a_bad_row_is_refused(name):
     with pytest.raises(ValueError, match=f"rows to append: row 3: column {column}: .*{reason}"):
         store_checks.check_records.__wrapped__(rows, "rows to append: row {}".format)
     row = make_row(3)
-    rows = [renamed(row, "id 0"), renamed(row, "id 1"), unchecked(change, row)]  # checked in arrays of the whole batch
+    rows = [
+        renamed(row, make_row(0).completion.id),
+        renamed(row, "id 1"),
+        unchecked(change, row),
+    ]  # checked in arrays of the whole batch
     with pytest.raises(ValueError, match=f"record 2: column {column}: .*{reason}"):
         store_checks.check_records.__wrapped__(rows, "record {}".format)
 
