@@ -329,10 +329,8 @@ class EngineCheck:
         measured = f"after the push {here.max():.2g} from its weights and {before.max():.2g} from the former; "
         measured += f"back {back.max():.2g}; replies of version {labels} (pushed {self._version - 1}); {seconds:.1f} s"
         passes = self._fits(here) and self._fits(back) and bool(before.mean() > here.mean())
-        remedy = (
-            "the server answers with other weights than it acknowledged, as vLLM's CPU build does for models with tied"
-        )
-        remedy += f" embeddings; use another build or version; {self.engine.dialect.push_remedy}"
+        remedy = "the server answers with other weights than it acknowledged; use another build or version; "
+        remedy += self.engine.dialect.push_remedy
         return self._judged(name, measured, passes and labels == {self._version - 1}, remedy)
 
     def _throughput(self, name: str) -> Line:
