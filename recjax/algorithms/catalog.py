@@ -400,8 +400,8 @@ FIELD = {
             "regularizer": {"name": "expert_cross_entropy", "share": 0.1},
         },
         "the share m stands on two axes; m = 0.1 is this package's, and stays constant. An expert's completions are"
-        " those without a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards. The"
-        " mean is over the tokens of both together; Trinity's `mix_chord` has a mean of each",
+        " those without a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards."
+        " The mean is over the tokens of both together; Trinity's `mix_chord` has a mean of each",
     ),
     "p3o": Preset(
         "P3O",

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from recjax.models.trainable import flatten, unflatten
 
@@ -34,22 +34,18 @@ def drifted(params: dict, key: Key[Array, ""], kind: str, scale: ArrayLike) -> d
     """
     leaves = {}
     for number, (path, leaf) in enumerate(flatten(params).items()):
-        if path.endswith("/kernel") and not path.endswith("router/kernel"):
-            exact = leaf.astype(jnp.float32)
-            error = _error(exact, jax.random.fold_in(key, number), kind)
-            leaf = (exact + scale * error).astype(leaf.dtype)
         leaves[path] = leaf
+        if not path.endswith("/kernel") or path.endswith("router/kernel"):
+            continue
+        exact = leaf.astype(jnp.float32)
+        if kind == "noise":
+            size = jnp.sqrt(jnp.mean(jnp.square(exact), axis=(-2, -1), keepdims=True))
+            error = size * jax.random.normal(jax.random.fold_in(key, number), exact.shape)
+        else:
+            unit = jnp.max(jnp.abs(exact), axis=-2, keepdims=True) / _LARGEST[kind]
+            unit = jnp.where(unit > 0, unit, 1.0)
+            steps = exact / unit
+            rounded = jnp.round(steps) if kind == "int8" else steps.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+            error = rounded * unit - exact
+        leaves[path] = (exact + scale * error).astype(leaf.dtype)
     return unflatten(leaves)
-
-
-def _error(
-    weights: Float[Array, "*layers inputs outputs"], key: Key[Array, ""], kind: str
-) -> Float[Array, "*layers inputs outputs"]:
-    if kind == "noise":
-        size = jnp.sqrt(jnp.mean(jnp.square(weights), axis=(-2, -1), keepdims=True))
-        return size * jax.random.normal(key, weights.shape)
-    unit = jnp.max(jnp.abs(weights), axis=-2, keepdims=True) / _LARGEST[kind]
-    unit = jnp.where(unit > 0, unit, 1.0)
-    scaled = weights / unit
-    rounded = jnp.round(scaled) if kind == "int8" else scaled.astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    return rounded * unit - weights

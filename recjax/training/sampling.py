@@ -80,8 +80,9 @@ class BatchSampler(NamedTuple):
         sampling = config.rollout.sampling()
         prompts = self.batch_prompts(number, rates)
         exact = params
-        params = self._drifted(params, version)
-        newer = newer and self._drifted_newer(newer)
+        params = self._drifted(Weights(params, version)).params
+        arrived = newer or (lambda: None)
+        newer = newer and (lambda: (weights := arrived()) and self._drifted(weights))
         names = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
         with self.phases.phase("sample"):
             if self.agents:
@@ -96,20 +97,13 @@ class BatchSampler(NamedTuple):
                 groups = self._with_exact_logprobs(groups, exact)
             return groups, submit(groups, prompts, self.grading)
 
-    def _drifted(self, params: dict, version: int) -> dict:
+    def _drifted(self, weights: Weights) -> Weights:
         """The sampler's weights under `rollout.drift`, which depend only on the exact weights and their version."""
         drift = self.config.rollout.drift
         if drift is None or drift.scale == 0:
-            return params
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 8), version)
-        return drifted(params, key, drift.weights, drift.scale)
-
-    def _drifted_newer(self, newer: Callable[[], Weights | None]) -> Callable[[], Weights | None]:
-        def drifted_newer() -> Weights | None:
-            weights = newer()
-            return weights and weights._replace(params=self._drifted(weights.params, weights.version))
-
-        return drifted_newer
+            return weights
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 8), weights.version)
+        return weights._replace(params=drifted(weights.params, key, drift.weights, drift.scale))
 
     def _with_exact_logprobs(self, groups: list[Group], params: dict) -> list[Group]:
         """The groups with the log-probs of the exact weights instead of those that sampled."""
