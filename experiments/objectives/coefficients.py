@@ -22,9 +22,12 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     """The factor on ∇log π of a completion's only token, at each of RATIOS.
 
     Returns:
-        None if the factor depends on more than the token: on a teacher, on pairs of completions, or on the whole batch.
+        None if the factor depends on more than the token: on a teacher, on pairs of completions, on the whole batch, or
+            on other tokens.
     """
     if algorithm.compares_completions or algorithm.needs_teacher or algorithm.needs_rescoring:
+        return None
+    if algorithm.score_centering is not None:
         return None
     behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
     logprobs = behavior + jnp.log(jnp.asarray(RATIOS))[:, None]

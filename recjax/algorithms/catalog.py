@@ -263,8 +263,8 @@ FIELD = {
         "2512.23075",
         "ρA, 0 in completions with a token of k3 = ρ − 1 − log ρ above 0.05",
         {"mask": "sequence_max_kl", "weight": "importance"},
-        "verl's `seq_max_k3`; its `seq_max_k2`: mask={estimator: k2}. The threshold of 0.05 is this package's: verl has"
-        " no default. With another preset the mask stands next to its clip",
+        "verl's `seq_max_k3`; its `seq_max_k2`: mask={estimator: k2}. The threshold of 0.05 is this package's: no"
+        " source for one was read. With another preset the mask stands next to its clip",
     ),
     "mis": Preset(
         "Masked importance sampling",
@@ -399,9 +399,9 @@ FIELD = {
             "weight": {"name": "own", "share": 0.1},
             "regularizer": {"name": "expert_cross_entropy", "share": 0.1},
         },
-        "m stands on two axes; m = 0.1 is this package's, and stays constant. An expert's completions are those without"
-        " a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards. The mean is over"
-        " the tokens of both together; Trinity's `mix_chord` has a mean of each",
+        "the share m stands on two axes; m = 0.1 is this package's, and stays constant. An expert's completions are"
+        " those without a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards."
+        " The mean is over the tokens of both together; Trinity's `mix_chord` has a mean of each",
     ),
     "p3o": Preset(
         "P3O",

@@ -29,6 +29,7 @@ _LONG = "task.agent or experience.follow"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
+DriftKind = Literal["int8", "float8", "noise"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
@@ -61,6 +62,29 @@ class EngineConfig(ConfigBlock):
         yield config.task.agent, "rollout.engine.url", problem
         stored = config.experience and config.experience.store
         yield stored, "rollout.engine.url", "does nothing with experience.store, whose run samples nothing; remove it"
+
+
+class DriftConfig(ConfigBlock):
+    """A sampler that is wrong on purpose: it samples from weights that are changed after each sync."""
+
+    weights: DriftKind = key(
+        ..., "Change of the sampler's matrices: rounded to int8 or float8, or noise relative to their size"
+    )
+    scale: Float = key(1.0, "Factor of the change; 1: the whole rounding error, 0: no change", ge=0)
+    logprobs: Literal["sampled", "exact"] = key(
+        "sampled",
+        "Recorded log-probs. sampled: of the changed weights, which sampled; exact: of the exact weights, as a server"
+        " that reports wrong log-probs",
+    )
+
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """Runs whose sampler has no weights to change, and records that exact log-probs do not fit."""
+        problem = "changes the weights of recjax's own sampler, which this run does not use; remove it"
+        yield config.rollout.engine or not config.samples_training_data, "rollout.drift", problem
+        is_exact = self.logprobs == "exact"
+        problem = "scores whole completions of one version of the weights; remove {}"
+        for name in ("task.agent", "regime.swap_within", "rollout.recorded_top_k"):
+            yield is_exact and value_of(config, name), "rollout.drift.logprobs", problem.format(name)
 
 
 class RolloutConfig(ConfigBlock):
@@ -109,6 +133,7 @@ class RolloutConfig(ConfigBlock):
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     engine: EngineConfig | None = key(None)
+    drift: DriftConfig | None = key(None)
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""

@@ -13,11 +13,14 @@ from jaxtyping import Array, Key, UInt32
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
+from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
 from recjax.experience.queue import ToCome
 from recjax.experience.records import Record, records_of
+from recjax.experience.sources import with_logprobs
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
+from recjax.models.drift import drifted
 from recjax.models.trainable import combine
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
@@ -130,6 +133,10 @@ class BatchSampler(NamedTuple):
         count, group_size = config.own_counts
         sampling = config.rollout.sampling()
         prompts = self.batch_prompts(number, rates)
+        exact = params
+        params = self._drifted(Weights(params, version)).params
+        arrived = newer or (lambda: None)
+        newer = newer and (lambda: (weights := arrived()) and self._drifted(weights))
         names = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
         if self.agents:
             key = batch_key(config.seed, number)
@@ -143,7 +150,34 @@ class BatchSampler(NamedTuple):
         longest = config.rollout.max_completion_tokens
         names["clock"] = self.phases.device
         groups = sample_groups(self.policy, params, prompts, keys, group_size, longest, sampling, **names)
+        if config.rollout.drift and config.rollout.drift.logprobs == "exact":
+            groups = self._with_exact_logprobs(groups, exact)
         return groups, submit(groups, prompts, self.grading)
+
+    def _drifted(self, weights: Weights) -> Weights:
+        """The sampler's weights under `rollout.drift`, which depend only on the exact weights and their version."""
+        drift = self.config.rollout.drift
+        if drift is None or drift.scale == 0:
+            return weights
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 8), weights.version)
+        return weights._replace(params=drifted(weights.params, key, drift.weights, drift.scale))
+
+    def _with_exact_logprobs(self, groups: list[Group], params: dict) -> list[Group]:
+        """The groups with the log-probs of the exact weights instead of those that sampled."""
+        without = [
+            group._replace(
+                completions=tuple(
+                    completion._replace(rows=tuple(row._replace(behavior_logprobs=None) for row in completion.rows))
+                    for completion in group.completions
+                )
+            )
+            for group in groups
+        ]
+        config = self.config
+        count, group_size = config.own_counts
+        shape = Shape(count, group_size, self.prompts.tokens.shape[1], config.rollout.max_completion_tokens)
+        sampling = config.rollout.sampling()
+        return with_logprobs(without, shape, self.policy, params, sampling, config.model.logprob_chunk)
 
     def records(self, groups: list[Group]) -> list[Record]:
         """The completions of graded groups for a store, without those of agents that failed and got no reward."""

@@ -103,7 +103,8 @@ def test_stored_and_opened_anywhere_it_goes_on_as_it_would_have(steps, limits, s
 
 def test_groups_of_the_buffer_only_replace_groups_without_a_signal(monkeypatch):
     limits = ReplayConfig(max_reuse=3)
-    replacing = lambda limits: SETTINGS._replace(replay=True, limits=limits, replaces=True)  # noqa: E731
+    plain = replaying
+    replacing = lambda limits: plain(limits)._replace(replaces=True)  # noqa: E731
     monkeypatch.setattr(f"{__name__}.replaying", replacing)
     right, equal = [0.0, 1.0], [1.0, 1.0]
     queue = arrived(Queue(), [make_group(0, right), make_group(1, right), make_group(2, equal)], 1, limits)

@@ -93,6 +93,7 @@ REAL = {
         ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}", REPLAY, "regime.sync_interval=2"],
         [5],
     ),
+    "real weights, drift, interval": (["rollout.drift={weights: noise, scale: 0.1}", "regime.sync_interval=2"], [5]),
     # With log-probs of the policy as it is when a step takes the rows.
     "real weights, late, replay, mix of texts, interval": (
         [

@@ -1,0 +1,106 @@
+"""A sampler that is wrong on purpose: its weights, the KL that an update measures, and one result for every sampler."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.drift import drifted
+from recjax.models.placement import params_on_host
+from recjax.models.trainable import flatten
+from recjax.training.learner import Learner
+from recjax.training.policies import starting_policy
+from recjax.training.prepare import prepare
+from recjax.training.sources import open_generator
+from tests.training.tiny_run import one_device, train, without_times
+
+
+def some_params():
+    generator = np.random.default_rng(0)
+    shapes = {"up": {"kernel": (2, 8, 5)}, "router": {"kernel": (2, 8, 3)}, "norm": {"scale": (2, 8)}}
+    make = lambda shape: jnp.asarray(generator.normal(size=shape), jnp.float32)  # noqa: E731
+    return jax.tree.map(make, shapes | {"embedding": {"embedding": (7, 8)}}, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "noise"])
+def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
+    params = some_params()
+    changed = {scale: flatten(drifted(params, jax.random.key(1), kind, scale)) for scale in (0.0, 0.5, 1.0)}
+    for path, exact in flatten(params).items():
+        np.testing.assert_array_equal(changed[0.0][path], exact)
+        moved, half = (np.asarray(changed[scale][path] - exact) for scale in (1.0, 0.5))
+        if path != "up/kernel":
+            assert not moved.any()
+            continue
+        np.testing.assert_allclose(2 * half, moved, atol=1e-6)
+        largest = np.abs(exact).max(axis=-2, keepdims=True)
+        if kind == "int8":
+            levels = np.asarray(changed[1.0][path]) / largest * 127
+            np.testing.assert_allclose(levels, np.round(levels), atol=1e-3)
+            assert (np.abs(moved) <= largest / 127 / 2 + 1e-6).all()
+        elif kind == "float8":
+            assert (np.abs(moved) <= np.maximum(np.abs(exact) / 16, largest / 448 / 512) + 1e-6).all() and moved.any()
+        else:
+            relative = np.sqrt((moved**2).mean((-2, -1)) / (np.asarray(exact) ** 2).mean((-2, -1)))
+            assert ((0.7 < relative) & (relative < 1.3)).all()
+    again = flatten(drifted(params, jax.random.key(1), kind, 1.0))
+    np.testing.assert_array_equal(again["up/kernel"], changed[1.0]["up/kernel"])
+    other = flatten(drifted(params, jax.random.key(2), kind, 1.0))
+    assert np.array_equal(other["up/kernel"], again["up/kernel"]) == (kind != "noise")
+
+
+FEW = ["training.steps=2", "evaluation.every=0", "regime.sync_interval=2"]
+
+
+@pytest.mark.slow
+def test_the_measured_kl_follows_the_scale_and_no_drift_changes_nothing(tiny):
+    def rows(name, *options):
+        return train(tiny(name, *FEW, *options))
+
+    plain = rows("plain")
+    assert without_times(rows("none", "rollout.drift={weights: noise, scale: 0.0}")) == without_times(plain)
+    kl = [
+        rows(f"{scale}", f"rollout.drift={{weights: noise, scale: {scale}}}")[0]["behavior_kl/k3"] for scale in SCALES
+    ]
+    # The KL of small noise grows with the square of its scale.
+    assert abs(plain[0]["behavior_kl/k3"]) < 1e-6 < kl[0]
+    assert all(2 < later / earlier < 8 for earlier, later in zip(kl, kl[1:], strict=False)), kl
+    wrong = "rollout.drift={weights: noise, scale: 0.08, logprobs: exact}"
+    exact = rows("exact", wrong)
+    assert abs(exact[0]["behavior_kl/k3"]) < 1e-6 < exact[1]["behavior_kl/k3"]
+    assert rows("int8", "rollout.drift.weights=int8")[0]["behavior_kl/k3"] > 1e-8
+
+
+SCALES = (0.02, 0.04, 0.08)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logprobs", ["sampled", "exact"])
+def test_generators_and_the_trainer_sample_alike_from_changed_weights(tiny, logprobs):
+    drift = f"rollout.drift={{weights: noise, scale: 0.3, logprobs: {logprobs}}}"
+    config = tiny("run", drift)
+    with one_device():
+        setup, params = prepare(config, starting_policy)
+        with setup.grading:
+            learner = Learner()
+            learner.begin(setup, params)
+            exact = jax.tree.map(jnp.asarray, params_on_host(params))
+            here, _ = setup.sampler.sample(exact, 3, 1)
+            later, _ = setup.sampler.sample(exact, 4, 1)
+            arguments = config, setup.policy, setup.train, setup.grading.reward, {}
+            with open_generator(*arguments) as sample:
+                there, _ = sample(1, 3, params_on_host(params), lambda: None)
+            plain = setup.sampler._replace(config=tiny("run"))
+            undisturbed, _ = plain.sample(exact, 3, 1)
+    texts = [[completion.text for group in groups for completion in group.completions] for groups in (here, there)]
+    assert texts[0] == texts[1]
+    for one, other in zip(columns(here), columns(there), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # Other noise after each sync, and other tokens than those of the exact weights.
+    assert not all(map(np.array_equal, columns(here), columns(later)))
+    assert not all(map(np.array_equal, columns(here), columns(undisturbed)))
+
+
+def columns(groups):
+    """The log-probs of each completion."""
+    return [completion.rows[0].behavior_logprobs for group in groups for completion in group.completions]
