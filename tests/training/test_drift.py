@@ -9,7 +9,7 @@ from recjax.models.drift import drifted
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import flatten
 from recjax.training.learner import Learner
-from recjax.training.policies import starting_policy
+from recjax.training.policies import initial_policy
 from recjax.training.prepare import prepare
 from recjax.training.sources import open_generator
 from tests.training.tiny_run import one_device, train, without_times
@@ -80,7 +80,7 @@ def test_generators_and_the_trainer_sample_alike_from_changed_weights(tiny, logp
     drift = f"rollout.drift={{weights: noise, scale: 0.3, logprobs: {logprobs}}}"
     config = tiny("run", drift)
     with one_device():
-        setup, params = prepare(config, starting_policy)
+        setup, params = prepare(config, initial_policy)
         with setup.grading:
             learner = Learner()
             learner.begin(setup, params)
