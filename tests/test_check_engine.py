@@ -156,6 +156,7 @@ def test_log_probs_that_nobody_vouches_for_fail(checked):
     lines = checked(None, COLD[:1])
     for name in ("log-probs", "sampling"):
         assert lines[name].verdict == FAIL and "--logprobs-mode processed_logprobs" in lines[name].measured
+    assert lines["sampling"].measured.startswith("450 of 450 completions refused")
     assert lines["weights"].verdict == PASS
 
 

@@ -69,6 +69,8 @@ def serving(folder: Path, model: Path, *options: str, log: Path, port: int = 0):
                 break
             assert server.poll() is None, log.read_text()[-2000:]
             time.sleep(1)
+        else:
+            raise AssertionError(f"vLLM did not start within {START_SECONDS} s: {log.read_text()[-2000:]}")
         yield url, lambda sent=signal.SIGKILL: os.killpg(server.pid, sent)
     finally:
         with contextlib.suppress(ProcessLookupError):
