@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax import files
-from recjax.config import load_config
+from recjax.config import MAY_CHANGE, load_config
 from recjax.experience.store import Store
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
@@ -88,7 +88,7 @@ def _config(made: Subject) -> Any:
     config = run_config(made.output)
     run_folder.check_config_file(made.output, config, checkpoint.progress(made.output / "checkpoints", 12))
     fixed = {key: value for key, value in run_folder._dotted(config.model_dump()).items()}
-    return {key: value for key, value in fixed.items() if key not in run_folder._MAY_CHANGE}
+    return {key: value for key, value in fixed.items() if key not in MAY_CHANGE}
 
 
 def _metrics(made: Subject) -> Any:
