@@ -83,7 +83,7 @@ def _centering_metrics(
     is_known = completion_mask & jnp.isfinite(behavior_top_logprobs).any(-1)
     together = jnp.nansum(jnp.exp(behavior_top_logprobs), axis=-1)
     return {
-        "score_centering/recorded": token_average(is_known, completion_mask),
+        "score_centering/recorded": token_average(is_known.astype(together.dtype), completion_mask),
         "score_centering/top_probability": token_average(together, is_known),
     }
 
