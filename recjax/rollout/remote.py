@@ -151,12 +151,14 @@ class RemoteEngine(contextlib.AbstractContextManager):
             folder: whole model, or adapters in PEFT's format.
             version: policy version of the weights.
         Raises:
+            LostWeightsError: the server may have restarted between two requests of the push.
             ValueError: the server refuses the weights or does not answer.
         """
         # No other push has this label. Where replies or the adapter's name carry it, a server that restarted shows.
         label = f"{self._pusher}-{version}"
         push = self.dialect.push(folder, label, is_adapter, self.server.takes_posts("/pause"))
         self.version = None  # whatever happens, nobody may take replies for those of the earlier weights
+        failures = self.server.failures
         try:
             if push.before:
                 self._acknowledged(push.before, {})
@@ -169,6 +171,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             raise
         if push.after:
             self._acknowledged(push.after, {})
+        if len(push.steps) > 1 and self.server.failures > failures:
+            # A server that restarted before the last step has the label of weights that it does not have.
+            raise LostWeightsError(f"{self.server.named}: the server failed during a push of weights")
         if is_adapter:
             if self._adapter:
                 self.server.sent("POST", push.unload, {"lora_name": self._adapter})

@@ -53,6 +53,7 @@ class RemoteServer:
         url: URL without /v1, for messages and for routes outside OpenAI's API.
         model: name of the model on the server.
         api: the server's software: recjax, vllm, sglang or llamacpp, or another name.
+        failures: number of requests that failed for a temporary reason, retries included.
     """
 
     def __init__(self, address: Address):
@@ -67,6 +68,7 @@ class RemoteServer:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=address.concurrency)
         self._client = httpx.Client(base_url=f"{self.url}/v1/", headers=headers, timeout=address.seconds, limits=limits)
         self._warned = set()
+        self.failures = 0
         try:
             self.model, self.api = self._chosen_model()
         except BaseException:
@@ -106,6 +108,7 @@ class RemoteServer:
                 raise ValueError(f"{self.named}: {error}; give http://HOST:PORT") from error
             except httpx.HTTPError as error:
                 failures.append(f"does not answer ({error or type(error).__name__})")
+            self.failures += 1
             if remaining:
                 logger.debug("%s %s; tried again in %.1f s", self.url, failures[-1], wait)
                 time.sleep(min(wait, _MOST_WAIT))

@@ -151,6 +151,6 @@ def test_a_run_survives_the_kill_of_its_server(environment, tmp_path, request, n
     # A batch of the newest weights has ratio 1, as the server's log-probs are recjax's.
     assert all(abs(row["ratio/max"] - 1) < 1e-3 and abs(row["ratio/q01"] - 1) < 1e-3 for row in fresh), fresh
     assert steps[-1]["engine/push_seconds"] > 0 and steps[-1]["engine/unusable"] == 0
-    # The restarted server gets the weights of its batch again.
-    assert name == "asynchronous" or steps[-1]["engine/pushes"] == count + 1
+    # The restarted server gets the weights of its batch again; a push that it interrupted is not counted.
+    assert name == "asynchronous" or steps[-1]["engine/pushes"] in (count, count + 1)
     assert "recjax gives it the weights again" in log.read_text()

@@ -157,6 +157,20 @@ def test_a_push_that_fails_leaves_no_trusted_weights(config, monkeypatch, status
     assert [*dict.fromkeys(paths)] == ["/pause?mode=wait", "/update_weight_version", "/collective_rpc", "/resume"]
 
 
+def test_a_push_during_which_the_server_fails_is_made_again(config, monkeypatch):
+    """A server that restarts before the last request would have the label of weights that it does not have."""
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
+    policy, calls, resets = policy_of(config), [], itertools.count()
+    replies = {"/update_weight_version": {"success": True}, "/collective_rpc": {}}
+    replies["/reset_prefix_cache?reset_running_requests=true"] = lambda body: (200 if next(resets) else 503, {})
+    with scripted_engine("vllm", config, policy, replies, calls) as url, engine_of(url, config, policy) as engine:
+        with pytest.raises(LostWeightsError, match="failed during a push"):
+            engine.push(Path("/there/5"), 5, False)
+        assert engine.version is None
+        engine.push(Path("/there/5"), 5, False)
+        assert engine.version == 5
+
+
 COLD, CUT = {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "kept_ids": 8}
 PROCESSED = {"engine": {"processed_logprobs": True}}
 
