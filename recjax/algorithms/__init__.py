@@ -15,6 +15,7 @@ _PUBLIC = {
     "BatchValues": "losses",
     "Scored": "losses",
     "RowTerms": "losses",
+    "TermScores": "losses",
     "row_terms": "losses",
     "token_terms": "losses",
     "token_loss": "losses",
