@@ -43,6 +43,7 @@ from recjax.rollout.server import Address, read_keys
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
+from recjax.tasks.problems import characters
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar

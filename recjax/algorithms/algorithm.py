@@ -69,7 +69,7 @@ class Algorithm:
     @property
     def needs_behavior_logprobs(self) -> bool:
         """True if the loss depends on log-probs under the behavior policy."""
-        needs = self.compares_completions or self.correction is not None
+        needs = self.compares_completions or self.correction is not None or self.score_centering is not None
         return needs or self.reads("behavior_logprobs", "scored_log_ratio", "effective_share")
 
     @property

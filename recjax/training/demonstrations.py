@@ -92,6 +92,7 @@ def train_on_demonstrations(
                 log=log,
                 saver=Saver(config, manager, RunLock(folder / NAME, None), log, phases),
                 phase=phases.phase,
+                device=phases.device,
                 after_step=lambda step: None,
                 stopping=stopping,
             )

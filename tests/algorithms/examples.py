@@ -63,11 +63,11 @@ def logits_of(logprobs, fixed):
     return jnp.stack([logprobs, *jnp.broadcast_to(jnp.array(fixed)[:, None, None], (2, *logprobs.shape))], axis=-1)
 
 
-def top_of(logprobs, behavior_logprobs):
+def top_of(x, logprobs):
     """log π and log μ of the last two of the three tokens, and of a third that no policy has; the first is the rest."""
-    own = jax.nn.log_softmax(logits_of(logprobs, OWN))[..., 1:]
-    theirs = jax.nn.log_softmax(logits_of(behavior_logprobs, THEIRS))[..., 1:]
-    return [jnp.concatenate([top, jnp.full((*top.shape[:-1], 1), jnp.nan)], axis=-1) for top in (own, theirs)]
+    scores = logits_of(logprobs, OWN), logits_of(x.behavior_logprobs, THEIRS)
+    tops = [jax.nn.log_softmax(jnp.where(x.completion_mask[..., None], one, 0.0))[..., 1:] for one in scores]
+    return [jnp.concatenate([top, jnp.full((*top.shape[:-1], 1), jnp.nan)], axis=-1) for top in tops]
 
 
 OWN, THEIRS = (0.0, 0.5), (-0.5, 0.3)  # scores of the policy's and of the teacher's other tokens
@@ -115,7 +115,7 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
             x.behavior_logprobs,
             rows,
             x.completion_mask,
-            losses.TermScores(x.reference_logprobs, entropy, divergence, *top_of(logprobs, x.behavior_logprobs)),
+            losses.TermScores(x.reference_logprobs, entropy, divergence, *top_of(x, logprobs)),
         )
         return value, (value, count)
 

@@ -366,7 +366,7 @@ def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path,
     with scripted_engine(api, config, policy, replies, []) as url:
         rollout = config.rollout.model_copy(update={"engine": EngineConfig(url=url, folder=str(tmp_path))})
         batches = BatchSampler(config.model_copy(update={"rollout": rollout}), policy, None, None, None)
-        with EngineSampler(batches) as sampler:
+        with EngineSampler(batches, {}) as sampler:
             monkeypatch.setattr(sampler.engine, "push", lambda *_: None)
             sampler.push(params, 1)
             assert sampler.counts["engine/pushes"] == 1 and sampler.counts["engine/push_seconds"] > 0
