@@ -252,7 +252,7 @@ OPTIONS = {
     "score_centering.score_centering.coefficient": (0.5, 1.0, {}),
     "clip.probability_distance.delta": (0.3, 0.02, {}),
     "mask.sequence_max_kl.delta": (0.5, 0.002, {}),
-    "mask.sequence_max_kl.estimator": ("k2", "k3", {"mask": {"delta": 0.02}}),
+    "mask.sequence_max_kl.estimator": ("k2", "k3", {"mask": {"delta": 0.2}}),
     "correction.truncated.cap": (5.0, 1.2, BETWEEN),
     "correction.banded.low": (0.5, 0.95, BETWEEN),
     "correction.banded.high": (5.0, 1.1, BETWEEN),
