@@ -330,7 +330,7 @@ def expert_cross_entropy(
         >>> logprobs, mask = jnp.log(jnp.array([[0.5], [0.5]])), jnp.array([[True], [True]])
         >>> term = expert_cross_entropy(logprobs, jnp.array([False, True]), mask, share=1.0)
         >>> [round(x, 3) for x in term[:, 0].tolist()]
-        [0.0, 0.173]
+        [-0.0, 0.173]
     """
     require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
     logprobs = jnp.where(completion_mask & foreign[:, None], logprobs, 0.0)

@@ -122,6 +122,7 @@ def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Se
         http=Connection,
         ws="none",
         timeout_keep_alive=guarded.client_seconds,
+        log_config=None,  # uvicorn's would close the handlers of the whole process
         log_level="warning",
         access_log=False,
         server_header=False,

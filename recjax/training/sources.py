@@ -295,9 +295,9 @@ class PolicySource(StoreSource):
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The sampler's metrics; the curriculum's pass rates; of asynchronous runs, waits and the tokens' staleness."""
         rates = [rate for rate in queue.rates.values() if rate is not None]
-        mean = {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
+        measured = {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
         if not self._is_async:
-            return {**mean, **self.sampler.counts}
+            return {**measured, **self.sampler.counts}
         of_tokens = token_staleness(groups, step)
         return {
             "generators/waited_seconds": self._waited_seconds,

@@ -100,7 +100,8 @@ def compile_ahead(setup: Setup, run: Run, state: State) -> None:
     config = run.config
     decoder = setup.policy.decoder
     is_known = (
-        isinstance(run.source, PolicySource)
+        state.step < config.training.steps
+        and isinstance(run.source, PolicySource)
         and config.regime.mode == "sync"
         and config.rollout.engine is None
         and isinstance(run.learner, Learner)
