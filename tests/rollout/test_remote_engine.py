@@ -417,6 +417,43 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
             assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 
+def test_a_server_samples_issued_batches_in_order_each_with_the_weights_of_its_issue(config, monkeypatch):
+    policy = policy_of(config)
+    pushed = {}
+
+    def push(sampler, params, version):
+        pushed[version] = {name: values.tolist() for name, values in params.items()}
+        sampler.engine.version = version
+
+    def answer(path, body):
+        label = f"{sampler.engine._pusher}-{sampler.engine.version}"
+        return 200, {"choices": [choice_of(policy, index=index) for index in range(body["n"])], "weight_version": label}
+
+    monkeypatch.setattr(EngineSampler, "push", push)
+    monkeypatch.setattr(sources, "submit", lambda groups, prompts, grading: [])
+    prompts = encode_problems(load_task(config).train, policy.tokenizer, None, policy.vocabulary)
+    with fake(answer, owner="recjax", posts=("/update_weights_from_disk",)) as url:
+        changes = {"engine": EngineConfig(url=url, retries=0)}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
+        batches = BatchSampler(config, policy, prompts, None, None)
+        with EngineSampler(batches, {"frozen": np.ones(1)}) as sampler:
+            sampler.replace_weights(0, lambda: {"trained": np.zeros(1)})
+            sampler.issue(1)
+            sampler.issue(2)
+            sampler.replace_weights(0, lambda: pytest.fail("it has this version"))
+            sampler.replace_weights(3, lambda: {"trained": np.full(1, 3.0)})
+            sampler.issue(3)
+            assert sampler.in_flight == {1: 0, 2: 0, 3: 3}
+            received = []
+            while sampler.in_flight:
+                received += sampler.receive(wait=True)
+            assert sampler.receive(wait=True) == [] and sampler.counts["engine/unusable"] == 0
+    assert pushed == {0: {"trained": [0.0], "frozen": [1.0]}, 3: {"trained": [3.0], "frozen": [1.0]}}
+    for (number, (groups, _)), (issued, version) in zip(received, {1: 0, 2: 0, 3: 3}.items(), strict=True):
+        assert number == issued and groups[0].id == f"{issued:06d}/00000"
+        assert {one.policy_version for group in groups for one in group.completions} == {version}
+
+
 @pytest.fixture
 def llama_cpp(tmp_path):
     """URL of llama.cpp's server on SmolLM2's quantized weights, from an environment of its own."""
