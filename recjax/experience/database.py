@@ -36,7 +36,7 @@ _CONNECTING = {  # the same limits on this side of the connection
 
 
 # Seconds to wait for a server that restarts; one that refuses connections may as well be the wrong one.
-_RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "refused": 3}
+_RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "closed the connection": 20, "refused": 3}
 
 
 class Unavailable(ValueError):

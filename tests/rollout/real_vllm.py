@@ -42,8 +42,11 @@ def install(folder: Path) -> str | None:
 @contextlib.contextmanager
 def serving(folder: Path, model: Path, *options: str, log: Path, port: int = 0):
     """URL of a server of a model, which ends with the block; and a function that ends it with a signal."""
-    with socket.create_server(("127.0.0.1", port)) as probe:
-        port = probe.getsockname()[1]
+    for _ in range(60):  # a killed server may hold its port for a moment
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
+            port = probe.getsockname()[1]
+            break
+        time.sleep(1)
     variables = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
