@@ -31,7 +31,7 @@ class Unigrams:
 
     def __init__(self, policy, fault):
         self.policy = policy
-        self.fault = fault
+        self.fault = fault or "none"
         self.params = self.served = {"logits": np.random.default_rng(0).normal(size=policy.vocabulary)}
         self.label = "default"
 
@@ -40,7 +40,7 @@ class Unigrams:
         if path == "/version":
             return 200, {"version": "0.32.0"}
         if path == "/weight_info":
-            return (404, None) if self.fault == "takes no weights" else (200, {"weight_version": self.label})
+            return (404, None) if "takes no weights" in self.fault else (200, {"weight_version": self.label})
         if path == "/update_weight_version":
             self.label = body["new_version"]
             return 200, {"success": True}
@@ -62,7 +62,7 @@ class Unigrams:
         reported = logprobs
         if self.fault == "log-probs of the plain softmax":
             reported = self.served["logits"] - np.log(np.exp(self.served["logits"]).sum())
-        if self.fault == "rough arithmetic":
+        if "rough arithmetic" in self.fault:
             reported = np.minimum(logprobs + np.random.default_rng(1).normal(size=len(logprobs)) / 20, 0)
         made = []
         for index in range(values["n"]):
@@ -150,6 +150,11 @@ def test_each_wrong_server_fails_by_name(checked, fault):
     lines = checked(fault, settings)
     assert [name for name, line in lines.items() if line.verdict == FAIL] == names, lines
     assert remedy in lines[names[0]].remedy
+
+
+def test_a_server_with_fixed_weights_is_not_promised_a_push(checked):
+    line = checked("takes no weights, rough arithmetic", draws=100)["log-probs"]
+    assert line.verdict == FAIL and "other weights than the config's model, or" in line.remedy
 
 
 def test_log_probs_that_nobody_vouches_for_fail(checked):

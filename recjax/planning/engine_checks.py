@@ -179,7 +179,10 @@ class EngineCheck:
         measured = (
             f"largest {sizes.max():.2g}, mean {sizes.mean():.2g} of {len(sizes)} tokens; by position {', '.join(shown)}"
         )
-        remedy = "" if self._pushes else f"the server has other weights than the config's model ({_LATER}), or "
+        remedy = ""
+        if not self._pushes:
+            later = f" ({_LATER})" if self.engine.takes_folders else ""
+            remedy = f"the server has other weights than the config's model{later}, or "
         remedy += "start it in the run's dtype, without quantization; see rollout.engine.processed_logprobs"
         return self._judged(name, measured, self._fits(sizes), remedy)
 
