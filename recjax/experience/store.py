@@ -99,6 +99,9 @@ COMPLETIONS = sql.Table(
     sql.Index("ix_completions_group_hash", "group_id", postgresql_using="hash").ddl_if(dialect="postgresql"),
 )
 _COLUMNS = COMPLETIONS.c.keys()
+# All completions of the groups whose first completions are chosen.
+_FIRST = COMPLETIONS.alias()
+_GROUPS = sql.select(COMPLETIONS).join_from(_FIRST, COMPLETIONS, COMPLETIONS.c.group_id == _FIRST.c.group_id)
 # The turns of a server's open sessions, which become completions when the sessions end.
 _SESSION_TURNS = sql.Table(
     "session_turns",
@@ -379,10 +382,8 @@ class Store:
         Raises:
             ValueError: a completion is damaged.
         """
-        first = COMPLETIONS.alias()
-        wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= last.completion)
-        wanted = wanted.join_from(first, COMPLETIONS, COMPLETIONS.c.group_id == first.c.group_id)
-        rows = sorted(self.contents._select(wanted, first.c.number, firsts.tolist()), key=lambda row: row[0])
+        wanted = _GROUPS.where(COMPLETIONS.c.number <= last.completion)
+        rows = sorted(self.contents._select(wanted, _FIRST.c.number, firsts.tolist()), key=lambda row: row[0])
         rewards = self.rewards([row[0] for row in rows], grader) if grader else {}
         groups: dict[str, list[Record]] = {}
         for row in rows:
