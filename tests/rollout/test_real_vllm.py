@@ -137,13 +137,12 @@ def test_a_run_survives_the_kill_of_its_server(environment, tmp_path, request, n
         url, kill = stack.enter_context(real_vllm.serving(environment, model, *options, log=logs[0]))
         steps = f"training.steps={count}"
         trainer, rows = stack.enter_context(training(model, tmp_path, url, steps, *settings))
-        log = tmp_path / "train.log"
         while trainer.poll() is None and len(rows()) < 4:
             time.sleep(0.1)
         kill()
         port = int(url.rpartition(":")[2])
         stack.enter_context(real_vllm.serving(environment, model, *options, log=logs[1], port=port))
-        assert trainer.wait() == 0, log.read_text()[-3000:]
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()[-3000:]
     steps = rows()[1:]
     assert len(steps) == count and all(row["staleness"] <= 2 for row in steps)
     fresh = [row for row in steps if row["staleness"] == 0]
@@ -153,4 +152,5 @@ def test_a_run_survives_the_kill_of_its_server(environment, tmp_path, request, n
     assert steps[-1]["engine/push_seconds"] > 0 and steps[-1]["engine/unusable"] == 0
     # The restarted server gets the weights of its batch again; a push that it interrupted is not counted.
     assert name == "asynchronous" or steps[-1]["engine/pushes"] in (count, count + 1)
-    assert "recjax gives it the weights again" in log.read_text()
+    # The kill meets the update, a push or the sampling; the restarted server has a push in any case.
+    assert any(route in logs[1].read_text() for route in ("POST /collective_rpc", "POST /v1/load_lora_adapter"))
