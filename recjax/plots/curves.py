@@ -9,7 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recjax.plots.style import COLORS, GREY, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
+from recjax.plots.style import (
+    COLORS,
+    GREY,
+    LABELS,
+    NOTHING,
+    add_legend,
+    few_ticks,
+    finish,
+    new_figure,
+    plain_ticks,
+    words_near_1,
+)
 
 STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
@@ -91,11 +102,14 @@ def _scale(axes: Axes, metric: str) -> None:
         axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)
         axes.yaxis.set_minor_locator(NullLocator())
+    elif metric.startswith("ratio/") and words_near_1(axes, low, high, ""):
+        pass
     elif metric in LOGARITHMIC and low > 0:
         axes.set_yscale("log")
         plain_ticks(axes.yaxis)
     elif " − " in metric:
         axes.axhline(0, color=GREY, lw=0.8, label="_zero")
     elif low >= 0:
-        axes.set_ylim(0, 1.02 if metric in SHARES and high <= 1 else None)
+        # An axis of rounding errors would look like a curve.
+        axes.set_ylim(0, 1.02 if high <= (1 if metric in SHARES else NOTHING) else None)
     few_ticks(axes.xaxis, 4)

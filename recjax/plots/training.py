@@ -12,11 +12,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recjax.plots.style import COLORS, GREY, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save_figure
+from recjax.plots.style import (
+    COLORS,
+    GREY,
+    LABELS,
+    NEAR_1,
+    NOTHING,
+    add_legend,
+    few_ticks,
+    new_figure,
+    plain_ticks,
+    save_figure,
+    words_near_1,
+)
 
 BLUE, ORANGE, GREEN, *_ = COLORS
-NOTHING = 1e-6  # differences of shares, ages and nats up to this are rounding errors
-NEAR_1 = 1e-3  # a ratio or sample size nearer to 1 looks like 1
 LEFT_OUT = "experience/left_out/"
 Rows = list[dict[str, Any]]
 
@@ -209,10 +219,7 @@ def _draw_band(axes: Axes, rows: Rows) -> None:
     high = _series(rows, "ratio/q99")
     if not rows:
         return
-    if 1 - NEAR_1 < min(low) and max(high) < 1 + NEAR_1:
-        text = f"1st to 99th percentile:\n{min(low):.6f} to {max(high):.6f}"
-        axes.text(0.5, 0.75, text, ha="center", va="center", transform=axes.transAxes)
-        axes.set_ylim(0.9, 1.1)
+    if words_near_1(axes, min(low), max(high), "1st to 99th percentile:\n"):
         return
     band = {"color": ORANGE, "alpha": 0.35, "lw": 0, "label": "1st to 99th percentile"}
     axes.fill_between(_series(rows, "step"), low, high, **band)
