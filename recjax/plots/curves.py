@@ -96,8 +96,8 @@ def draw_curves(
 def _scale(axes: Axes, metric: str) -> None:
     """The axes of a panel, which no value leaves."""
     limits = np.ravel([panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)])
-    low = min(limits[np.isfinite(limits)], default=0.0)
-    high = max(limits[np.isfinite(limits)], default=1.0)
+    low = float(min(limits[np.isfinite(limits)], default=0.0))
+    high = float(max(limits[np.isfinite(limits)], default=1.0))
     if metric == "evaluation/initial_kl" and low >= 0:
         axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)
