@@ -80,7 +80,8 @@ def draw_curves(
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
-        of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {names.get(against, against)}" if against else ""))
+        minus = textwrap.fill(f"minus {names.get(against, against)}", 22) if against else ""
+        of_metric[0].set_ylabel(f"{LABELS.get(name, name)}\n{minus}".strip())
     for axes in panels.flat[: len(metrics)] if single else panels[-1]:
         axes.set_xlabel("optimizer step")
     for column, axes in () if single else zip(across, panels[0], strict=True):

@@ -139,7 +139,7 @@ def _left_out(rows: Rows) -> Panel:
         name: {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
         for name, color in zip(totals[totals > 0].index if totals.any() else totals.index, COLORS, strict=False)
     }
-    return Panel("left out so far\n(groups or completions)", lines, (0, None), 0)
+    return Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
 
 
 def _with_content(panels: Sequence[Panel], rows: Rows) -> tuple[list[Panel], list[str]]:

@@ -7,6 +7,7 @@ import json
 import logging
 import queue
 import sys
+import textwrap
 import threading
 import time
 import uuid
@@ -185,14 +186,17 @@ class _ModuleRun:
 
 
 def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Completions as Markdown: numbers and short texts in one line, then question and completion, verbatim."""
+    """Completions as Markdown, each with its numbers and short texts; the questions come once, and texts verbatim."""
     parts = []
+    question = None
     for number, row in enumerate(rows, 1):
+        if row["question"] != question:
+            question = row["question"]
+            parts.append(textwrap.indent(question, "    ", lambda line: True))
         facts = [f"{name} {value}" for name, value in row.items() if name not in _LONG and value is not None]
-        texts = (row["question"], row["completion"])
-        verbatim = ["".join(f"    {line}\n" for line in text.splitlines() or [""]) for text in texts]
-        parts.append(f"**{number}.** {', '.join(facts)}\n\n" + "\n".join(verbatim))
-    return "\n".join(parts)
+        completion = textwrap.indent(row["completion"] or " ", "    ", lambda line: True)
+        parts.append(f"**{number}.** {', '.join(facts)}\n\n{completion}")
+    return "\n\n".join(parts)
 
 
 def _module(name: str) -> Any:

@@ -81,7 +81,7 @@ def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypat
 def test_trackers_get_the_completions_that_a_run_keeps(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", module := Fake())
     config = tiny("run", *SHORT, "samples.every=2", "regime.sync_interval=2", "tracking.wandb={project: sums}")
-    train(config)
+    count(config)
     tables = {step: row["completions"][1] for step, row in module.logged if "completions" in row}
     assert list(tables) == [1, 2] and set(tables[1]["staleness"]) == {"0"} and set(tables[2]["staleness"]) == {"1"}
     path = tmp_path / "run" / "samples" / "training" / "00000002.jsonl"
@@ -90,9 +90,10 @@ def test_trackers_get_the_completions_that_a_run_keeps(tiny, tmp_path, monkeypat
     assert tables[2]["reward"].tolist() == [str(row["reward"]) for row in kept]
     texts = [value for event in events_in(tmp_path / "run" / "tensorboard") for value in event.summary.value]
     (shown,) = (text for text in texts if "completions" in text.tag and "staleness 1" in str(text.tensor.string_val))
-    assert (
-        shown.tensor.string_val[0].decode().startswith(f"**1.** reward {kept[0]['reward']}, staleness 1, source policy")
-    )
+    lines = shown.tensor.string_val[0].decode().splitlines()
+    question = f"    {kept[0]['question']}"
+    assert lines[0] == question and lines.count(question) == 1  # all completions of a group follow its question
+    assert lines[2].startswith(f"**1.** reward {kept[0]['reward']}, staleness 1, source policy, ")
 
 
 @pytest.mark.parametrize("fails_at", [-1, 2, *slow(0, 3)])
@@ -118,7 +119,7 @@ def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, 
             count(config, learner)
         made.append({name: module.options[name] for name in ("id", "name", "resume")})
     assert made[0] == made[1] and made[0]["resume"] == "allow" and len(made[0]["id"]) >= 8
-    assert [step for step, _ in module.logged] == [4, 4]
+    assert [step for step, _ in module.logged] == [4, 4, 4]  # samples, metrics, figures
 
 
 class ByName(Fake):
