@@ -83,7 +83,11 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
     """
     signs = signs or {}
     panels = list(_TRAINING)
-    if all(_reward_is_accuracy(row) for row in rows):
+    pairs = [("reward", "accuracy"), ("evaluation/reward", "evaluation/accuracy")]
+    # Where only one of them is known, they differ.
+    if not any(
+        abs(row.get(one, math.inf) - row.get(other, math.inf)) > NOTHING for row in rows for one, other in pairs
+    ):
         panels[:2] = [_ACCURACY._replace(name="accuracy = reward\n(share)")]
     drawn, note = _with_content(panels, rows)
     marked = [f"from step {step} (dotted line): {words}" for words, step in signs.items()]
@@ -108,7 +112,15 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     ages = Counter()
     for row in rows:
         ages.update({int(age): count for age, count in row.get("staleness_rows", {}).items()})
-    drawn, note = _with_content([_left_out(rows), _RATIO, _SIZE], rows)
+    totals = pd.DataFrame(rows).filter(like=LEFT_OUT).max()
+    # The same groups, counted in completions and tokens, would hide the others.
+    totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
+    lines = {
+        name: {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
+        for name, color in zip(totals[totals > 0].index if totals.any() else totals.index, COLORS, strict=False)
+    }
+    left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
+    drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
     figure, grid = _grid(len(drawn) + (len(ages) > 1) + (len(counts.columns) > 1), title)
     if len(ages) > 1:
         _draw_ages(next(grid), ages)
@@ -122,24 +134,6 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
         _draw_panel(axes, panel, rows)
         axes.set_xlabel("optimizer step")
     _save_with_note(figure, note, path)
-
-
-def _reward_is_accuracy(row: dict[str, Any]) -> bool:
-    """False where only one of them is known."""
-    pairs = [(row.get(f"{of}reward", math.inf), row.get(f"{of}accuracy", math.inf)) for of in ("", "evaluation/")]
-    return not any(abs(reward - accuracy) > NOTHING for reward, accuracy in pairs)
-
-
-def _left_out(rows: Rows) -> Panel:
-    """The panel of everything that was left out, by reason; by none of them if there is nothing."""
-    totals = pd.DataFrame(rows).filter(like=LEFT_OUT).max()
-    # The same groups, counted in completions and tokens, would hide the others.
-    totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
-    lines = {
-        name: {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
-        for name, color in zip(totals[totals > 0].index if totals.any() else totals.index, COLORS, strict=False)
-    }
-    return Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
 
 
 def _with_content(panels: Sequence[Panel], rows: Rows) -> tuple[list[Panel], list[str]]:

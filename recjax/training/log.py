@@ -14,7 +14,7 @@ from recjax.training.evaluation import Evaluation, write_samples
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, task_metrics
 from recjax.training.prepare import Setup
 from recjax.training.run import Source, State, Update
-from recjax.training.signs import first_steps
+from recjax.training.signs import steps_of_signs
 from recjax.training.tracking import Trackers
 
 
@@ -102,7 +102,7 @@ class RunLog:
         title = f"{config.algorithm.preset}: {self._output.name}"
         figures = self._output / "figures"
         with writing(figures):
-            draw_training(rows, title, figures / "training.png", first_steps(rows))
+            draw_training(rows, title, figures / "training.png", steps_of_signs(rows))
             if config.experience or config.regime.mode == "async":
                 draw_experience(rows, title, figures / "experience.png")
         # A row is missing if metrics.jsonl was damaged before the run resumed.

@@ -36,7 +36,7 @@ def look(watched: Watched, row: Row) -> tuple[Watched, list[str]]:
     return Watched(rows, watched.warned | due.keys()), [*due.values()]
 
 
-def first_steps(rows: Sequence[Row]) -> dict[str, int]:
+def steps_of_signs(rows: Sequence[Row]) -> dict[str, int]:
     """The step at which each sign shows first in the metrics of a run, by a few words about the sign."""
     watched = Watched()
     steps = {}
