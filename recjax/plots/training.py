@@ -84,10 +84,9 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
     signs = signs or {}
     panels = list(_TRAINING)
     pairs = [("reward", "accuracy"), ("evaluation/reward", "evaluation/accuracy")]
-    # Where only one of them is known, they differ.
-    if not any(
-        abs(row.get(one, math.inf) - row.get(other, math.inf)) > NOTHING for row in rows for one, other in pairs
-    ):
+    # A reward without an accuracy counts as different.
+    known = [(row.get(reward, math.inf), row.get(accuracy, math.inf)) for row in rows for reward, accuracy in pairs]
+    if not any(abs(reward - accuracy) > NOTHING for reward, accuracy in known):
         panels[:2] = [_ACCURACY._replace(name="accuracy = reward\n(share)")]
     drawn, note = _with_content(panels, rows)
     marked = [f"from step {step} (dotted line): {words}" for words, step in signs.items()]
@@ -100,7 +99,7 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
-    """Draws age and sources of experience, losses on its way, ratio and effective sample size, as a PNG.
+    """Draws age and sources of experience, left-out groups, ratio and effective sample size, as a PNG.
 
     Panels without content are left out; a line below the other panels says why.
 
@@ -137,7 +136,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
 
 
 def _with_content(panels: Sequence[Panel], rows: Rows) -> tuple[list[Panel], list[str]]:
-    """Panels with content, and lines of words about the other panels."""
+    """Selects the panels with content; lines of words name the other panels."""
     drawn = []
     others = {"unknown": [], "0 in all steps": [], "1 in all steps": []}
     for panel in panels:
