@@ -15,8 +15,9 @@ import pandas as pd
 from absl import flags
 from rich.table import Table
 
-from recjax.analysis.collect import axes_of, check_metrics, read_folders, read_runs, without_other_metrics
+from recjax.analysis.collect import axes_of, check_metrics, collect, read_folders, read_runs, without_other_metrics
 from recjax.analysis.compare import estimate, final, in_words, minus_line, paired_values
+from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.console import command, plain_console, start
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
@@ -48,6 +49,12 @@ def titled(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**{axis: axis.replace("_", " ") + " " + table[axis] for axis in axes_of(table)})
 
 
+def unfinished(runs: list[SweepRun]) -> list[str]:
+    """The runs of a sweep that have not made all their steps, each with its number of steps."""
+    steps = [(run.name, run.steps_done(), run.config.training.steps) for run in runs]
+    return [f"{name} ({done} of {last} steps)" for name, done, last in steps if done < last]
+
+
 @command
 def main(argv: list[str]) -> None:
     """Reads and draws the runs, and prints their final accuracies."""
@@ -55,7 +62,10 @@ def main(argv: list[str]) -> None:
     if not sources or (len(sources) > 1 and not all(Path(source).is_dir() for source in sources)):
         raise ValueError("give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …")
     are_runs = Path(sources[0]).is_dir()
-    table = chosen_runs(read_folders(sources) if are_runs else read_runs(sources[0], FLAGS.smoke), FLAGS.only)
+    is_sweep = not are_runs and Path(sources[0]).suffix != ".parquet"
+    sweep = read_sweep(sources[0], FLAGS.smoke)[1] if is_sweep else []
+    everything = collect(sweep) if is_sweep else read_folders(sources) if are_runs else read_runs(sources[0])
+    table = chosen_runs(everything, FLAGS.only)
     axes = [axis for axis in axes_of(table) if axis != "seed"]
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
@@ -73,14 +83,22 @@ def main(argv: list[str]) -> None:
     if against not in compared:
         raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
     titles = table if are_runs else titled(table)
-    panels = titles[other_axes].agg(", ".join, axis=1) if other_axes else "all runs"
+    panels = titles[other_axes].agg(", ".join, axis=1) if other_axes else ""
     difference = f"{metrics[0]} − {against}"
     drawn = table.assign(panel=panels)
     drawn[difference] = minus_line(table, lines, against, metrics[0])
     metric_columns = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"
     names = dict(zip(table[lines], titles[lines], strict=True))
-    save_figure(draw_curves(drawn, lines, "panel", metric_columns, names=names), output)
+    figure = draw_curves(drawn, lines, "panel", metric_columns, names=names)
+    partial = unfinished(sweep)
+    heading = [figure.get_suptitle()]
+    heading += ["line: mean over runs; band: its 95 % interval"] * ("seed" in table)
+    heading += [f"{len(partial)} of {len(sweep)} runs are not finished"] * bool(partial)
+    figure.suptitle("\n".join(filter(None, heading)), fontsize="large", parse_math=False)
+    save_figure(figure, output)
+    if partial:
+        print(f"not finished, compared at the steps that they have: {', '.join(partial)}")
 
     finals = final(table)
     title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"

@@ -42,13 +42,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def steps_done(run: SweepRun) -> int:
-    """Number of optimizer steps in a run's metrics, which begin with a row before the first step."""
-    path = Path(run.config.output) / "metrics.jsonl"
-    rows = path.read_bytes().count(b"\n") if path.is_file() else 0
-    return min(max(rows - 1, 0), run.config.training.steps)
-
-
 def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     """Runs all unfinished runs, `workers` at a time; a bar shows the steps of all runs, and which run at the moment.
 
@@ -78,7 +71,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
             lines = log.read_text(errors="replace").strip().splitlines()
             failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'no output'} ({log})"
 
-    done = {run.name: run.config.training.steps if run not in waiting else steps_done(run) for run in runs}
+    done = {run.name: run.config.training.steps if run not in waiting else run.steps_done() for run in runs}
     bar = progress_bar("sweep", sum(run.config.training.steps for run in runs), sum(done.values()), unit="step")
     with ThreadPoolExecutor(workers) as pool, bar:
         unfinished = {pool.submit(start, run) for run in waiting}
@@ -88,7 +81,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
                 for future in finished:
                     future.result()
                 active = list(alive.values())
-                done |= {run.name: steps_done(run) for run in (active if unfinished else waiting)}
+                done |= {run.name: run.steps_done() for run in (active if unfinished else waiting)}
                 shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended", f"{len(failed)} failed"]
                 shown += [f"{run.name}: {done[run.name]}/{run.config.training.steps}" for run in active]
                 bar.set_postfix_str(", ".join(shown if failed else [shown[0], *shown[2:]]), refresh=False)

@@ -85,7 +85,9 @@ def test_a_followed_page_shows_the_newest_step_and_keeps_what_was_chosen(tmp_pat
     dull = {"probability": [0.5, 0.5], "probability_now": [0.5, 0.5], "kept": [1, 1]}
     rows = [ROW | {"step": 1}, ROW | dull | {"step": 2}, ROW | dull | {"step": 3}]
     run = {"name": "run", "about": "about", "rows": rows, "follows": True}
-    assert "step 3 · group" in displayed(tmp_path, [run])
+    shown = displayed(tmp_path, [run])
+    assert "step 3 · group" in shown and "in training, this page stays fresh" in shown
+    assert "stays fresh" not in displayed(tmp_path, [run | {"follows": False}]).partition("<script")[0]
     for was_newest, step in ((False, 2), (True, 3)):
         before = json.dumps(["0 2", "", "", "", "none", "", was_newest])
         page = sample_page([run]).replace('"use strict";', f"sessionStorage.setItem('recjax run', '{before}');")

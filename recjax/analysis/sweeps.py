@@ -24,6 +24,12 @@ class SweepRun(NamedTuple):
         """The settings' names, in the order of the file's axes."""
         return "__".join(self.settings.values())
 
+    def steps_done(self) -> int:
+        """Number of optimizer steps in the run's metrics, which begin with a row before the first step."""
+        path = Path(self.config.output) / "metrics.jsonl"
+        rows = path.read_bytes().count(b"\n") if path.is_file() else 0
+        return min(max(rows - 1, 0), self.config.training.steps)
+
 
 def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ()) -> tuple[Path, list[SweepRun]]:
     """The base config's path and the runs of a sweep file; every run is checked.

@@ -9,7 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recjax.plots.style import COLORS, GREY, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
+from recjax.plots.style import (
+    COLORS,
+    GREY,
+    LABELS,
+    NOTHING,
+    add_legend,
+    few_ticks,
+    finish,
+    new_figure,
+    plain_ticks,
+    words_near_1,
+)
 
 STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
@@ -69,7 +80,8 @@ def draw_curves(
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
-        of_metric[0].set_ylabel(LABELS.get(name, name) + (f"\nminus {names.get(against, against)}" if against else ""))
+        minus = textwrap.fill(f"minus {names.get(against, against)}", 22) if against else ""
+        of_metric[0].set_ylabel(f"{LABELS.get(name, name)}\n{minus}".strip())
     for axes in panels.flat[: len(metrics)] if single else panels[-1]:
         axes.set_xlabel("optimizer step")
     for column, axes in () if single else zip(across, panels[0], strict=True):
@@ -85,17 +97,20 @@ def draw_curves(
 def _scale(axes: Axes, metric: str) -> None:
     """The axes of a panel, which no value leaves."""
     limits = np.ravel([panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)])
-    low = min(limits[np.isfinite(limits)], default=0.0)
-    high = max(limits[np.isfinite(limits)], default=1.0)
+    low = float(min(limits[np.isfinite(limits)], default=0.0))
+    high = float(max(limits[np.isfinite(limits)], default=1.0))
     if metric == "evaluation/initial_kl" and low >= 0:
         axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)
         axes.yaxis.set_minor_locator(NullLocator())
+    elif metric.startswith("ratio/") and words_near_1(axes, low, high, ""):
+        pass
     elif metric in LOGARITHMIC and low > 0:
         axes.set_yscale("log")
         plain_ticks(axes.yaxis)
     elif " − " in metric:
         axes.axhline(0, color=GREY, lw=0.8, label="_zero")
     elif low >= 0:
-        axes.set_ylim(0, 1.02 if metric in SHARES and high <= 1 else None)
+        # An axis of rounding errors would look like a curve.
+        axes.set_ylim(0, 1.02 if high <= (1 if metric in SHARES else NOTHING) else None)
     few_ticks(axes.xaxis, 4)

@@ -11,6 +11,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
+NOTHING = 1e-6  # differences of shares, ages and nats up to this are rounding errors
+NEAR_1 = 1e-3  # a ratio or sample size nearer to 1 looks like 1
 LABELS = {
     "reward": "reward of\nthe train batch",
     "accuracy": "accuracy of\nthe train batch (share)",
@@ -57,6 +59,20 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(4) if high < 5 * low else decades)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def words_near_1(axes: Axes, low: float, high: float, name: str) -> bool:
+    """Writes the range of a ratio into its panel if all of it is near 1, where curves would show rounding errors.
+
+    Returns:
+        False if the range needs curves; the panel is unchanged then.
+    """
+    is_near = 1 - NEAR_1 < low and high < 1 + NEAR_1
+    if is_near:
+        words = f"{name}{low:.6f} to {high:.6f}"
+        axes.text(0.5, 0.75, words, ha="center", va="center", transform=axes.transAxes)
+        axes.set_ylim(0.9, 1.1)
+    return is_near
 
 
 def finish(figure: Figure) -> Figure:

@@ -1,20 +1,33 @@
 """The pictures of a run: reward and accuracy, how far off-policy it was, and the sources of experience."""
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save_figure
+from recjax.plots.style import (
+    COLORS,
+    GREY,
+    LABELS,
+    NEAR_1,
+    NOTHING,
+    add_legend,
+    few_ticks,
+    new_figure,
+    plain_ticks,
+    save_figure,
+    words_near_1,
+)
 
 BLUE, ORANGE, GREEN, *_ = COLORS
-NOTHING = 1e-6  # shares, ages and nats up to this are rounding errors
-NEAR_1 = 1e-3  # a ratio nearer to 1 has no visible band
+LEFT_OUT = "experience/left_out/"
 Rows = list[dict[str, Any]]
 
 
@@ -24,21 +37,22 @@ class Panel(NamedTuple):
     name: the y label.
     lines: options of matplotlib for the line of each metric.
     limits: ends of the y axis; None follows the values.
-    dull: the panel is left out if no value is above this.
+    dull: the panel is left out if all values are this, up to rounding; None: if it has no values.
     """
 
     name: str
     lines: dict[str, dict[str, Any]]
     limits: tuple[float | None, float | None] = (None, None)
-    dull: float = -math.inf
+    dull: int | None = None
 
 
 _HELD_OUT = {"color": BLUE, "marker": "o", "lw": 1.5, "label": "held-out problems"}
 _TRAIN = {"color": ORANGE, "label": "train batches"}
 _RATIO = Panel("ratio π/μ of tokens", {"ratio/q50": {"color": ORANGE, "label": "median"}})
-_SIZE = Panel(LABELS["effective_sample_size"], {"effective_sample_size": {}}, (0, 1.02))
+_SIZE = Panel(LABELS["effective_sample_size"], {"effective_sample_size": {}}, (0, 1.02), 1)
+_ACCURACY = Panel("accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02))
 _TRAINING = (
-    Panel("accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02)),
+    _ACCURACY,
     Panel("reward", {"reward": _TRAIN, "evaluation/reward": _HELD_OUT}),
     _RATIO,
     _SIZE,
@@ -49,72 +63,107 @@ _TRAINING = (
             "clip_fraction/positive": {"color": GREEN, "label": "advantage > 0"},
         },
         (0, None),
-        NOTHING,
+        0,
     ),
-    Panel(LABELS["staleness"], {"staleness": {}}, (0, None), NOTHING),
-    Panel(LABELS["behavior_kl/k3"], {"behavior_kl/k3": {}}, (0, None), NOTHING),
-    Panel(LABELS["entropy"], {"entropy": {}}, (0, None)),
+    Panel(LABELS["staleness"], {"staleness": {}}, (0, None), 0),
+    Panel(LABELS["behavior_kl/k3"], {"behavior_kl/k3": {}}, (0, None), 0),
+    Panel(LABELS["entropy"], {"entropy": {}}, (0, None), 0),
 )
 
 
-def draw_training(rows: Rows, title: str, path: Path) -> None:
+def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] | None = None) -> None:
     """Draws reward, accuracy, ratio, sample size, clipping, staleness, divergence and entropy over steps, as a PNG.
 
-    Panels without content are left out; a line below the other panels names them.
+    Panels without content are left out; a line below the other panels says why. Rewards that are equal to the
+    accuracies have no panel of their own.
 
     Args:
         rows: metrics of each step.
+        signs: steps that a dotted line marks in all panels, by the words that the title has for them.
     """
-    drawn = [panel for panel in _TRAINING if _has_content(panel, rows)]
-    empty = [panel.name.partition("\n")[0] for panel in _TRAINING if panel not in drawn]
-    figure, grid = _grid(len(drawn), title)
+    signs = signs or {}
+    panels = list(_TRAINING)
+    pairs = [("reward", "accuracy"), ("evaluation/reward", "evaluation/accuracy")]
+    # A reward without an accuracy counts as different.
+    known = [(row.get(reward, math.inf), row.get(accuracy, math.inf)) for row in rows for reward, accuracy in pairs]
+    if not any(abs(reward - accuracy) > NOTHING for reward, accuracy in known):
+        panels[:2] = [_ACCURACY._replace(name="accuracy = reward\n(share)")]
+    drawn, note = _with_content(panels, rows)
+    marked = [f"from step {step} (dotted line): {words}" for words, step in signs.items()]
+    figure, grid = _grid(len(drawn), "\n".join([title, *marked]))
     for panel, axes in zip(drawn, grid, strict=True):
         _draw_panel(axes, panel, rows)
-    note = f"\n0 or unknown in all steps: {', '.join(empty)}" if empty else ""
-    figure.supxlabel(f"optimizer step{note}", fontsize="medium")
-    save_figure(figure, path)
+        for step in signs.values():
+            axes.axvline(step, color=GREY, ls=":", lw=1.5, label="_sign")
+    _save_with_note(figure, ["optimizer step", *note], path)
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
-    """Draws sources and age of experience: shares, staleness, ratio, effective sample size, as a PNG.
+    """Draws age and sources of experience, left-out groups, ratio and effective sample size, as a PNG.
 
-    Panels without content are left out.
+    Panels without content are left out; a line below the other panels says why.
 
     Args:
         rows: metrics of each step.
     """
     batches = [row for row in rows if row.get("source_rows")]  # of several updates, only the first has it
+    counts = pd.DataFrame([row["source_rows"] for row in batches]).fillna(0).sort_index(axis=1)
     ages = Counter()
     for row in rows:
         ages.update({int(age): count for age, count in row.get("staleness_rows", {}).items()})
-    panels = [panel for panel in (_RATIO, _SIZE) if _has_content(panel, rows)]
-    figure, grid = _grid(len(panels) + bool(ages) + bool(batches), title)
-    if ages:
+    totals = pd.DataFrame(rows).filter(like=LEFT_OUT).max()
+    # The same groups, counted in completions and tokens, would hide the others.
+    totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
+    lines = {
+        name: {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
+        for name, color in zip(totals[totals > 0].index if totals.any() else totals.index, COLORS, strict=False)
+    }
+    left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
+    drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
+    figure, grid = _grid(len(drawn) + (len(ages) > 1) + (len(counts.columns) > 1), title)
+    if len(ages) > 1:
         _draw_ages(next(grid), ages)
-    if batches:
-        axes = next(grid)
-        counts = pd.DataFrame([row["source_rows"] for row in batches]).fillna(0).sort_index(axis=1)
-        shares = counts.div(counts.sum(axis=1), axis=0)
-        axes.stackplot(_series(batches, "step"), shares.to_numpy().T, labels=list(shares), colors=COLORS)
-        axes.set(xlabel="optimizer step", ylabel="rows of the batch\n(share)", ylim=(0, 1))
-        few_ticks(axes.xaxis)
-        add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
-    for panel, axes in zip(panels, grid, strict=True):
+    else:
+        note += [f"staleness in all steps: {age}" for age in ages]
+    if len(counts.columns) > 1:
+        _draw_sources(next(grid), _series(batches, "step"), counts)
+    else:
+        note += [f"source of all rows: {name}" for name in counts]
+    for panel, axes in zip(drawn, grid, strict=True):
         _draw_panel(axes, panel, rows)
         axes.set_xlabel("optimizer step")
-    save_figure(figure, path)
+    _save_with_note(figure, note, path)
+
+
+def _with_content(panels: Sequence[Panel], rows: Rows) -> tuple[list[Panel], list[str]]:
+    """Selects the panels with content; lines of words name the other panels."""
+    drawn = []
+    others = {"unknown": [], "0 in all steps": [], "1 in all steps": []}
+    for panel in panels:
+        values = [row[name] for row in rows for name in panel.lines if math.isfinite(row.get(name, math.nan))]
+        tolerance = NEAR_1 if panel.dull else NOTHING
+        if any(panel.dull is None or abs(value - panel.dull) > tolerance for value in values):
+            drawn.append(panel)
+        else:
+            reason = f"{panel.dull} in all steps" if values else "unknown"
+            others[reason].append(panel.name.partition("\n")[0])
+    return drawn, [f"{reason}: {', '.join(names)}" for reason, names in others.items() if names]
 
 
 def _grid(count: int, title: str) -> tuple[Figure, Iterator[Axes]]:
     """A figure with this many panels, in two columns."""
     columns = 1 if count < 2 else 2
-    height = -(-count // columns)
+    height = max(1, -(-count // columns))
     figure = new_figure(4.2 * columns, 0.8 + 2.2 * height, title)
     return figure, (figure.add_subplot(height, columns, number) for number in range(1, count + 1))
 
 
-def _has_content(panel: Panel, rows: Rows) -> bool:
-    return any(row[name] > panel.dull for row in rows for name in panel.lines if name in row)
+def _save_with_note(figure: Figure, note: Sequence[str], path: Path) -> None:
+    """Writes the figure with lines of words below its panels."""
+    characters = int(12 * figure.get_figwidth())
+    text = "\n".join(textwrap.fill(line, characters) for line in note)
+    figure.supxlabel(text, fontsize="medium", parse_math=False)
+    save_figure(figure, path)
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
@@ -123,6 +172,8 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
         _draw_band(axes, [row for row in rows if "ratio/q01" in row and "ratio/q99" in row])
     for name, options in panel.lines.items():
         known = [row for row in rows if name in row]
+        if not known:
+            continue
         steps = _series(known, "step")
         around = pd.Series(_series(known, name), dtype=float).rolling(max(1, len(known) // 50), 1, center=True)
         look = {"color": BLUE, "lw": 1.2, "marker": "o" if len(known) == 1 else ""} | options
@@ -131,8 +182,24 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     last = max(1, rows[-1]["step"])
     axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=panel.limits)
     few_ticks(axes.xaxis)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
+    if axes.get_legend_handles_labels()[0]:
         add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
+
+
+def _draw_sources(axes: Axes, steps: Sequence[int], counts: pd.DataFrame) -> None:
+    """The share of each source in each batch, as wide as the steps up to the next batch."""
+    shares = counts.div(counts.sum(axis=1), axis=0).to_numpy()
+    width = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    edges = np.array([*steps, steps[-1] + width]) - 0.5
+    axes.stackplot(edges, np.vstack([shares, shares[-1]]).T, labels=list(counts), colors=COLORS, step="post", lw=0)
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="rows of the batch\n(share)",
+        xlim=(edges[0] - 0.5, edges[-1] + 0.5),
+        ylim=(0, 1),
+    )
+    few_ticks(axes.xaxis)
+    add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
 
 
 def _series(rows: Rows, name: str) -> list[float]:
@@ -145,10 +212,7 @@ def _draw_band(axes: Axes, rows: Rows) -> None:
     high = _series(rows, "ratio/q99")
     if not rows:
         return
-    if 1 - NEAR_1 < min(low) and max(high) < 1 + NEAR_1:
-        text = f"1st to 99th percentile:\n{min(low):.6f} to {max(high):.6f}"
-        axes.text(0.5, 0.75, text, ha="center", va="center", transform=axes.transAxes)
-        axes.set_ylim(0.9, 1.1)
+    if words_near_1(axes, min(low), max(high), "1st to 99th percentile:\n"):
         return
     band = {"color": ORANGE, "alpha": 0.35, "lw": 0, "label": "1st to 99th percentile"}
     axes.fill_between(_series(rows, "step"), low, high, **band)
@@ -164,6 +228,6 @@ def _draw_ages(axes: Axes, counts: Counter) -> None:
         shares[age // width * width] += count / counts.total()
     align = "edge" if width > 1 else "center"
     axes.bar(list(shares), list(shares.values()), width=0.9 * width, align=align, color=BLUE)
-    axes.set_xlim(min(counts) - width, max(counts) + 2 * width)
+    axes.set_xlim(min(counts) - 0.6, max(counts) + width - 0.4)
     axes.set(xlabel=LABELS["staleness"].replace("\n", " "), ylabel="rows with a known\nversion (share)")
     few_ticks(axes.xaxis)

@@ -319,19 +319,6 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
-    """The first `count` completions as Markdown, with question, true answer and reward; texts are indented verbatim."""
-
-    def indented(text: str) -> str:
-        return "".join(f"    {line}\n" for line in text.splitlines() or [""])
-
-    return "\n".join(
-        f"**{number}. reward {sample['reward']}**, answer {sample['answer']}\n\n"
-        f"{indented(sample['question'])}\n{indented(sample['completion'])}"
-        for number, sample in enumerate(evaluation.samples[:count], 1)
-    )
-
-
 def write_samples(path: Path, evaluation: Evaluation, step: int) -> None:
     """Writes one JSON line per completion, with the step of the evaluation."""
     with writing(path):

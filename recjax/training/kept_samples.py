@@ -26,19 +26,22 @@ def folder_of(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def keep(setup: Setup, update: Update) -> None:
+def keep(setup: Setup, update: Update) -> list[dict[str, Any]]:
     """Saves the first groups of an update if `samples.every` says so, up to the size limit of the config.
 
     Every process must call it.
+
+    Returns:
+        The saved rows, one a completion.
     """
     config = setup.config.samples
     tokenizer = setup.policy.tokenizer
     step = update.step
     if not config.every or (step > 1 and step % config.every):
-        return
+        return []
     tokens = on_host(update.tokens)
     if not hosts.is_first():
-        return
+        return []
     folder = folder_of(Path(setup.config.output))
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
@@ -46,7 +49,7 @@ def keep(setup: Setup, update: Update) -> None:
         logger.debug(
             "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
         )
-        return
+        return []
     saved = []
     terms = tokens.terms
     columns = {
@@ -74,6 +77,24 @@ def keep(setup: Setup, update: Update) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json_text(row, ensure_ascii=False) + "\n" for row in saved))
+    return saved
+
+
+def summaries(saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved completions without results of their tokens, for trackers; `staleness` is in optimizer steps."""
+    return [
+        {
+            "reward": row["reward"],
+            "staleness": row["version"] if row["version"] is None else row["step"] - 1 - row["version"],
+            "source": row["source"],
+            "tokens": len(row["tokens"]),
+            "truncated": row["truncated"],
+            "answer": row["answer"],
+            "question": row["question"],
+            "completion": row["text"],
+        }
+        for row in saved
+    ]
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

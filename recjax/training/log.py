@@ -10,10 +10,11 @@ from recjax.experience.queue import counts
 from recjax.files import json_text, write_whole, writing
 from recjax.plots.training import draw_experience, draw_training
 from recjax.training import kept_samples
-from recjax.training.evaluation import Evaluation, samples_as_markdown, write_samples
+from recjax.training.evaluation import Evaluation, write_samples
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, task_metrics
 from recjax.training.prepare import Setup
 from recjax.training.run import Source, State, Update
+from recjax.training.signs import steps_of_signs
 from recjax.training.tracking import Trackers
 
 
@@ -46,7 +47,8 @@ class RunLog:
             state: the state after the step.
         """
         config = self._setup.config
-        kept_samples.keep(self._setup, update)
+        if kept := kept_samples.keep(self._setup, update):
+            self._trackers.log_samples("completions", kept_samples.summaries(kept), update.step)
         # With `truncated: mask`, `seen` would drop completions whose accuracy counts all the same.
         judged = update.groups if config.task.truncated == "mask" else map(self._setup.judge.seen, update.groups)
         graded = (
@@ -76,7 +78,7 @@ class RunLog:
         """The metrics of an evaluation after a step; saves its completions in samples/`name`.jsonl."""
         if hosts.is_first():
             write_samples(self._output / "samples" / f"{name}.jsonl", evaluation, step)
-            self._trackers.log_text("samples", samples_as_markdown(evaluation), step)
+            self._trackers.log_samples("samples", evaluation.samples, step)
         measured = {key: getattr(evaluation, key) for key in ("accuracy", "right_and_ended", "reward", "initial_kl")}
         measured |= task_metrics((row, row["accurate"], row["reward"]) for row in evaluation.samples)
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
@@ -94,13 +96,13 @@ class RunLog:
         self._metrics.settle()
 
     def finish(self) -> None:
-        """Draws the figures, writes summary.json, and gives trackers the figures and samples."""
+        """Draws the figures, writes summary.json, and gives trackers the figures."""
         config = self._setup.config
         rows = read_metrics(self._output / "metrics.jsonl")
         title = f"{config.algorithm.preset}: {self._output.name}"
         figures = self._output / "figures"
         with writing(figures):
-            draw_training(rows, title, figures / "training.png")
+            draw_training(rows, title, figures / "training.png", steps_of_signs(rows))
             if config.experience or config.regime.mode == "async":
                 draw_experience(rows, title, figures / "experience.png")
         # A row is missing if metrics.jsonl was damaged before the run resumed.
@@ -118,7 +120,7 @@ class RunLog:
         }
         write_whole(self._output / "summary.json", json_text(summary, indent=2) + "\n")
         drawn = {f"figures/{path.stem}": path for path in sorted(figures.glob("*.png"))}
-        self._trackers.log_results(drawn, self._output / "samples" / "after.jsonl", config.training.steps)
+        self._trackers.log_figures(drawn, config.training.steps)
 
 
 def queue_metrics(setup: Setup, source: Source, update: Update, state: State) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Signs in the metrics that a run learns nothing or collapses; a command warns of each sign once."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,13 +36,24 @@ def look(watched: Watched, row: Row) -> tuple[Watched, list[str]]:
     return Watched(rows, watched.warned | due.keys()), [*due.values()]
 
 
+def steps_of_signs(rows: Sequence[Row]) -> dict[str, int]:
+    """The step at which each sign shows first in the metrics of a run, by a few words about the sign."""
+    watched = Watched()
+    steps = {}
+    for row in rows:
+        before = watched.warned
+        watched, _ = look(watched, row)
+        steps |= {words: row["step"] for sign, words in SIGNS.items() if sign.__name__ in watched.warned - before}
+    return steps
+
+
 def all_masked(rows: Sequence[Row]) -> str | None:
     """A warning if the latest step trains on no completion."""
     row = rows[-1]
     if row.get("kept_fraction") != 0:
         return None
     reason = _failures(row) or "algorithm.selection drops all its completions; choose another (docs/objectives.md)"
-    if row["truncated"] == 1:
+    if row.get("truncated") == 1:
         reason = (
             "all its completions are truncated, and task.truncated = mask removes them. Raise"
             " rollout.max_completion_tokens, and the max_tokens of an agent, or set task.truncated to train"
@@ -65,7 +77,7 @@ def no_signal(rows: Sequence[Row]) -> str | None:
     ]
     if len(rows) < STEPS_WITHOUT_SIGNAL or not all(silent):
         return None
-    row = rows[-1]
+    row = {"accuracy": math.nan, "reward": math.nan} | rows[-1]  # metrics.jsonl has no number for NaN
     reasons = {0: "the problems are too hard, or the reward function finds no answer", 1: "the problems are too easy"}
     other = "the policy writes one text for each prompt, or the reward does not depend on the completion"
     causes = filter(None, (_failures(row), reasons.get(row["accuracy"], other)))
@@ -110,4 +122,8 @@ def _failures(row: Row) -> str:
     return f"failures of graders or agents ({', '.join(counts)})" if counts else ""
 
 
-SIGNS = (all_masked, no_signal, far_off_policy)
+SIGNS = {
+    all_masked: "steps that train on nothing",
+    no_signal: "all rewards of each group are equal",
+    far_off_policy: f"effective sample size below {LOW_SAMPLE_SIZE}",
+}

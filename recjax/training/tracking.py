@@ -7,10 +7,11 @@ import json
 import logging
 import queue
 import sys
+import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 NAME = "tracking.json"
 MOST_WAITING = 10_000  # rows that a tracker may be behind; a slower tracker gets no further rows
 LAST_SECONDS = 60.0  # longest wait for a tracker at the end of a run
+MOST_ROWS = 64  # completions of one table
+MOST_TEXTS = 8  # completions of one text of TensorBoard
+_LONG = {"prompt", "question", "completion"}
 _ONE_AT_A_TIME = threading.Lock()  # the first tracker makes the id of the run for all trackers
 
 
@@ -93,14 +97,20 @@ class Trackers:
         for feed in self._boards:
             feed.put("log_text", name, markdown, step)
 
-    def log_results(self, figures: Mapping[str, Path], samples: Path, step: int) -> None:
-        """Sends figures and a table of samples, to modules that have the types `Image` and `Table`.
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Sends the first completions: a text to TensorBoard, and a table to modules that have the type `Table`.
 
         Args:
-            samples: JSON Lines file of samples.
+            rows: one a completion, with `question`, `completion`, and numbers or short texts such as `reward`.
         """
+        self.log_text(name, _as_markdown(rows[:MOST_TEXTS]), step)
         for feed in self._modules:
-            feed.put("log_results", figures, samples, step)
+            feed.put("log_samples", name, rows[:MOST_ROWS], step)
+
+    def log_figures(self, figures: Mapping[str, Path], step: int) -> None:
+        """Sends figures to modules that have the type `Image`."""
+        for feed in self._modules:
+            feed.put("log_figures", figures, step)
 
     def close(self) -> None:
         """Ends each tracker once it has logged all its rows, or after LAST_SECONDS."""
@@ -163,16 +173,30 @@ class _ModuleRun:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
 
-    def log_results(self, figures: Mapping[str, Path], samples: Path, step: int) -> None:
-        images = figures if hasattr(self._module, "Image") else {}
-        results = {name: self._module.Image(str(path)) for name, path in images.items()}
-        if samples.is_file() and hasattr(self._module, "Table"):
-            table = pd.read_json(samples, lines=True, dtype=False).astype(str)
-            results["samples"] = self._module.Table(dataframe=table)
-        self._run.log(results, step=step)
+    def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if hasattr(self._module, "Table"):
+            self._run.log({name: self._module.Table(dataframe=pd.DataFrame(rows).astype(str))}, step=step)
+
+    def log_figures(self, figures: Mapping[str, Path], step: int) -> None:
+        if hasattr(self._module, "Image"):
+            self._run.log({name: self._module.Image(str(path)) for name, path in figures.items()}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Completions as Markdown, each with its numbers and short texts; the questions come once, and texts verbatim."""
+    parts = []
+    question = None
+    for number, row in enumerate(rows, 1):
+        if row["question"] != question:
+            question = row["question"]
+            parts.append(textwrap.indent(question, "    ", lambda line: True))
+        facts = [f"{name} {value}" for name, value in row.items() if name not in _LONG and value is not None]
+        completion = textwrap.indent(row["completion"] or " ", "    ", lambda line: True)
+        parts.append(f"**{number}.** {', '.join(facts)}\n\n{completion}")
+    return "\n\n".join(parts)
 
 
 def _module(name: str) -> Any:

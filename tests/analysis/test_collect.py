@@ -20,7 +20,7 @@ from recjax.analysis.collect import (
     without_other_metrics,
 )
 from recjax.analysis.sweeps import read_sweep
-from recjax.plot import chosen_runs, titled
+from recjax.plot import chosen_runs, titled, unfinished
 from recjax.plots.curves import draw_curves
 from tests.test_sweep import FILE
 from tests.training.tiny_run import TINY
@@ -92,6 +92,13 @@ def test_every_number_of_a_run_is_a_metric_unless_an_axis_has_its_name(tmp_path)
             check_metrics(table, [name], "--metrics")
 
 
+def test_a_partial_sweep_names_the_runs_that_are_not_finished(path):
+    _, runs = read_sweep(path, extra=["training.steps=12"])
+    assert unfinished(runs) == ["wide__0 (0 of 12 steps)"]
+    _, runs = read_sweep(path, extra=["training.steps=20"])
+    assert unfinished(runs) == ["grpo__0 (12 of 20 steps)", "wide__0 (0 of 20 steps)", "wide__1 (12 of 20 steps)"]
+
+
 def test_a_table_survives_parquet(path, tmp_path):
     table = read_runs(path)
     table.to_parquet(tmp_path / "table.parquet", index=False)
@@ -144,6 +151,20 @@ def test_no_panel_cuts_a_curve_off(metric, values, shown):
         low, high = figure.axes[0].get_ylim()
         assert low <= shown[0] and shown[1] <= high
         assert (low == 0) == (min(values) >= 0) and (high == 1.02) == (shown == (0, 1.02))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "limits", "words"),
+    [
+        ("ratio/q01", [0.99998, 1.00002], (0.9, 1.1), ["0.999980 to 1.000020"]),
+        ("behavior_kl/k3", [0.0, 4e-10], (0, 1.02), []),
+        ("clip_fraction/all", [0.0, 0.0], (0, 1.02), []),
+    ],
+)
+def test_rounding_errors_are_no_curves(metric, values, limits, words):
+    table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], metric: values})
+    axes = draw_curves(table, "line", "panel", [metric]).axes[0]
+    assert axes.get_ylim() == limits and [text.get_text() for text in axes.texts] == words
 
 
 @pytest.mark.parametrize("ratios", [(0.97, 1.02), (0.3, 1.9), (1e-5, 3.0)])

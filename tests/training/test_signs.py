@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recjax.training.metrics import batch_metrics
-from recjax.training.signs import Watched, look
+from recjax.training.signs import Watched, look, steps_of_signs
 from tests.training.counting import Altered, CountingLearner, count, prepared_batch
 from tests.training.test_update import make_batch
 
@@ -107,3 +107,11 @@ def test_the_share_of_groups_with_equal_rewards():
     hidden = batch._replace(completion_mask=batch.completion_mask & (batch.group_ids == groups[0])[:, None])
     assert batch_metrics(1, batch, hidden)[name] == 1
     assert name not in batch_metrics(1, batch, batch._replace(group_ids=np.arange(len(rows))))
+
+
+def test_rows_without_numbers_have_their_signs_too():
+    """metrics.jsonl has no reward, accuracy or share of truncated completions where these are NaN."""
+    unknown = {"reward", "accuracy", "truncated"}
+    rows = [ROW | SILENT, ROW | SILENT, ROW | SILENT, ROW | MASKED]
+    rows = [{name: row[name] for name in row.keys() - unknown} | {"step": step} for step, row in enumerate(rows, 1)]
+    assert sorted(steps_of_signs(rows).values()) == [3, 4]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import json
 import struct
 import sys
 import time
@@ -65,12 +66,34 @@ def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypat
     rows = tracked(tiny, monkeypatch, module)
     assert module.options["project"] == "sums" and module.options["tags"] == ["one"] and module.options["name"] == "run"
     assert module.options["config"]["training"]["steps"] == 3 and module.finished
-    *numbers, (last, results) = module.logged
-    assert [step for step, _ in numbers] == [row["step"] for row in rows] == [0, 1, 2, 3] and last == 3
-    for (_, logged), row in zip(numbers, rows, strict=True):
-        assert logged == {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    logged = {name: [step for step, row in module.logged if name in row] for name in ("samples", "figures/training")}
+    assert logged == {"samples": [0, 3], "figures/training": [3]}  # at each evaluation, and at the end
+    numbers = [(step, row) for step, row in module.logged if "wall_seconds" in row or step == 0 and len(row) > 1]
+    assert [step for step, _ in module.logged] == sorted(step for step, _ in module.logged)
+    assert [step for step, _ in numbers] == [row["step"] for row in rows] == [0, 1, 2, 3]
+    for (_, sent), row in zip(numbers, rows, strict=True):
+        assert sent == {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    results = {name: value for _, row in module.logged for name, value in row.items()}
     assert results["figures/training"][0] == "image" and results["figures/training"][1].endswith("training.png")
     assert list(results["samples"][1]["question"])[:1] and len(results["samples"][1]) == 4
+
+
+def test_trackers_get_the_completions_that_a_run_keeps(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", module := Fake())
+    config = tiny("run", *SHORT, "samples.every=2", "regime.sync_interval=2", "tracking.wandb={project: sums}")
+    count(config)
+    tables = {step: row["completions"][1] for step, row in module.logged if "completions" in row}
+    assert list(tables) == [1, 2] and set(tables[1]["staleness"]) == {"0"} and set(tables[2]["staleness"]) == {"1"}
+    path = tmp_path / "run" / "samples" / "training" / "00000002.jsonl"
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert tables[2]["completion"].tolist() == [row["text"] for row in kept]
+    assert tables[2]["reward"].tolist() == [str(row["reward"]) for row in kept]
+    texts = [value for event in events_in(tmp_path / "run" / "tensorboard") for value in event.summary.value]
+    (shown,) = (text for text in texts if "completions" in text.tag and "staleness 1" in str(text.tensor.string_val))
+    lines = shown.tensor.string_val[0].decode().splitlines()
+    question = f"    {kept[0]['question']}"
+    assert lines[0] == question and lines.count(question) == 1  # all completions of a group follow its question
+    assert lines[2].startswith(f"**1.** reward {kept[0]['reward']}, staleness 1, source policy, ")
 
 
 @pytest.mark.parametrize("fails_at", [-1, 2, *slow(0, 3)])
@@ -96,7 +119,7 @@ def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, 
             count(config, learner)
         made.append({name: module.options[name] for name in ("id", "name", "resume")})
     assert made[0] == made[1] and made[0]["resume"] == "allow" and len(made[0]["id"]) >= 8
-    assert [step for step, _ in module.logged] == [4, 4]
+    assert [step for step, _ in module.logged] == [4, 4, 4]  # samples, metrics, figures
 
 
 class ByName(Fake):

@@ -39,7 +39,7 @@ def one_device():
 def without_figures():
     """Text in place of a run's figures, which take most of a tiny run's time; also while fixtures are made."""
 
-    def draw(rows, title, path):
+    def draw(rows, title, path, signs=None):
         path.parent.mkdir(exist_ok=True)
         path.write_text("a figure")
 
