@@ -109,6 +109,7 @@ def parts() -> dict[str, Part]:
         "torch_c": compared("c", torch, 90),
         "torch_d": compared("d", torch, 120),
         "slots": computed("slots", 90),
+        "decoding": computed("decoding", 240),
         "attention": computed("attention", 60),
         "half_billion_packed": computed("half_billion_packed", 120),
         "one_and_a_half_billion_packed": computed("one_and_a_half_billion_packed", 120),

@@ -25,6 +25,7 @@ from benchmarks.accelerator_measures import (
     LARGE,
     PARITY,
     REHEARSAL,
+    UNEVEN,
     attempt,
     batch_of,
     busiest,
@@ -37,6 +38,7 @@ from benchmarks.accelerator_measures import (
     peak,
     peak_bytes,
     seconds_of,
+    uneven,
     work,
 )
 from benchmarks.costs import PEAKS, shares
@@ -210,6 +212,24 @@ def slots() -> None:
             note(**{f"slots_{count}": decode_findings(shape, BFLOAT16, rounds) | {"peak_bytes_so_far": peak_bytes()}})
 
 
+def decoding() -> None:
+    """Tokens a second for 256 to 2,048 sequences of uneven lengths, and the limit of the bandwidth next to them.
+
+    The first pass compiles. It takes compilation off the seconds; the second pass, if there is time, replaces it.
+    """
+    held = {}
+    for measured_pass in ("first", "second"):
+        for name, shape in UNEVEN.items():
+            decoder = decoder_of(shape, BFLOAT16)
+            if name not in held:
+                held[name] = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
+            for count in (8, 16) if REHEARSAL else (256, 1024, 2048, 512):
+                of_count = dataclasses.replace(shape, prompts=count // shape.group_size)
+                with attempt(f"{name}_{count}"):
+                    measured = uneven(decoder, held[name], of_count, 2 if REHEARSAL else 64)
+                    note(**{f"{name}_{count}": measured | {"pass": measured_pass}})
+
+
 def attention() -> None:
     """Milliseconds of each kernel that runs here, forward and with gradients, causal over whole rows."""
     heads, kv_heads, width, tokens = (4, 2, 16, 256) if REHEARSAL else (12, 2, 128, 16384)
@@ -260,6 +280,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "one_and_a_half_billion_packed": functools.partial(packed, LARGE),
     "decode_graphs": decode_graphs,
     "slots": slots,
+    "decoding": decoding,
     "attention": attention,
     "prediction": prediction,
 }

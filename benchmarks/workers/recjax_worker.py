@@ -15,8 +15,8 @@ from recjax.config import TrainingConfig, load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import choose_layout
-from recjax.hub.policy import Policy
 from recjax.host_memory import SETTLING_STEPS, close_gaps
+from recjax.hub.policy import Policy
 from recjax.models.decoder import init_params
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
