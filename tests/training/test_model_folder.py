@@ -255,5 +255,5 @@ def test_no_command_imports_torch(folder, finished, tmp_path, name):
 
 def test_the_commands_that_start_without_torch_are_all_commands():
     package = Path(recjax.__file__).parent
-    commands = {file.stem for file in package.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()}
+    commands = {file.stem for file in package.glob("*.py") if f"python -m recjax.{file.stem}" in file.read_text()}
     assert commands == COMMANDS.keys()
