@@ -31,6 +31,15 @@ REPOSITORY = Path(__file__).parents[1]
 # Names of XLA's groups of operations that become CUDA graphs, loops among them.
 GROUPS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 GRAPHS = f"--xla_gpu_enable_command_buffer={GROUPS}"
+# Flags of XLA for an NVIDIA GPU, of which each is tried alone.
+XLA_FLAGS = {
+    "double_buffering": "--xla_gpu_enable_while_loop_double_buffering=true",
+    "command_buffers": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL",
+    "no_triton": "--xla_gpu_enable_triton_gemm=false",
+    "cudnn_products": "--xla_gpu_cudnn_gemm_fusion=true",
+    "no_rematerialization": "--xla_disable_hlo_passes=rematerialization",
+    "least_autotuning": "--xla_gpu_autotune_level=0",
+}
 LEAST = 20  # seconds: a part is not started with less
 
 
@@ -151,6 +160,9 @@ def parts() -> dict[str, Part]:
         "first_step_quickstart": first_steps("quickstart", 150, "warm_start.steps=20", *small[2:]),
         "first_step_smollm2": first_steps("smollm2_arithmetic", 240, *small[2:]),
         "shape_g": compared("g", "recjax:bfloat16,trl:bfloat16", 240, "2", "--checks", "none", "--phases", "step"),
+        "update_wide": computed("update_wide", 240),
+        "update_long": computed("update_long", 240),
+        **{f"flags_{name}": computed("update_alone", 90, XLA_FLAGS=flag) for name, flag in XLA_FLAGS.items()},
         "claims": claimed(0.5 if FLAGS.rehearsal else FLAGS.minutes),
     }
 
@@ -160,8 +172,8 @@ def unfit(name: str) -> str | None:
     needs_smollm2 = (name == "shape_b" and not FLAGS.rehearsal) or name in ("first_step_smollm2", "claims")
     if needs_smollm2 and not (REPOSITORY / "models/SmolLM2-135M-Instruct").is_dir():
         return "models/SmolLM2-135M-Instruct is not there"
-    if FLAGS.rehearsal and "graphs" in name:
-        return "CUDA graphs are for a GPU"
+    if FLAGS.rehearsal and ("graphs" in name or name.startswith("flags_")):
+        return "CUDA graphs and flags of XLA are for a GPU"
     if name.startswith("torch"):
         code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
         if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:

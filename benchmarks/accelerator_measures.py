@@ -46,6 +46,9 @@ UNEVEN = {
     "half_billion": dataclasses.replace(HALF, prompt_tokens=128, completion_tokens=40 if REHEARSAL else 1024),
     "one_and_a_half_billion": dataclasses.replace(LARGE, completion_tokens=40 if REHEARSAL else 1024),
 }
+# The updates that have to reach half of the peak: 512 rows, and 64 long ones.
+WIDE = LARGE if REHEARSAL else dataclasses.replace(LARGE, prompts=64, completion_tokens=256)
+LONG = LARGE if REHEARSAL else dataclasses.replace(LARGE, completion_tokens=2048)
 REPEATS = 2 if REHEARSAL else 3
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 

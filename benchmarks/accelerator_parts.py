@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,11 @@ from benchmarks.accelerator_measures import (
     FLOAT32,
     HALF,
     LARGE,
+    LONG,
     PARITY,
     REHEARSAL,
     UNEVEN,
+    WIDE,
     attempt,
     batch_of,
     busiest,
@@ -108,36 +111,70 @@ def model(shape: Shape) -> None:
     with attempt("decode_kernels"):
         note(decode_kernels=generate(decoder, weights, shape, profile=len(rounds) - 1)[3])
     del weights
-    ways_of(shape, params, batch_of(shape, tokens, logprobs), {"update": None})
+    ways_of(shape, params, batch_of(shape, tokens, logprobs), {"update": Way()})
 
 
 def packed(shape: Shape) -> None:
     """The update of packed rows: a prompt with all of its completions in a row, and each with its own."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(1, shape.model.vocabulary, (shape.rows, shape.completion_tokens)).astype(np.int32)
-    batch = batch_of(shape, tokens, np.full(tokens.shape, -np.log(shape.model.vocabulary), np.float32))
     longest = shape.prompt_tokens + shape.completion_tokens - 1
     group = shape.prompt_tokens - 1 + shape.group_size * shape.completion_tokens
     ways = {
-        "update_packed_groups": RowShape(2, -(-group // TILE) * TILE),
-        "update_packed": row_shape(8 * longest, longest),
+        "update_packed_groups": Way(RowShape(2, -(-group // TILE) * TILE)),
+        "update_packed": Way(row_shape(8 * longest, longest)),
     }
-    ways_of(shape, init_params(decoder_of(shape, BFLOAT16).config, jax.random.key(0)), batch, ways)
+    ways_of(shape, None, random_batch(shape), ways)
 
 
-def ways_of(shape: Shape, params: dict, batch: Batch, ways: dict[str, RowShape | None]) -> None:
-    """Updates of a batch in several ways, by name; None: as a run makes it, else rows to pack."""
-    decoder, state = decoder_of(shape, BFLOAT16), None
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(shape, "bfloat16", Path(folder))
-    recipe = recipe_of(config, decoder)
-    for name, rows in ways.items():
+def update_sizes(shape: Shape) -> None:
+    """The update by micro-batch and by what the forward pass saves, from what a run takes to the largest."""
+    ways = {"default": Way()}
+    for remat, prompts in (("dots", 2), ("dots", 4), ("none", 4), ("full", 4), ("dots", 8)):
+        ways[f"{remat}_{prompts}"] = Way(None, (f"training.micro_batch_prompts={prompts}", f"model.remat={remat}"))
+    ways_of(shape, None, random_batch(shape), {"default": Way()} if REHEARSAL else ways)
+
+
+def update_alone(shape: Shape) -> None:
+    """The update as a run makes it, with XLA_FLAGS from the command."""
+    ways_of(shape, None, random_batch(shape), {"default": Way()})
+
+
+def random_batch(shape: Shape) -> Batch:
+    """A batch of random tokens, of which the policy samples each with equal probability."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, shape.model.vocabulary, (shape.rows, shape.completion_tokens)).astype(np.int32)
+    return batch_of(shape, tokens, np.full(tokens.shape, -np.log(shape.model.vocabulary), np.float32))
+
+
+class Way(NamedTuple):
+    """A way to make an update.
+
+    Attributes:
+        rows: rows to pack; None: as a run chooses them.
+        lines: lines of the run's config.
+    """
+
+    rows: RowShape | None = None
+    lines: tuple[str, ...] = ()
+
+
+def ways_of(shape: Shape, params: dict | None, batch: Batch, ways: dict[str, Way]) -> None:
+    """Updates of a batch in several ways, by name.
+
+    Args:
+        params: first parameters; None: random ones.
+    """
+    state = None
+    for name, way in ways.items():
         with attempt(name):
+            with tempfile.TemporaryDirectory() as folder:
+                config = config_of(shape, "bfloat16", Path(folder), *way.lines)
+            decoder = decoder_of(shape, BFLOAT16).clone(remat=config.model.remat)
+            recipe = recipe_of(config, decoder)
             if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 state = None
                 params = init_params(decoder.config, jax.random.key(0)) if params is None else params
                 state, params = TrainState(params, recipe.optimizer.init(params)), None
-            state = updates(name, shape, config, recipe, state, batch, rows)
+            state = updates(name, shape, config, recipe, state, batch, way.rows)
 
 
 def updates(
@@ -172,7 +209,7 @@ def updates(
         return jax.block_until_ready((metrics, learned))
 
     metrics, learned = once()
-    if rows is None:  # the first way, from the weights that sampled
+    if name == "update":  # from the weights that sampled
         results["against_the_engine"] = logprob_difference(learned.logprobs, batch.behavior_logprobs)
     results["seconds"] = seconds_of(once)
     best = float(np.median(results["seconds"]))
@@ -283,6 +320,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "decoding": decoding,
     "attention": attention,
     "prediction": prediction,
+    "update_wide": functools.partial(update_sizes, WIDE),
+    "update_long": functools.partial(update_sizes, LONG),
+    "update_alone": functools.partial(update_alone, WIDE),
 }
 
 if __name__ == "__main__":

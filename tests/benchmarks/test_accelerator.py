@@ -16,13 +16,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 # In a rehearsal the other parts repeat one of these, as the next test says.
 REHEARSED = ["device", "gpu_tests", "parity", "half_billion", "half_billion_packed", "decode_graphs", "torch_a"]
-REHEARSED += ["slots", "decoding", "attention", "prediction", "quickstart", "first_step_quickstart"]
+REHEARSED += ["slots", "decoding", "attention", "prediction", "quickstart", "first_step_quickstart", "update_wide"]
 REPEATED = {f"one_and_a_half_billion{way}": f"half_billion{way}" for way in ("", "_packed")}
 REPEATED |= dict.fromkeys(("shape_b", "shape_c", "shape_d"), "shape_a") | dict.fromkeys(
     ("torch_c", "torch_d"), "torch_a"
 )
+REPEATED["update_long"] = "update_wide"
 # Rehearsed in tests/benchmarks/test_run.py, or by the same function with another config, or for itself.
-ELSEWHERE = {"shape_a", "shape_g", "first_step_smollm2", "claims"}
+ELSEWHERE = {*(f"flags_{name}" for name in accelerator.XLA_FLAGS)}
+ELSEWHERE |= {"shape_a", "shape_g", "first_step_smollm2", "claims"}
 
 
 def begun(command, **options):
