@@ -212,7 +212,7 @@ def uneven(decoder: Decoder, weights: dict, shape: Shape, shortest: int) -> dict
     compiling: list[float] = []
 
     def heard(event: str, seconds: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
+        if event.endswith("backend_compile_duration"):
             compiling.append(seconds)
 
     finished: dict[int, Sampled] = {}

@@ -8,7 +8,6 @@ those of the run and of its workers until then. Prints one JSON object.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -92,7 +91,8 @@ def main(argv: list[str]) -> None:
     measured = {tree: {"empty": [], "full": []} for tree in FLAGS.trees}
     content = {"machine": machine(), "command": sys.argv[1:], "runs": measured}
     with tempfile.TemporaryDirectory(prefix="recjax_first_step_", ignore_cleanup_errors=True) as place:
-        for turn, tree in itertools.product(range(FLAGS.pairs), FLAGS.trees):
+        turns = [FLAGS.trees if turn % 2 == 0 else FLAGS.trees[::-1] for turn in range(FLAGS.pairs)]
+        for turn, tree in [(turn, tree) for turn, trees in enumerate(turns) for tree in trees]:
             cache = Path(place) / f"cache_{turn}_{FLAGS.trees.index(tree)}"
             for kind in ("empty", "full"):
                 folder = cache.with_name(f"{cache.name}_{kind}")

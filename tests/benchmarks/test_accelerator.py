@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accelerator, accelerator_page
+from benchmarks import accelerator, accelerator_page, first_step
 from tests.commands import Command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,6 +76,19 @@ def test_parts_beyond_the_budget_are_skipped_with_the_reason(tmp_path):
     subprocess.run(command, check=True, cwd=REPOSITORY)
     result = json.loads(out.read_text())
     assert not result["parts"] and "s of the budget are left" in result["skipped"]["device"]
+
+
+def test_the_first_step_is_the_first_whole_row_after_the_start(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for text, expected in (
+        ("", False),
+        ('{"step": 0}\n', False),
+        ('{"step": 0}\n{"step', False),
+        ('{"step": 1}\n', True),
+    ):
+        file.write_text(text)
+        assert first_step.has_step(file) is expected
+    assert not first_step.has_step(tmp_path / "none")
 
 
 def test_the_page_says_none_yet_until_there_is_a_file():
