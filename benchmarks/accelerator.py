@@ -42,7 +42,10 @@ XLA_FLAGS = {
 }
 # Parts that run only if --only names them: they need more time, TRL, or a model.
 NAMED = ("decoding", "first_step_quickstart", "first_step_smollm2", "shape_g", "update_wide", "update_long", "claims")
-NAMED += (*(f"flags_{name}" for name in XLA_FLAGS),)
+NAMED += (
+    "update_scanned",
+    *(f"flags_{name}" for name in XLA_FLAGS),
+)
 LEAST = 20  # seconds: a part is not started with less
 
 
@@ -165,6 +168,7 @@ def parts() -> dict[str, Part]:
         "shape_g": compared("g", "recjax:bfloat16,trl:bfloat16", 240, "2", "--checks", "none", "--phases", "step"),
         "update_wide": computed("update_wide", 240),
         "update_long": computed("update_long", 240),
+        "update_scanned": computed("update_scanned", 90),
         **{f"flags_{name}": computed("update_alone", 90, XLA_FLAGS=flag) for name, flag in XLA_FLAGS.items()},
         "claims": claimed(0.5 if FLAGS.rehearsal else FLAGS.minutes),
     }
