@@ -295,11 +295,58 @@ def attention() -> None:
 
                 forward = jax.jit(mixed)
                 backward = jax.jit(jax.grad(lambda *given: mixed(*given).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
-                timed = {}
-                for name, call in (("forward", forward), ("gradients", backward)):
-                    jax.block_until_ready(call(*arrays))
-                    timed[f"{name}_ms"] = 1e3 * min(seconds_of(functools.partial(_five, call, arrays))) / 5
-                note(**{f"{kernel}_{length}": timed | {"rows": rows}})
+                note(**{f"{kernel}_{length}": kernel_times(forward, backward, arrays) | {"rows": rows}})
+        with attempt(f"shared_{length}"):
+            shared_prompts(length, heads, kv_heads, width, tokens // length)
+
+
+def shared_prompts(length: int, heads: int, kv_heads: int, width: int, rows: int) -> None:
+    """Completions of half the length after prompts that eight share: today's way, and one call on copied prompts.
+
+    The second way is not in the package. It is the same attention: the difference of its gradients is noted.
+    """
+    half = length // 2
+    prompts = max(rows // 8, 1)
+    rows = 8 * prompts
+    random = jax.random.split(jax.random.key(0), 5)
+    shapes = [(rows, heads, half, width)] + 2 * [(prompts, kv_heads, half, width)] + 2 * [(rows, kv_heads, half, width)]
+    arrays = [jax.random.normal(key, shape, BFLOAT16) for key, shape in zip(random, shapes, strict=True)]
+    causal = jnp.tril(jnp.ones((half, half), bool))
+    seen = jnp.concatenate([jnp.ones((half, half), bool), causal], axis=1)[None, None]
+
+    def in_two_segments(queries, prompt_keys, prompt_values, keys, values):
+        every = jnp.ones((1, 1, 1, 1, 1, half), bool)
+        segments = [(prompt_keys, prompt_values, every), (keys, values, causal[None, None, None, None])]
+        return attend(queries, segments, width**-0.5)
+
+    def on_copied_prompts(queries, prompt_keys, prompt_values, keys, values):
+        pairs = ((prompt_keys, keys), (prompt_values, values))
+        joined = [jnp.concatenate([jnp.repeat(prompt, 8, axis=0), own], axis=2) for prompt, own in pairs]
+        by_time = [x.swapaxes(1, 2) for x in (queries, *joined)]
+        kernel = "xla" if REHEARSAL else "cudnn"
+        mixed = jax.nn.dot_product_attention(*by_time, mask=seen, scale=width**-0.5, implementation=kernel)
+        return mixed.reshape(rows * half, heads * width)
+
+    gradients = {}
+    for name, mixed in (("plain", in_two_segments), ("copied", on_copied_prompts)):
+        with attempt(f"shared_{name}_{length}"):
+            backward = jax.jit(
+                jax.grad(lambda *given, mixed=mixed: jnp.square(mixed(*given)).sum(dtype=jnp.float32), range(5))
+            )
+            found = kernel_times(jax.jit(mixed), backward, arrays)
+            gradients[name] = [np.asarray(gradient, np.float32) for gradient in backward(*arrays)]
+            note(**{f"shared_{name}_{length}": found | {"rows": rows}})
+    apart = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*gradients.values(), strict=True)]
+    note(**{f"shared_largest_difference_{length}": apart})
+
+
+def kernel_times(forward: Callable, backward: Callable, arrays: list) -> dict[str, float]:
+    """Milliseconds of a call forward and of its gradients."""
+    timed = {}
+    for name, call in (("forward", forward), ("gradients", backward)):
+        jax.block_until_ready(call(*arrays))
+        timed[f"{name}_ms"] = 1e3 * min(seconds_of(functools.partial(_five, call, arrays))) / 5
+    return timed
 
 
 def _five(call: Callable, arrays: list) -> list:
