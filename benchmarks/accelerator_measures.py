@@ -30,6 +30,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.rollout.plan import ROUND
 from recjax.rollout.requests import Request, Sampled
 
 REHEARSAL = "rehearsal" in sys.argv[3:]
@@ -228,8 +229,15 @@ def uneven(decoder: Decoder, weights: dict, shape: Shape, shortest: int) -> dict
             slots = max(slots, engine._slots.count)
     finally:
         jax.monitoring.unregister_event_duration_listener(heard)
-    tokens = sum(len(done.tokens) for done in finished.values())
-    weight_bytes, cache_bytes = decode_bytes(dataclasses.asdict(shape), _config_json(shape.model), "bfloat16", limits)
+    if any(len(finished[ticket].tokens) != limit for ticket, limit in zip(tickets, limits.flat, strict=True)):
+        raise ValueError("a completion did not end at its limit")
+    begun = np.minimum(limits, 1 + ROUND)  # tokens of the first round
+    tokens = int((limits - begun).sum())
+    every, first = (
+        np.array(decode_bytes(dataclasses.asdict(shape), _config_json(shape.model), "bfloat16", lengths))
+        for lengths in (limits, begun)
+    )
+    weight_bytes, cache_bytes = (every - first).tolist()
     decoding = sum(seconds[1:])
     limit = (weight_bytes + cache_bytes) / peak()["bytes"]
     return {
