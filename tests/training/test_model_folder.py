@@ -210,7 +210,7 @@ COMMANDS = {
     "export_experience": "--store {run}/experience.db --output {output}/rows.jsonl",
     "feedback": "{run}/experience.db --file {output}/none.jsonl",
     "generate_experience": "--config {folder}/tiny.yaml --steps 1 --output {output}/store",
-    "import_experience": "--input {output}/chat.jsonl --output {output}/imported.db --tokenizer {folder}/model",
+    "import_experience": "--input {output}/rows.jsonl --output {output}/imported.db --tokenizer {folder}/model",
     "inspect_experience": "{run}/experience.db --figure {output}/store.png",
     "objectives": "",
     "plot": "{run} --output {output}",
@@ -240,8 +240,8 @@ def test_no_command_imports_torch(folder, finished, tmp_path, name):
     for file, content in TORCH.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(content)
-    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat, "reward": 1}))
+    row = {"prompt": "1+1=", "completion": "2", "prompt_tokens": [2, 11, 2, 12], "tokens": [3], "reward": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (tmp_path / "sweep.yaml").write_text(SWEEP.format(folder=folder, output=tmp_path))
     shutil.copytree(finished, tmp_path / "other")
     paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "JAX_PLATFORMS": "cpu"}
