@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.costs import PEAKS, Work, shares, work_of
+from benchmarks.costs import PEAKS, Work, decode_bytes, shares, work_of
 from benchmarks.inputs import word_tokenizer
 from benchmarks.shapes import SMALL, Shape, Sizes
 from benchmarks.workers.protocol import Inputs
@@ -30,6 +30,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.rollout.plan import ROUND
 from recjax.rollout.requests import Request, Sampled
 
 REHEARSAL = "rehearsal" in sys.argv[3:]
@@ -42,6 +43,13 @@ if REHEARSAL:
     HALF = PARITY = Shape(TINY, 2, 4, 16, 33, ())
     LARGE = dataclasses.replace(HALF)
 BRIEF = dataclasses.replace(HALF, completion_tokens=49)  # one length of the cache, and so one program of decoding
+UNEVEN = {
+    "half_billion": dataclasses.replace(HALF, prompt_tokens=128, completion_tokens=40 if REHEARSAL else 1024),
+    "one_and_a_half_billion": dataclasses.replace(LARGE, completion_tokens=40 if REHEARSAL else 1024),
+}
+# The updates that have to reach half of the peak: 512 rows, and 64 long ones.
+WIDE = LARGE if REHEARSAL else dataclasses.replace(LARGE, prompts=64, completion_tokens=256)
+LONG = LARGE if REHEARSAL else dataclasses.replace(LARGE, completion_tokens=2048)
 REPEATS = 2 if REHEARSAL else 3
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
@@ -113,8 +121,11 @@ def decoder_of(shape: Shape, dtype: jnp.dtype) -> Decoder:
 
 def work(shape: Shape, precision: str, tokens: float) -> dict[str, Work]:
     """benchmarks.costs.work_of for random weights."""
-    sizes = shape.model
-    config = {
+    return work_of(dataclasses.asdict(shape) | {"rows": shape.rows}, _config_json(shape.model), precision, tokens)
+
+
+def _config_json(sizes: Sizes) -> dict[str, int]:
+    return {
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
@@ -123,7 +134,6 @@ def work(shape: Shape, precision: str, tokens: float) -> dict[str, Work]:
         "intermediate_size": sizes.intermediate,
         "vocab_size": sizes.vocabulary,
     }
-    return work_of(dataclasses.asdict(shape) | {"rows": shape.rows}, config, precision, tokens)
 
 
 @functools.cache
@@ -154,18 +164,26 @@ def prompts_of(shape: Shape) -> np.ndarray:
     return np.random.default_rng(0).integers(1, shape.model.vocabulary, size).astype(np.int32)
 
 
+def _admitted(decoder: Decoder, weights: dict, shape: Shape, slots: int | None, limits: np.ndarray):
+    """An engine with the shape's requests, and their tickets."""
+    prompts, keys = prompts_of(shape), row_keys(jax.random.key(1), shape.rows)
+    engine = Engine(decoder, (), slots=slots, prefix_time=shape.prompt_tokens)
+    engine.replace_weights(weights, version=0)
+    asked = [
+        Request(prompts[row // shape.group_size], key, limit, Sampling())
+        for row, (key, limit) in enumerate(zip(keys, limits.tolist(), strict=True))
+    ]
+    return engine, engine.admit(asked, shape.group_size)
+
+
 def generate(decoder: Decoder, weights: dict, shape: Shape, slots: int | None = None, profile: int | None = None):
     """Samples the shape's completions: tokens and log-probs, [rows, time] each, seconds of each round, and a profile.
 
     Args:
         profile: the round to profile, which is then not among the seconds.
     """
-    prompts, keys = prompts_of(shape), row_keys(jax.random.key(1), shape.rows)
-    engine = Engine(decoder, (), slots=slots or shape.rows, prefix_time=shape.prompt_tokens)
-    engine.replace_weights(weights, version=0)
-    limit = shape.completion_tokens
-    asked = [Request(prompts[row // shape.group_size], key, limit, Sampling()) for row, key in enumerate(keys)]
-    tickets = engine.admit(asked, shape.group_size)
+    limits = np.full(shape.rows, shape.completion_tokens)
+    engine, tickets = _admitted(decoder, weights, shape, slots or shape.rows, limits)
     finished: dict[int, Sampled] = {}
     seconds, kernels = [], None
     while len(finished) < len(tickets):
@@ -181,6 +199,59 @@ def generate(decoder: Decoder, weights: dict, shape: Shape, slots: int | None = 
 
 def _round_into(engine: Engine, finished: dict[int, Sampled]) -> None:
     finished.update(engine.round())
+
+
+def uneven(decoder: Decoder, weights: dict, shape: Shape, shortest: int) -> dict:
+    """Samples completions of which each has its own limit, and compares their seconds with the least bytes to read.
+
+    Seconds are those of the rounds after the first one, which runs the prompts, without compilation. Slots are as many
+    as memory holds.
+    """
+    random = np.random.default_rng(2)
+    limits = random.integers(shortest, shape.completion_tokens, (shape.prompts, shape.group_size), endpoint=True)
+    engine, tickets = _admitted(decoder, weights, shape, None, limits.ravel())
+    compiling: list[float] = []
+
+    def heard(event: str, seconds: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiling.append(seconds)
+
+    finished: dict[int, Sampled] = {}
+    seconds = []
+    slots = 0
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        while len(finished) < len(tickets):
+            compiling.clear()
+            started = time.perf_counter()
+            finished |= engine.round()
+            seconds.append(time.perf_counter() - started - sum(compiling))
+            slots = max(slots, engine._slots.count)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+    if any(len(finished[ticket].tokens) != limit for ticket, limit in zip(tickets, limits.flat, strict=True)):
+        raise ValueError("a completion did not end at its limit")
+    begun = np.minimum(limits, 1 + ROUND)  # tokens of the first round
+    tokens = int((limits - begun).sum())
+    every, first = (
+        np.array(decode_bytes(dataclasses.asdict(shape), _config_json(shape.model), "bfloat16", lengths))
+        for lengths in (limits, begun)
+    )
+    weight_bytes, cache_bytes = (every - first).tolist()
+    decoding = sum(seconds[1:])
+    limit = (weight_bytes + cache_bytes) / peak()["bytes"]
+    return {
+        "sequences": shape.rows,
+        "slots": slots,
+        "tokens": tokens,
+        "seconds": decoding,
+        "tokens_per_second": tokens / decoding,
+        "limit_tokens_per_second": tokens / limit,
+        "uneven_bytes_share": limit / decoding,
+        "cache_share_of_bytes": cache_bytes / (weight_bytes + cache_bytes),
+        "prefill_seconds": seconds[0],
+        "peak_bytes_so_far": peak_bytes(),
+    }
 
 
 def decode_findings(shape: Shape, dtype: jnp.dtype, rounds: list[float]) -> dict:

@@ -28,7 +28,7 @@ def _section(result: dict[str, Any]) -> str:
     lines = [f"### {kind}, {result['date']}", ""]
     if result["rehearsal"]:
         lines += ["A rehearsal in small sizes: the numbers only show that the command works.", ""]
-    lines += _generation(parts) + _updates(parts)
+    lines += _generation(parts) + _decoding(parts.get("decoding", {})) + _updates(parts)
     for name, found in parts.items():
         others = {key: value for key, value in found.items() if not _has_table(key, value) and key not in _NOT_SHOWN}
         text = "; ".join(f"{place} {_shown(value)}" for place, value in _leaves(others) if "kernels" not in place)
@@ -51,7 +51,9 @@ _NOT_SHOWN = (
 
 
 def _has_table(name: str, value: Any) -> bool:
-    return isinstance(value, dict) and ("ms_per_token" in value or "flops_share" in value)
+    return isinstance(value, dict) and not value.keys().isdisjoint(
+        ("ms_per_token", "flops_share", "uneven_bytes_share")
+    )
 
 
 def _generation(parts: dict[str, dict]) -> list[str]:
@@ -65,6 +67,19 @@ def _generation(parts: dict[str, dict]) -> list[str]:
             rows.append([name.replace("_", " "), *times, f"{decode['bytes_share']:.0%}", speed, f"{compiling:.0f}"])
     head = ["decode", "ms per token", "bound", "share of bandwidth", "tokens per second with prefill", "compile s"]
     return [*table([head, *rows]), ""] if rows else []
+
+
+def _decoding(found: dict[str, dict]) -> list[str]:
+    """Decoding of many sequences with uneven ends, next to the limit of the bandwidth of weights and caches."""
+    rows = []
+    for name, measured in found.items():
+        if _has_table(name, measured):
+            counts = [f"{measured[key]:,}" for key in ("sequences", "slots")]
+            speeds = [f"{measured[key]:,.0f}" for key in ("tokens_per_second", "limit_tokens_per_second")]
+            shown = [f"{measured[key]:.0%}" for key in ("uneven_bytes_share", "cache_share_of_bytes")]
+            rows.append([name.rpartition("_")[0].replace("_", " "), *counts, *speeds, *shown])
+    head = ["decoding, uneven ends", "sequences", "slots", "tokens per second", "limit", "share of bandwidth"]
+    return [*table([[*head, "bytes of caches"], *rows]), ""] if rows else []
 
 
 def _updates(parts: dict[str, dict]) -> list[str]:

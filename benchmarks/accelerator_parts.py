@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,11 @@ from benchmarks.accelerator_measures import (
     FLOAT32,
     HALF,
     LARGE,
+    LONG,
     PARITY,
     REHEARSAL,
+    UNEVEN,
+    WIDE,
     attempt,
     batch_of,
     busiest,
@@ -37,6 +41,7 @@ from benchmarks.accelerator_measures import (
     peak,
     peak_bytes,
     seconds_of,
+    uneven,
     work,
 )
 from benchmarks.costs import PEAKS, shares
@@ -48,6 +53,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, batch_logprobs, choose_layout
 from recjax.experience.packing import TILE, RowShape, pack, row_shape
 from recjax.hub.policy import attention_kernel
+from recjax.models import unrolling
 from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
@@ -106,36 +112,76 @@ def model(shape: Shape) -> None:
     with attempt("decode_kernels"):
         note(decode_kernels=generate(decoder, weights, shape, profile=len(rounds) - 1)[3])
     del weights
-    ways_of(shape, params, batch_of(shape, tokens, logprobs), {"update": None})
+    ways_of(shape, params, batch_of(shape, tokens, logprobs), {"update": Way()})
 
 
 def packed(shape: Shape) -> None:
     """The update of packed rows: a prompt with all of its completions in a row, and each with its own."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(1, shape.model.vocabulary, (shape.rows, shape.completion_tokens)).astype(np.int32)
-    batch = batch_of(shape, tokens, np.full(tokens.shape, -np.log(shape.model.vocabulary), np.float32))
     longest = shape.prompt_tokens + shape.completion_tokens - 1
     group = shape.prompt_tokens - 1 + shape.group_size * shape.completion_tokens
     ways = {
-        "update_packed_groups": RowShape(2, -(-group // TILE) * TILE),
-        "update_packed": row_shape(8 * longest, longest),
+        "update_packed_groups": Way(RowShape(2, -(-group // TILE) * TILE)),
+        "update_packed": Way(row_shape(8 * longest, longest)),
     }
-    ways_of(shape, init_params(decoder_of(shape, BFLOAT16).config, jax.random.key(0)), batch, ways)
+    ways_of(shape, None, random_batch(shape), ways)
 
 
-def ways_of(shape: Shape, params: dict, batch: Batch, ways: dict[str, RowShape | None]) -> None:
-    """Updates of a batch in several ways, by name; None: as a run makes it, else rows to pack."""
-    decoder, state = decoder_of(shape, BFLOAT16), None
-    with tempfile.TemporaryDirectory() as folder:
-        config = config_of(shape, "bfloat16", Path(folder))
-    recipe = recipe_of(config, decoder)
-    for name, rows in ways.items():
+def update_sizes(shape: Shape) -> None:
+    """The update by micro-batch and by what the forward pass saves, from what a run takes to the largest."""
+    ways = {"default": Way()}
+    for remat, prompts in (("dots", 2), ("dots", 4), ("none", 4), ("full", 4), ("dots", 8)):
+        ways[f"{remat}_{prompts}"] = Way(None, (f"training.micro_batch_prompts={prompts}", f"model.remat={remat}"))
+    ways_of(shape, None, random_batch(shape), {"default": Way()} if REHEARSAL else ways)
+
+
+def update_alone(shape: Shape) -> None:
+    """The update as a run makes it, with XLA_FLAGS from the command."""
+    ways_of(shape, None, random_batch(shape), {"default": Way()})
+
+
+def update_scanned(shape: Shape) -> None:
+    """The update as a scan over layers, which compiles sooner than layers that are written out."""
+    unrolling.MOST_TRAINED_LOW = 8
+    update_alone(shape)
+
+
+def random_batch(shape: Shape) -> Batch:
+    """A batch of random tokens, of which the policy samples each with equal probability."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, shape.model.vocabulary, (shape.rows, shape.completion_tokens)).astype(np.int32)
+    return batch_of(shape, tokens, np.full(tokens.shape, -np.log(shape.model.vocabulary), np.float32))
+
+
+class Way(NamedTuple):
+    """A way to make an update.
+
+    Attributes:
+        rows: rows to pack; None: as a run chooses them.
+        lines: lines of the run's config.
+    """
+
+    rows: RowShape | None = None
+    lines: tuple[str, ...] = ()
+
+
+def ways_of(shape: Shape, params: dict | None, batch: Batch, ways: dict[str, Way]) -> None:
+    """Updates of a batch in several ways, by name.
+
+    Args:
+        params: first parameters; None: random ones.
+    """
+    state = None
+    for name, way in ways.items():
         with attempt(name):
+            with tempfile.TemporaryDirectory() as folder:
+                config = config_of(shape, "bfloat16", Path(folder), *way.lines)
+            decoder = decoder_of(shape, BFLOAT16).clone(remat=config.model.remat)
+            recipe = recipe_of(config, decoder)
             if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 state = None
                 params = init_params(decoder.config, jax.random.key(0)) if params is None else params
                 state, params = TrainState(params, recipe.optimizer.init(params)), None
-            state = updates(name, shape, config, recipe, state, batch, rows)
+            state = updates(name, shape, config, recipe, state, batch, way.rows)
 
 
 def updates(
@@ -170,7 +216,7 @@ def updates(
         return jax.block_until_ready((metrics, learned))
 
     metrics, learned = once()
-    if rows is None:  # the first way, from the weights that sampled
+    if name == "update":  # from the weights that sampled
         results["against_the_engine"] = logprob_difference(learned.logprobs, batch.behavior_logprobs)
     results["seconds"] = seconds_of(once)
     best = float(np.median(results["seconds"]))
@@ -210,6 +256,24 @@ def slots() -> None:
             note(**{f"slots_{count}": decode_findings(shape, BFLOAT16, rounds) | {"peak_bytes_so_far": peak_bytes()}})
 
 
+def decoding() -> None:
+    """Tokens a second for 256 to 2,048 sequences of uneven lengths, and the limit of the bandwidth next to them.
+
+    The first pass compiles. It takes compilation off the seconds; the second pass, if there is time, replaces it.
+    """
+    held = {}
+    for measured_pass in ("first", "second"):
+        for name, shape in UNEVEN.items():
+            decoder = decoder_of(shape, BFLOAT16)
+            if name not in held:
+                held[name] = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
+            for count in (8, 16) if REHEARSAL else (256, 1024, 2048, 512):
+                of_count = dataclasses.replace(shape, prompts=count // shape.group_size)
+                with attempt(f"{name}_{count}"):
+                    measured = uneven(decoder, held[name], of_count, 2 if REHEARSAL else 64)
+                    note(**{f"{name}_{count}": measured | {"pass": measured_pass}})
+
+
 def attention() -> None:
     """Milliseconds of each kernel that runs here, forward and with gradients, causal over whole rows."""
     heads, kv_heads, width, tokens = (4, 2, 16, 256) if REHEARSAL else (12, 2, 128, 16384)
@@ -231,11 +295,58 @@ def attention() -> None:
 
                 forward = jax.jit(mixed)
                 backward = jax.jit(jax.grad(lambda *given: mixed(*given).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
-                timed = {}
-                for name, call in (("forward", forward), ("gradients", backward)):
-                    jax.block_until_ready(call(*arrays))
-                    timed[f"{name}_ms"] = 1e3 * min(seconds_of(functools.partial(_five, call, arrays))) / 5
-                note(**{f"{kernel}_{length}": timed | {"rows": rows}})
+                note(**{f"{kernel}_{length}": kernel_times(forward, backward, arrays) | {"rows": rows}})
+        with attempt(f"shared_{length}"):
+            shared_prompts(length, heads, kv_heads, width, tokens // length)
+
+
+def shared_prompts(length: int, heads: int, kv_heads: int, width: int, rows: int) -> None:
+    """Completions of half the length after prompts that eight share: today's way, and one call on copied prompts.
+
+    The second way is not in the package. It is the same attention: the difference of its gradients is noted.
+    """
+    half = length // 2
+    prompts = max(rows // 8, 1)
+    rows = 8 * prompts
+    random = jax.random.split(jax.random.key(0), 5)
+    shapes = [(rows, heads, half, width)] + 2 * [(prompts, kv_heads, half, width)] + 2 * [(rows, kv_heads, half, width)]
+    arrays = [jax.random.normal(key, shape, BFLOAT16) for key, shape in zip(random, shapes, strict=True)]
+    causal = jnp.tril(jnp.ones((half, half), bool))
+    seen = jnp.concatenate([jnp.ones((half, half), bool), causal], axis=1)[None, None]
+
+    def in_two_segments(queries, prompt_keys, prompt_values, keys, values):
+        every = jnp.ones((1, 1, 1, 1, 1, half), bool)
+        segments = [(prompt_keys, prompt_values, every), (keys, values, causal[None, None, None, None])]
+        return attend(queries, segments, width**-0.5)
+
+    def on_copied_prompts(queries, prompt_keys, prompt_values, keys, values):
+        pairs = ((prompt_keys, keys), (prompt_values, values))
+        joined = [jnp.concatenate([jnp.repeat(prompt, 8, axis=0), own], axis=2) for prompt, own in pairs]
+        by_time = [x.swapaxes(1, 2) for x in (queries, *joined)]
+        kernel = "xla" if REHEARSAL else "cudnn"
+        mixed = jax.nn.dot_product_attention(*by_time, mask=seen, scale=width**-0.5, implementation=kernel)
+        return mixed.reshape(rows * half, heads * width)
+
+    gradients = {}
+    for name, mixed in (("plain", in_two_segments), ("copied", on_copied_prompts)):
+        with attempt(f"shared_{name}_{length}"):
+            backward = jax.jit(
+                jax.grad(lambda *given, mixed=mixed: jnp.square(mixed(*given)).sum(dtype=jnp.float32), range(5))
+            )
+            found = kernel_times(jax.jit(mixed), backward, arrays)
+            gradients[name] = [np.asarray(gradient, np.float32) for gradient in backward(*arrays)]
+            note(**{f"shared_{name}_{length}": found | {"rows": rows}})
+    apart = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*gradients.values(), strict=True)]
+    note(**{f"shared_largest_difference_{length}": apart})
+
+
+def kernel_times(forward: Callable, backward: Callable, arrays: list) -> dict[str, float]:
+    """Milliseconds of a call forward and of its gradients."""
+    timed = {}
+    for name, call in (("forward", forward), ("gradients", backward)):
+        jax.block_until_ready(call(*arrays))
+        timed[f"{name}_ms"] = 1e3 * min(seconds_of(functools.partial(_five, call, arrays))) / 5
+    return timed
 
 
 def _five(call: Callable, arrays: list) -> list:
@@ -260,8 +371,13 @@ PARTS: dict[str, Callable[[], None]] = {
     "one_and_a_half_billion_packed": functools.partial(packed, LARGE),
     "decode_graphs": decode_graphs,
     "slots": slots,
+    "decoding": decoding,
     "attention": attention,
     "prediction": prediction,
+    "update_wide": functools.partial(update_sizes, WIDE),
+    "update_long": functools.partial(update_sizes, LONG),
+    "update_scanned": functools.partial(update_scanned, WIDE),
+    "update_alone": functools.partial(update_alone, WIDE),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ work shows a lower share, not a longer list of work.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # Peaks of the accelerators of recjax.planning.targets, from the makers' data sheets: FLOP/s of dense bfloat16 matmuls
 # (float16 for a device without bfloat16), and bytes/s of memory.
 SPEEDS = {
@@ -58,25 +60,44 @@ def work_of(shape: Mapping[str, Any], config: Mapping[str, Any], precision: str,
     Args:
         config: the model's config.json.
     """
-    layers, heads, kv_heads = (
-        config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
-    )
-    hidden, width = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // heads
-    matrices = hidden * width * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
-    weights, head = layers * matrices, hidden * config["vocab_size"]
+    weights, head, a_pair, a_token = _sizes(config)
     prompts, before, rows = shape["prompts"], shape["prompt_tokens"], shape["rows"]
     drawn = tokens / rows
-    a_pair = 4 * layers * heads * width
     of_completions = a_pair * rows * (drawn * before + drawn * (drawn + 1) / 2)
     of_prompts = a_pair * prompts * before * (before + 1) / 2
     forward = 2 * weights * (prompts * before + tokens) + 2 * head * tokens + of_prompts + of_completions
     size = 2 if precision == "bfloat16" else 4
-    a_token = 2 * layers * kv_heads * width
     read = drawn * (weights + head + a_token * prompts * before) + a_token * rows * drawn * (drawn - 1) / 2
     return {
         "update": Work(3 * forward, None),
         "decode": Work(2 * (weights + head) * tokens + of_completions, size * read),
     }
+
+
+def decode_bytes(
+    shape: Mapping[str, Any], config: Mapping[str, Any], precision: str, lengths: np.ndarray
+) -> tuple[float, float]:
+    """The least bytes that decoding completions of uneven lengths reads, if all begin together: of weights, of caches.
+
+    Args:
+        config: the model's config.json.
+        lengths: tokens of each completion, [prompts, completions of a group].
+    """
+    weights, head, _, a_token = _sizes(config)
+    size = 2 if precision == "bfloat16" else 4
+    of_prompts = shape["prompt_tokens"] * lengths.max(axis=1).sum()  # a prompt is read until its last completion ends
+    of_completions = (lengths * (lengths - 1) / 2).sum()
+    return float(size * lengths.max() * (weights + head)), float(size * a_token * (of_prompts + of_completions))
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Weights of the layers and of the head; FLOPs of a pair of tokens in attention; numbers that a token caches."""
+    layers, heads, kv_heads = (
+        config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
+    )
+    hidden, width = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // heads
+    matrices = hidden * width * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
+    return layers * matrices, hidden * config["vocab_size"], 4 * layers * heads * width, 2 * layers * kv_heads * width
 
 
 def shares(work: Work, seconds: float, peak: Mapping[str, float]) -> dict[str, float]:

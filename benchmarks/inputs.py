@@ -19,12 +19,13 @@ from recjax.models.decoder_config import DecoderConfig
 NEVER = "<never>"  # the end-of-sequence token: its id is the first that no model has
 
 
-def write_inputs(folder: Path, shape: Shape, text: str) -> None:
+def write_inputs(folder: Path, shape: Shape, text: str, is_drawn: bool = False) -> None:
     """Writes model/, prompts.jsonl, batch.npz and inputs.json, all that a worker reads.
 
     Args:
         folder: empty.
         text: English, the source of a real model's prompts.
+        is_drawn: write no random weights; each system draws its own on its device.
     Raises:
         ValueError: the model's folder is not there, or the text is too short.
     """
@@ -32,7 +33,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
     if isinstance(shape.model, Sizes):
         sizes = shape.model
         vocabulary, tokenizer = sizes.vocabulary, word_tokenizer(sizes.vocabulary)
-        write_random_model(folder / "model", sizes, tokenizer)
+        write_random_model(folder / "model", sizes, tokenizer, is_drawn)
         prompts = random.integers(1, vocabulary, (shape.prompts + 1, shape.prompt_tokens))
     else:
         tokenizer = _copied_model(folder / "model", Path(shape.model))
@@ -57,6 +58,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
         noise=random.normal(0.0, 0.1, (shape.rows, shape.completion_tokens)).astype(np.float32),
     )
     described = dataclasses.asdict(shape) | {"rows": shape.rows, "stop_ids": stops, "vocabulary": vocabulary}
+    described |= {"is_drawn": is_drawn and isinstance(shape.model, Sizes)}
     (folder / "inputs.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
@@ -72,8 +74,12 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=word(0), eos_token=NEVER)
 
 
-def write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a Hugging Face folder, of a tokenizer with a token more than the model has, which ends completions."""
+def write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenizerBase, is_drawn: bool = False) -> None:
+    """Writes a Hugging Face folder, of a tokenizer with a token more than the model has, which ends completions.
+
+    Args:
+        is_drawn: write no weights.
+    """
     config = DecoderConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
@@ -83,10 +89,11 @@ def write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenize
         num_kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
     )
-    base = folder.parent / "base"
+    base = folder if is_drawn else folder.parent / "base"
     base.mkdir()
     write_base(base, config, tokenizer, (sizes.vocabulary,))
-    export_model(folder, config, init_params(config, jax.random.key(0)), base)
+    if not is_drawn:
+        export_model(folder, config, init_params(config, jax.random.key(0)), base)
 
 
 def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:

@@ -6,6 +6,9 @@ Every system is a process in an environment of its own, made on demand under $RE
 benchmarks/requirements; a system whose environment or start fails is skipped, with the reason in the file. All get the
 same weights, prompts and reward, warm up, and then make one call of each phase a round, in rotating order;
 while one works, all others wait. Shapes are in benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
+
+With `--checks none` the systems' answers are not compared, so a random model's weights need not be equal: each system
+draws its own on its device, and no file of weights is written or read.
 """
 
 import contextlib
@@ -16,9 +19,12 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import psutil
 from absl import app, flags
@@ -44,6 +50,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "JSON file to write.", required=True)
     flags.DEFINE_list("systems", None, f"Of {', '.join(SYSTEMS)}, with :bfloat16 or without; default: the shape's.")
     flags.DEFINE_list("phases", None, "Phases to time; default: all that a system has.")
+    flags.DEFINE_enum("checks", "all", ["all", "none"], "Compare the systems' answers before the rounds, or do not.")
     flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
     flags.DEFINE_integer("warmups", 2, "Rounds before the measured rounds.", lower_bound=1)
     flags.DEFINE_list("recjax", None, "Lines of recjax's config, such as rollout.slots=32.")
@@ -53,6 +60,9 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "logs", None, "Folder for the systems' output; default: only the output of a failed system is shown."
     )
+
+
+_installing = threading.Lock()  # several systems share an environment
 
 
 class Failed(Exception):
@@ -130,11 +140,38 @@ def start(label: str, inputs: Path, logs: Path, recjax: list[str] | None) -> Wor
     given = dict(text.split("=", 1) for text in FLAGS.python)
     lines = {"lines": recjax or []} if system.worker == "recjax_worker" else {}
     try:
-        python = interpreter(system, cache_folder("benchmarks"), given)
+        with _installing:
+            python = interpreter(system, cache_folder("benchmarks"), given)
     except (RuntimeError, OSError) as error:
         raise Failed(str(error)) from error
     name = label.replace(":", "_")
     return Worker(python, system, inputs, precision, {"name": name, **system.options, **lines}, logs / f"{name}.log")
+
+
+def start_all(
+    labels: list[str], inputs: Path, logs: Path, recjax: list[str] | None, at_once: int
+) -> tuple[dict[str, Worker], dict[str, str]]:
+    """The workers of labels, and the reasons of those that did not start.
+
+    Args:
+        at_once: number of workers that start at the same time.
+    """
+    workers: dict[str, Worker] = {}
+    failed: dict[str, str] = {}
+
+    def begin(label: str) -> None:
+        say(f"{label}: starting; {psutil.virtual_memory().available / 2**30:.1f} GiB of memory are free")
+        try:
+            workers[label] = start(label, inputs, logs, recjax)
+            say(f"{label}: ready after {workers[label].about['seconds']:.1f} s")
+        except Failed as error:
+            failed[label] = str(error)
+            say(f"{label} is skipped: {error}")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for begun in [pool.submit(begin, label) for label in labels]:
+            begun.result()
+    return {label: workers[label] for label in labels if label in workers}, failed
 
 
 def other_load(quiet: float, patience: float) -> float:
@@ -252,19 +289,13 @@ def main(_) -> None:
         inputs.mkdir()
         logs.mkdir(parents=True, exist_ok=True)
         os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or ("cuda" if shape.gpu else "cpu")
-        write_inputs(inputs, shape, (REPOSITORY / "LICENSE").read_text())
-        workers: dict[str, Worker] = {}
-        failed: dict[str, str] = {}
-        for label in labels:
-            say(f"{label}: starting; {psutil.virtual_memory().available / 2**30:.1f} GiB of memory are free")
-            try:
-                workers[label] = start(label, inputs, logs, FLAGS.recjax)
-                stack.callback(workers[label].close)
-                say(f"{label}: ready after {workers[label].about['seconds']:.1f} s")
-            except Failed as error:
-                failed[label] = str(error)
-                say(f"{label} is skipped: {error}")
-        checks = compare(workers, inputs)
+        jax.config.update("jax_platforms", "cpu")  # here JAX would keep the GPU's memory from the systems
+        write_inputs(inputs, shape, (REPOSITORY / "LICENSE").read_text(), FLAGS.checks == "none")
+        # A CPU has no room for several that start; a GPU's host does.
+        workers, failed = start_all(labels, inputs, logs, FLAGS.recjax, len(labels) if shape.gpu else 1)
+        for worker in workers.values():
+            stack.callback(worker.close)
+        checks = compare(workers, inputs) if FLAGS.checks == "all" else {}
         answers, loads = measure(workers, failed)
         # Last, for it takes memory that the system itself does not.
         asked = [label for label in workers if "peaks" in workers[label].about["checks"] and label not in failed]

@@ -66,4 +66,8 @@ SHAPES = {
         ("recjax:bfloat16", "transformers:bfloat16"),
         micro_batches=64, gpu=True,
     ),
+    "g": Shape(
+        Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 256, ("recjax:bfloat16", "trl:bfloat16"),
+        micro_batches=32, gpu=True,
+    ),
 }  # fmt: skip

@@ -66,8 +66,7 @@ def _section(result: dict[str, Any]) -> str:
         "",
         *_phases(result["rows"]),
         "",
-        *_checks(result["checks"]),
-        "",
+        *([*_checks(result["checks"]), ""] if result["checks"] else []),
         *_peaks(result),
     ]
     lines += ["", *_notes(result["notes"])]

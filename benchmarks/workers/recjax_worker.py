@@ -16,6 +16,8 @@ from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import choose_layout
 from recjax.host_memory import SETTLING_STEPS, close_gaps
+from recjax.hub.policy import Policy
+from recjax.models.decoder import init_params
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -23,6 +25,7 @@ from recjax.models.trainable import combine
 from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
+from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.start import begin
 from recjax.training.update import UpdateContext, hyperparameters_of, recipe_of, update
@@ -35,6 +38,15 @@ rollout: {{prompts_per_step: {prompts}, group_size: {group_size}, max_completion
 algorithm: {{preset: grpo}}
 training: {{micro_batch_prompts: {micro_batch_prompts}}}
 """
+
+
+class DrawingLearner(Learner):
+    """Draws the first policy's weights on the device, for a model folder without weights."""
+
+    @staticmethod
+    def initial_policy(config: TrainingConfig, policy: Policy, train: object) -> tuple[Policy, dict]:
+        """See `recjax.training.policies.initial_policy`."""
+        return policy, init_params(policy.decoder.config, jax.random.key(0))
 
 
 def read_config(inputs: Inputs):
@@ -59,7 +71,7 @@ def prepare(inputs: Inputs) -> System:
         setattr(importlib.import_module(module), name, value)
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
-    begun, state = begin(config, overwrite=True)
+    begun, state = begin(config, overwrite=True, learner=DrawingLearner() if inputs.shape["is_drawn"] else None)
     run, learner, _, manager = begun
     held, recipe = {"state": state, "steps": 0}, recipe_of(config, run.policy.decoder)
     sampling, numbers = config.rollout.sampling(), hyperparameters_of(config, config.optimizer.learning_rate)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 LAYER = ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm")
 
@@ -25,6 +26,14 @@ class Sizes(NamedTuple):
     head_dim: int
     theta: float
     epsilon: float
+
+
+def language_model(folder: Path, device: torch.device) -> PreTrainedModel:
+    """transformers' float32 model of a folder; random weights, drawn on the device, if the folder has none."""
+    if any(folder.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    with device:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
 def load(folder: Path, device: torch.device) -> tuple[Sizes, dict[str, Tensor]]:
@@ -43,6 +52,9 @@ def load(folder: Path, device: torch.device) -> tuple[Sizes, dict[str, Tensor]]:
     read = {}
     for file in sorted(folder.glob("*.safetensors")):
         read |= {name.removeprefix("model."): tensor.float() for name, tensor in load_file(file).items()}
+    if not read:
+        drawn = language_model(folder, device).state_dict()
+        read = {name.removeprefix("model."): tensor for name, tensor in drawn.items()}
     weights = {"embedding": read["embed_tokens.weight"], "norm": read["norm.weight"]}
     if "lm_head.weight" in read and not config["tie_word_embeddings"]:
         weights["head"] = read["lm_head.weight"]

@@ -1,10 +1,11 @@
 """transformers' own model and `generate`, and a GRPO step in plain torch."""
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.workers import torch_grpo as grpo
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
+from benchmarks.workers.torch_llama import language_model
 
 
 def prepare(inputs: Inputs) -> System:
@@ -13,7 +14,7 @@ def prepare(inputs: Inputs) -> System:
     bfloat16 is autocast in the update, as usual; `generate` runs under it too.
     """
     shape, limit = inputs.shape, inputs.shape["completion_tokens"]
-    model = AutoModelForCausalLM.from_pretrained(inputs.folder / "model", dtype=torch.float32).to(grpo.DEVICE)
+    model = language_model(inputs.folder / "model", grpo.DEVICE)
     tokenizer = AutoTokenizer.from_pretrained(inputs.folder / "model")
     parameters = list(model.parameters())
     optimizer = grpo.optimizer_of(parameters)

@@ -6,12 +6,13 @@ import time
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.reward import vowel_share
 from benchmarks.workers import torch_grpo as grpo
 from benchmarks.workers.protocol import Inputs, System, serve
+from benchmarks.workers.torch_llama import language_model
 
 STEPS = 10_000  # more than anyone asks for
 
@@ -56,7 +57,7 @@ class TimedTrainer(GRPOTrainer):
 def prepare(inputs: Inputs) -> System:
     """The trainer, started and waiting."""
     shape = inputs.shape
-    model = AutoModelForCausalLM.from_pretrained(inputs.folder / "model", dtype="float32")
+    model = language_model(inputs.folder / "model", grpo.DEVICE)
     callback = OneStepAtATime()
     settings = {
         "bf16": inputs.precision == "bfloat16",

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 from absl import app, flags
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.claims import map_page, real_model
+from experiments.claims import accelerator, map_page, real_model
 from experiments.claims.in_text import fill_in
 from experiments.claims.map import collected
 from experiments.claims.markdown import markdown_table
@@ -169,23 +168,6 @@ def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
     return markdown_table(["", "claim", *readings, "SmolLM2", "SmolLM2, harder task"], rows)
 
 
-def draw_bands(axes: Axes, lines: dict[str, pd.DataFrame]) -> None:
-    """Held-out accuracy over steps: the mean over seeds, the band from the lowest to the highest, and its name."""
-    ends = []
-    for color, (name, table) in zip(COLORS, lines.items(), strict=False):
-        values = table.groupby("step")["evaluation/accuracy"].agg(["mean", "min", "max"]).dropna()
-        axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.18, lw=0)
-        axes.plot(values.index, values["mean"], color=color, lw=2)
-        ends.append((values["mean"].iloc[-1], name, color, values.index[-1]))
-    low, high = axes.get_ylim()
-    place = -1.0
-    for end, name, color, step in sorted(ends):
-        place = max(end, place + 0.06 * (high - low))
-        axes.annotate(name, (step, place), (6, 0), textcoords="offset points", color=color, va="center")
-    axes.set_xlabel("optimizer step")
-    axes.set_xlim(0, ends[0][-1])
-
-
 def two_runs(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The rows of the two runs by step."""
     chosen = table[(table["regime"] == "offline") & (table["seed"] == table["seed"].min())]
@@ -216,7 +198,7 @@ def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
     figure = new_figure(6.8, 3.2, "")
     axes = figure.subplots()
     axes.set(ylim=(0, 1), ylabel="held-out accuracy")
-    draw_bands(axes, {name: of_rate.loc[cell] for name, cell in FRESH_AND_STALE.items()})
+    real_model.draw_bands(axes, {name: of_rate.loc[cell] for name, cell in FRESH_AND_STALE.items()})
     finish(figure).savefig(docs / "fresh_and_stale.png", dpi=120)
     map_page.draw_map(tables["map"][tables["map"]["algorithm"].isin(SHOWN)], NAMES).savefig(docs / "map.png", dpi=110)
     figure = new_figure(6.8, 5.6, "")
@@ -224,8 +206,10 @@ def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
     for axes, title, name in zip(figure.subplots(2, sharex=True), titles, REAL_MODEL, strict=True):
         runs = real_model.main_runs(tables[name])
         axes.set(ylim=(0.15, 0.85), title=title, ylabel="held-out accuracy")
-        draw_bands(axes, {NAMES[one]: runs[runs["algorithm"] == one] for one in (*SHOWN, "grpo")})
+        real_model.draw_bands(axes, {NAMES[one]: runs[runs["algorithm"] == one] for one in (*SHOWN, "grpo")})
     finish(figure).savefig(docs / "smollm2.png", dpi=110)
+    if accelerator.TABLE.exists():
+        accelerator.draw(read_runs(accelerator.TABLE), NAMES, docs / "accelerator.png")
     draw_two_runs(tables["grid"]).savefig(docs / "held_and_collapsed.png", dpi=110)
     draw_staleness(tables["grid"], NAMES).savefig(notes / "staleness.png", dpi=100)
     map_page.draw_map(tables["map"], NAMES).savefig(notes / "map.png", dpi=100)
@@ -257,6 +241,10 @@ def write_pages(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> Non
         **map_page.parts(tables["map"], NAMES),
         "smollm2_rates": real_model.rates_table(tables["smollm2"]),
     }
+    parts["accelerator"] = ""  # nothing is claimed without runs
+    if accelerator.TABLE.exists():
+        devices = accelerator.devices_of(accelerator.TABLE)
+        parts["accelerator"] = accelerator.section(read_runs(accelerator.TABLE), devices, NAMES)
     for name in REAL_MODEL:
         parts |= real_model.parts(tables[name], NAMES, name)
     for template, page in (("page.md", docs / "claims.md"), ("notes.md", notes / "README.md")):

@@ -4,6 +4,7 @@ Checks and margins were written down before any run but REINFORCE's at the three
 """
 
 import pandas as pd
+from matplotlib.axes import Axes
 
 from experiments.claims.map_page import NO_VERDICTS, in_words
 from experiments.claims.markdown import markdown_table
@@ -21,6 +22,7 @@ from experiments.claims.verdicts import (
     mean_over_steps,
 )
 from recjax.analysis.compare import final
+from recjax.plots.style import COLORS
 
 REGIME = ("interval_20",)
 EARLY = 20  # steps until weights reach the sampler for the first time
@@ -89,7 +91,7 @@ def main_runs(table: pd.DataFrame) -> pd.DataFrame:
 def parts(table: pd.DataFrame, names: dict[str, str], of: str) -> dict[str, str]:
     """What the page says of SmolLM2's runs on a task, by the names of its places, which begin with `of`."""
     main = main_runs(table)
-    verdicts, numbers = _claims_text(claims(main), names)
+    verdicts, numbers = claims_text(claims(main), names)
     return {
         of: _algorithms_table(main, names),
         f"{of}_rate": chosen_rate(table),
@@ -141,7 +143,7 @@ def _algorithms_table(table: pd.DataFrame, names: dict[str, str]) -> str:
     return markdown_table([*header, "final accuracy", "KL(π ‖ π₀) at the end", "early sample size", "seeds"], rows)
 
 
-def _claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, str]:
+def claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, str]:
     """The verdicts, and the numbers that they follow from."""
     if not found:
         return NO_VERDICTS, ""
@@ -155,3 +157,20 @@ def _claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, s
             value = f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count} pairs: {check.outcome}"
             rows.append([name, in_words(check.what, names), check.claimed, value])
     return verdicts, markdown_table(["", "number", "as claimed if", "mean (95 % interval)"], rows)
+
+
+def draw_bands(axes: Axes, lines: dict[str, pd.DataFrame]) -> None:
+    """Held-out accuracy over steps: the mean over seeds, the band from the lowest to the highest, and its name."""
+    ends = []
+    for color, (name, table) in zip(COLORS, lines.items(), strict=False):
+        values = table.groupby("step")["evaluation/accuracy"].agg(["mean", "min", "max"]).dropna()
+        axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.18, lw=0)
+        axes.plot(values.index, values["mean"], color=color, lw=2)
+        ends.append((values["mean"].iloc[-1], name, color, values.index[-1]))
+    low, high = axes.get_ylim()
+    place = -1.0
+    for end, name, color, step in sorted(ends):
+        place = max(end, place + 0.06 * (high - low))
+        axes.annotate(name, (step, place), (6, 0), textcoords="offset points", color=color, va="center")
+    axes.set_xlabel("optimizer step")
+    axes.set_xlim(0, ends[0][-1])

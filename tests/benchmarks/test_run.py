@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from benchmarks import accelerator, tables
-from benchmarks.costs import shares, work_of
+from benchmarks.costs import decode_bytes, shares, work_of
 from benchmarks.rows import make_rows
 from benchmarks.systems import named
 from tests import commands
+
+REHEARSAL = types.SimpleNamespace(rehearsal=True, table=None, minutes=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +20,7 @@ def result(tmp_path_factory) -> dict:
     """Of the rehearsal of benchmarks.accelerator's part for shape a, with two rounds and a system that is not there."""
     out = tmp_path_factory.mktemp("run") / "toy.json"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(accelerator, "FLAGS", types.SimpleNamespace(rehearsal=True))
+        patched.setattr(accelerator, "FLAGS", REHEARSAL)
         part = accelerator.parts()["shape_a"]
     more = ["--systems", "recjax:bfloat16,trl", "--python", "trl=/no/such/python", "--repeats", "2"]
     done = commands.run([*part.command(out), *more])
@@ -49,6 +51,21 @@ def test_recjax_alone_fills_the_rows(result):
 def test_a_system_that_cannot_start_is_left_out_with_its_reason(result):
     assert "/no/such/python" in result["skipped"]["trl"]
     assert "Left out: trl" in tables.tables([result])
+
+
+@pytest.mark.campaign
+def test_without_checks_each_system_draws_its_weights(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(accelerator, "FLAGS", REHEARSAL)
+    part = accelerator.parts()["shape_g"]
+    systems = ["--systems", "recjax:bfloat16,torch,transformers", "--repeats", "2"]
+    done = commands.run([*part.command(tmp_path / "g.json"), *systems])
+    assert done.returncode == 0, done.stderr
+    found = part.read(tmp_path / "g.json", "")
+    assert found["checks"] == {} and not found["skipped"]
+    assert {row["system"] for row in found["rows"] if row["phase"] == "step"} == set(systems[1].split(","))
+    result = json.loads((tmp_path / "g.json").read_text())
+    assert result["given"]["is_drawn"] and "agreement" not in tables.tables([result])
 
 
 def test_an_unknown_system_is_refused():
@@ -106,6 +123,10 @@ def test_least_work_by_hand():
     assert work["decode"].flops == 2 * (34 + 10) * 6 + 4 * 2 * pairs_of_completions
     assert work["decode"].bytes == 2 * sum(34 + 10 + 2 * 2 * (2 + 2 * own) for own in (0, 1, 2))
     assert shares(work["decode"], 2.0, {"flops": 1.0, "bytes": 1.0})["bytes_share"] == work["decode"].bytes / 2
+    even = decode_bytes({"prompt_tokens": 2}, config, "bfloat16", np.array([[3, 3]]))
+    assert sum(even) == work["decode"].bytes
+    # A row of 1 token reads none of its own, one of 4 tokens 1 + 2 + 3; the prompt of 2 is read 4 times.
+    assert decode_bytes({"prompt_tokens": 2}, config, "bfloat16", np.array([[1, 4]])) == (2 * 4 * 44, 2 * 4 * (8 + 6))
 
 
 @pytest.mark.campaign

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import yaml
 
+import recjax
 from recjax.config import load_config
 from recjax.evaluate import evaluate
 from recjax.experience.foreign import Columns
@@ -201,21 +202,58 @@ def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_
 TORCH = {"torch/__init__.py": "import os\nprint('torch', flush=True)\nos._exit(9)\n"}
 TORCH["torch-2.13.0.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
 COMMANDS = {
-    "train": "--config {folder}/tiny.yaml output={output}/run training.steps=1",
+    "check_engine": "--url http://127.0.0.1:9 --config {folder}/tiny.yaml",
+    "compare": "{run} {output}/other --output {output}/compare.png",
+    "compile_check": "--config {folder}/tiny.yaml --topology host",
     "evaluate": "--config {folder}/tiny.yaml --output {output}/evaluation",
     "export": "--model {folder}/model --output {output}/exported",
+    "export_experience": "--store {run}/experience.db --output {output}/rows.jsonl",
+    "feedback": "{run}/experience.db --file {output}/none.jsonl",
     "generate_experience": "--config {folder}/tiny.yaml --steps 1 --output {output}/store",
+    "import_experience": "--input {output}/rows.jsonl --output {output}/imported.db --tokenizer {folder}/model",
+    "inspect_experience": "{run}/experience.db --figure {output}/store.png",
+    "objectives": "",
+    "plot": "{run} --output {output}",
+    "samples": "{run} --output {output}/samples.html",
+    "serve": "--run {run} --host 192.0.2.1",  # no address of this machine, so the server ends when it starts to listen
+    "sweep": "{output}/sweep.yaml --workers 1",
+    "train": "--config {folder}/tiny.yaml output={output}/run training.steps=1",
 }
+# Commands that end with an error after they have done their work: no server answers, no file, no address.
+ENDS_WITH_ERROR = {"check_engine", "feedback", "serve"}
+SWEEP = (
+    "{{config: {folder}/tiny.yaml, output: {output}/sweep, settings: {{seed: {{0: {{}}}}}}, grids: [{{seed: all}}]}}"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run with a store."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(load_config(folder / "tiny.yaml", [f"output={run}"]))
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_read_a_model_without_torch(folder, tmp_path, name):
+def test_no_command_imports_torch(folder, finished, tmp_path, name):
     for file, content in TORCH.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(content)
+    row = {"prompt": "1+1=", "completion": "2", "prompt_tokens": [2, 11, 2, 12], "tokens": [3], "reward": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "sweep.yaml").write_text(SWEEP.format(folder=folder, output=tmp_path))
+    shutil.copytree(finished, tmp_path / "other")
     paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "JAX_PLATFORMS": "cpu"}
-    arguments = COMMANDS[name].format(folder=folder, output=tmp_path).split()
+    arguments = COMMANDS[name].format(folder=folder, output=tmp_path, run=finished).split()
     line = [sys.executable, "-m", f"recjax.{name}", *arguments]
     ended = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **paths}, timeout=600)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode != 9 and (ended.returncode == 0) == (name not in ENDS_WITH_ERROR), printed
+    assert "Traceback" not in printed
+
+
+def test_the_commands_that_start_without_torch_are_all_commands():
+    package = Path(recjax.__file__).parent
+    commands = {file.stem for file in package.glob("*.py") if f"python -m recjax.{file.stem}" in file.read_text()}
+    assert commands == COMMANDS.keys()
