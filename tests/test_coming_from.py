@@ -30,7 +30,7 @@ def check_steps():
 
 
 def check_accuracy():
-    assert is_accurate({"accuracy": 1.0, OVERLONG: -1.0, "style": 0.0}, -5.0, 1.0)
+    assert is_accurate({"accuracy": 1.0, OVERLONG: -1.0, "style": -1.0}, -5.0, 1.0)
     assert is_accurate({"score": 1.0, OVERLONG: -1.0}, 0.0, 1.0)
 
 
