@@ -155,7 +155,7 @@ def test_a_wrong_flag_is_an_error_of_one_line_with_the_commands_usage(tmp_path):
     for arguments, problem in {
         "train my.yaml": "--config is missing; the command is python -m recjax.train --config ",
         "train --config my.yaml --steps 5": "Unknown command line flag 'steps'; the command is python -m recjax.train ",
-        "export runs/one models/one": "--output is missing; the command is python -m recjax.export --run runs/NAME --out",
+        "export runs/one models/one": "--output is missing; the command is python -m recjax.export --run runs/NAME --o",
         "serve --port 99999": "flag --port=99999: 99999 is not an integer in the range [0, 65535]; the command is ",
     }.items():
         done = commands.run(["-m", *f"recjax.{arguments}".split()], cwd=tmp_path)
