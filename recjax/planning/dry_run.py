@@ -1,5 +1,6 @@
 """A run's sizes, memory, tokens and staleness before it starts, from shapes: it neither reads weights nor compiles."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -388,7 +389,7 @@ def smaller(
             changes.append((f"training.{change}", "more micro-batches, and devices exchange weights for each"))
     if tokens := config.rollout.max_completion_tokens // 2:
         changes.append((f"rollout.max_completion_tokens={tokens}", "shorter completions are another experiment"))
-    if not (config.model.lora or config.model.freeze):
+    if not (config.model.lora or config.model.adapter or config.model.freeze):
         changes.append(("model.lora.rank=16", "training adapters is another experiment"))
     return changes
 
@@ -433,8 +434,9 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
 
 
 def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int) -> None:
-    """Prints overrides of the config with the memory that the run then needs, if it is less."""
-    for change, cost in smaller(config, result.prompt_tokens, result.mesh):
+    """Prints overrides of the config that save at least 1 % of the memory, with the memory that the run then needs."""
+
+    def memory_with(change: str) -> int:
         changed = config.replace(**dict(value.split("=") for value in change.split()))
         decoder = result.model.decoder
         shape = decoder.config
@@ -443,10 +445,14 @@ def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int)
         model = Model(decoder.clone(config=shape), *split_params(abstract_params(shape), changed.model))
         mesh = make_mesh(changed.mesh, devices.count)
         memory, _ = memory_items(changed, model, result.prompt_tokens, mesh, devices.usable, (), devices.platform)
-        size = max(phase_bytes(memory).values())
-        if size < needed:
+        return max(phase_bytes(memory).values())
+
+    for change, cost in smaller(config, result.prompt_tokens, result.mesh):
+        with contextlib.suppress(ValueError):  # a change that other keys of this config exclude
+            size = memory_with(change)
             verdict = ", which fits" if size <= devices.usable else ""
-            print(f"needs less memory: {change}: {size / GIB:.2f} GiB{verdict} ({cost})")
+            if size < 0.99 * needed:
+                print(f"needs less memory: {change}: {size / GIB:.2f} GiB{verdict} ({cost})")
     if larger := larger_slices(devices.name if ":" in devices.name else f"{devices.name}:1"):
         print(f"the next larger topology is {larger[0]}; mesh.fsdp=-1 splits weights and optimizer state over it")
 

@@ -377,6 +377,10 @@ def test_a_run_that_does_not_fit_is_told_what_needs_less(tiny, tmp_path, monkeyp
         last = capsys.readouterr().out
         assert said in last and ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
     assert "MEM_FRACTION" not in last
+    monkeypatch.setattr(planning, "_activations", lambda *_: 75 * 2**30)
+    overrides = ["task.overlong_tokens=3", "model.lora={rank: 2}", "rollout.max_completion_tokens=4"]
+    assert print_dry_run(path, overrides, "h100-80") == 1  # half of the completion tokens are fewer than 3
+    assert "needs less" not in capsys.readouterr().out
     monkeypatch.setattr(planning, "_activations", lambda *_: 65 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     assert print_dry_run(path, [], "h100-80") == 0  # as the remedy said
