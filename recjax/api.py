@@ -69,6 +69,13 @@ _UNNAMED = "runs/unnamed"  # stands for a folder until the whole config is known
 # Keys of `rollout` and `evaluation` that a single call reads.
 _SAMPLE_KEYS = ("max_completion_tokens", "stop", *Sampling._fields)
 _EVALUATE_KEYS = ("problems", "samples", *Sampling._fields)
+# Arguments of TRL's GRPOTrainer for which `run` has arguments of its own.
+_TRAINER = {
+    "train_dataset": "problems=…",
+    "eval_dataset": "problems={'train': …, 'evaluation': …}",
+    "reward_funcs": "reward=…",
+    "args": "each setting by its name, such as steps=50 or learning_rate=1e-5",
+}
 _INSTEAD = {"group_size": "`samples` is the number of completions of each prompt", "engine": "this process samples"}
 
 
@@ -150,6 +157,8 @@ def _with_task(
     keys: Mapping[str, Any],
 ) -> Config:
     """The checked config, with names for the problems and the reward that a program passes."""
+    for name in keys.keys() & _TRAINER.keys():
+        raise ValueError(f"{name}: recjax.run takes {_TRAINER[name]} instead; docs/coming_from.md lists other names")
     keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
     if isinstance(weights := keys.get("task.reward_weights"), list | tuple):
         keys["task.reward_weights"] = named_weights(reward, weights)

@@ -54,7 +54,7 @@ def check_server(
         opened = open_policy(checkpoint, config)
         lines = []
         print("what | measured | limit | verdict | remedy")
-        needs_weights = not (run.regime.offline or run.model.lora)  # a run may push adapters alone
+        needs_weights = not (run.regime.offline or run.model.lora)  # these runs need no push of whole weights
         for line in EngineCheck(config, opened, needs_weights, pushes, draws).lines():
             # Line by line, as a check may take seconds, and wide cells read badly in a table.
             print(" | ".join(line), flush=True)

@@ -62,7 +62,7 @@ def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second:
     """
     numbers = in_words(differences, noun)
     if len(differences) < 2:
-        return f"{second} minus {first} in {metric}: {numbers}, which has no interval and no test."
+        return f"{second} minus {first} in {metric.rstrip(',')}: {numbers}, which has no interval and no test."
     if sign_flip_p(differences) <= SIGNIFICANT:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
     smallest_p = 2.0 ** (1 - len(differences))

@@ -16,8 +16,6 @@ from rich.console import Console
 
 from recjax.config import load_config
 from recjax.console import command, plain_console, start
-from recjax.models.decoder import REMAT
-from recjax.models.placement import row_shards
 from recjax.planning.dry_run import (
     Item,
     axes,
@@ -26,9 +24,10 @@ from recjax.planning.dry_run import (
     resident_items,
     sampling_items,
     show_memory,
+    smaller,
     update_items,
 )
-from recjax.planning.programs import CAST, Plan, Program, compiled, micro_batches_of, plan, programs_of
+from recjax.planning.programs import CAST, Plan, Program, compiled, plan, programs_of
 from recjax.planning.sampling import most_completions
 from recjax.planning.targets import GIB, larger_slices, load_target
 
@@ -79,7 +78,7 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         console.print(f"fits {topology}")
         return 0
     console.print(f"does not fit {topology}: {' and '.join(sorted(too_large))}")
-    for change, cost in smaller(planned, too_large):
+    for change, cost in smaller(planned.config, planned.prompt_tokens, planned.mesh, too_large):
         console.print(f"needs less memory: {change} ({cost})")
     if larger := larger_slices(topology):
         console.print(f"the next larger topology is {larger[0]}")
@@ -105,30 +104,6 @@ def compiled_items(planned: Plan, programs: dict[str, Program]) -> list[Item]:
         formula = f"{source}; of these, by formula: {parts}" if parts else source
         items.append(Item(name, "temporaries", formula, program.temporaries))
     return items
-
-
-def smaller(planned: Plan, too_large: set[str]) -> list[tuple[str, str]]:
-    """Overrides of the config with which the programs need less memory, and their cost, the cheapest first."""
-    config = planned.config
-    mesh = planned.mesh.shape
-    changes = []
-    if mesh["data"] > 1:
-        change = f"mesh.data=1 mesh.fsdp={mesh['data'] * mesh['fsdp']}"
-        changes.append((change, "devices exchange weights more often"))
-    if too_large - {"sample"}:
-        costs = {"dots": "recomputes all but projections", "full": "recomputes every layer"}
-        later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
-        changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
-        prompts = config.rollout.prompts_per_step // config.training.minibatches
-        budget = config.training.tokens_per_micro_batch
-        fewer = range(prompts // micro_batches_of(planned) - 1, 0, -1)
-        shards = row_shards(planned.mesh)
-        even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]
-        for change in [f"tokens_per_micro_batch={budget // 2}"] if budget else even[:1]:
-            changes.append((f"training.{change}", "more micro-batches, and devices exchange weights for each"))
-    if tokens := config.rollout.max_completion_tokens // 2:
-        changes.append((f"rollout.max_completion_tokens={tokens}", "shorter completions are another experiment"))
-    return changes
 
 
 def show_plan(console: Console, planned: Plan) -> None:

@@ -5,6 +5,8 @@ import errno
 import functools
 import io
 import logging
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -62,11 +64,23 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 def start(main: Callable[[list[str]], None]) -> None:
     """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1.
 
-    absl's flags are global, so a command defines its flags only when it runs as a program.
+    absl's flags are global, so a command defines its flags only when it runs as a program. A wrong flag is an error of
+    one line with the command's usage, the first one in the docstring of its module.
     """
+
+    def parsed(argv: list[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            lines = sys.modules[main.__module__].__doc__.splitlines()
+            usage = next((line.strip() for line in lines if "python -m" in line), shlex.join(sys.orig_argv[:3]))
+            missing = re.match(r"flag --(\w+)=None", str(error))
+            problem = f"--{missing[1]} is missing" if missing else str(error).rstrip(".")
+            _end(f"{problem}; the command is {usage}; --help shows all flags")
+
     freeze_imports()
     try:
-        app.run(main)
+        app.run(main, flags_parser=parsed)
     except SystemExit as end:
         if end.code == 1 and {"--help", "-help", "-h", "--helpshort", "--helpfull"}.intersection(sys.argv[1:]):
             sys.exit(0)

@@ -4,10 +4,10 @@
 
 Files are JSON Lines, CSV or Parquet, or exports of recjax.export_experience. STORE is a file, or the URL of a database.
 A row has a prompt (text or a list of messages) and a completion, or OpenAI-style messages in which the last one, from
-the assistant, is the completion. The reward may
-be missing (pending). Optional columns are answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and
-logprobs. Rows with equal prompts are a group unless --group_column names another column. Before it writes anything, the
-command refuses malformed rows, with their place, and files that the store already has.
+the assistant, is the completion. The reward may be missing (pending). Optional columns are answer, reward_parts,
+truncated or finish_reason, prompt_tokens, tokens and logprobs. Rows with equal prompts are a group unless
+--group_column names another column. Before it writes anything, the command refuses malformed rows, with their place,
+and files that the store already has.
 """
 
 import itertools
@@ -170,7 +170,8 @@ def main(argv: list[str]) -> None:
             len(groups),
         )
     if imported.unused:
-        print(f"unused columns: {', '.join(imported.unused)}")
+        remedy = "; --reward_column names the column of rewards" if pending == count else ""
+        print(f"unused columns: {', '.join(imported.unused)}{remedy}")
 
 
 if __name__ == "__main__":

@@ -303,6 +303,9 @@ def test_keys_have_short_names_beside_a_config_and_in_its_place(counted, tmp_pat
     assert odd.output == odd.replace(steps=6).output == "a${b}"
     with pytest.raises(ValueError, match="unknown key .lerning_rate.*did you mean .optimizer.learning_rate"):
         same.replace(lerning_rate=1)
+    for name, instead in {"train_dataset": "problems=", "reward_funcs": "reward=", "args": "each setting"}.items():
+        with pytest.raises(ValueError, match=f"{name}: recjax.run takes {instead}"):
+            api._with_task(None, None, None, {name: ROWS})
     first = counted("", Config(**VALUES, output="run"), steps=3, seed=1, reward=digits)
     assert first.summary["steps"] == 3 and first.config.seed == 1 and str(first.folder) == "run"
 

@@ -10,7 +10,7 @@ from recjax.config import load_config
 from recjax.models.decoder import init_params
 from recjax.models.placement import bytes_on_device, param_shardings
 from recjax.planning import programs as ahead
-from recjax.planning.dry_run import dry_run, phase_bytes, sampling_items
+from recjax.planning.dry_run import dry_run, phase_bytes, sampling_items, smaller
 from recjax.planning.programs import plan
 from recjax.planning.targets import GIB, has_gpu_compiler, load_target, named_devices
 from recjax.training.update import make_optimizer
@@ -93,7 +93,7 @@ def test_too_large_is_status_1_and_the_first_change_named_makes_it_fit(file, pla
 
 def test_changes_come_cheapest_first_and_concern_what_is_too_large(planned):
     def names(made, *too_large):
-        return [change for change, _ in compile_check.smaller(made, {*too_large})]
+        return [change for change, _ in smaller(made.config, made.prompt_tokens, made.mesh, too_large)]
 
     every = names(planned("rollout.prompts_per_step=8"), "update")
     assert [name.split("=")[0] for name in every] == [
@@ -102,10 +102,14 @@ def test_changes_come_cheapest_first_and_concern_what_is_too_large(planned):
         "model.remat",
         "training.micro_batch_prompts",
         "rollout.max_completion_tokens",
+        "model.lora.rank",
     ]
     assert every[:3] == ["mesh.data=1 mesh.fsdp=4", "model.remat=dots", "model.remat=full"]
-    assert names(planned(), "sample") == ["mesh.data=1 mesh.fsdp=4", "rollout.max_completion_tokens=1"]
-    done = planned(*SPLIT, "model.remat=full", "training.micro_batch_prompts=1", "rollout.max_completion_tokens=1")
+    shorter = ["mesh.data=1 mesh.fsdp=4", "rollout.max_completion_tokens=1"]
+    assert names(planned(), "sample") == [*shorter, "model.lora.rank=16"]
+    assert names(planned("model.freeze=[embedding]"), "sample") == shorter
+    done = ["model.remat=full", "training.micro_batch_prompts=1", "rollout.max_completion_tokens=1"]
+    done = planned(*SPLIT, *done, "model.lora={rank: 2}")
     assert names(done, "update") == []
     assert "training.tokens_per_micro_batch=32" in names(
         planned(*SPLIT, "training.tokens_per_micro_batch=64"), "update"

@@ -151,6 +151,18 @@ def test_files_that_cannot_be_used_are_errors_of_one_line(monkeypatch, tmp_path)
         logging.disable(logging.NOTSET)
 
 
+def test_a_wrong_flag_is_an_error_of_one_line_with_the_commands_usage(tmp_path):
+    for arguments, problem in {
+        "train my.yaml": "--config is missing; the command is python -m recjax.train --config ",
+        "train --config my.yaml --steps 5": "Unknown command line flag 'steps'; the command is python -m recjax.train ",
+        "export runs/one models/one": "--output is missing; the command is python -m recjax.export --run runs/NAME --o",
+        "serve --port 99999": "flag --port=99999: 99999 is not an integer in the range [0, 65535]; the command is ",
+    }.items():
+        done = commands.run(["-m", *f"recjax.{arguments}".split()], cwd=tmp_path)
+        assert done.returncode == 1 and done.stderr.startswith(f"error: {problem}"), done.stderr
+        assert done.stderr.endswith("; --help shows all flags\n") and done.stderr.count("\n") == 1
+
+
 def test_no_table_reads_markup_in_what_it_shows(capsys):
     from rich.table import Table
 

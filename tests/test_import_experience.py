@@ -176,7 +176,7 @@ BAD = {
     "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated: 'no': takes true and false"),
     "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
     "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
-    "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "'tokens' and 'prompt_tokens', with --tokenizer"),
+    "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "'prompt_tokens' .--tokens_column and .* --tokenizer"),
     "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behavior_logprobs: .*as long as"),
     "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behavior_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
@@ -316,6 +316,9 @@ def test_the_command(tmp_path):
     more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
     done = commands.run([*command[:3], more, *command[4:]])
     assert "1 rows pending; the store has 6 rows" in done.stdout, done.stderr
+    unnamed = write(tmp_path / "c.csv", [{"prompt": "1+1=", "completion": "2", "score": 1.0}])
+    done = commands.run([*command[:3], unnamed, "--output", tmp_path / "unnamed"])
+    assert "unused columns: score; --reward_column names the column of rewards" in done.stdout, done.stderr
     done = commands.run([*command, "--reward_column", "score"])
     assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has this column")
 

@@ -406,7 +406,7 @@ FIELD = {
     "p3o": Preset(
         "P3O",
         "2605.12380",
-        "min(ρ, E)A + (1−E)(1/ρ − 1), A over σ, E the effective share of the batch's tokens",
+        "min(ρ, E)A + (1−E)(1/ρ − 1), A over σ, E = effective sample size / tokens of the batch",
         {"advantage": "group_normalized", "weight": "effective_size_capped", "regularizer": "effective_size_kl"},
         "as in the authors' code, but E covers the whole batch instead of a micro-batch on all devices. Below ρ = e^−10"
         " the KL's gradient keeps its value, where the code starts to push away from μ. Only the cap:"

@@ -237,7 +237,7 @@ def effective_size_kl_penalty(
 ) -> Float[Array, "batch time"]:
     """Pulls every token's probability back to the behavior policy, more strongly the staler the batch is.
 
-    (1 − E) (1/ρ + log ρ − 1), with the effective share E of the batch and ρ = π/μ, which is differentiated.
+    (1 − E) (1/ρ + log ρ − 1), with E = effective sample size / tokens of the batch; ρ = π/μ is differentiated.
 
     Args:
         logprobs: log π of each token; ignored where masked.

@@ -312,7 +312,7 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
             raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
     completions = [completion for group in groups for completion in group.completions]
     masks = [row.mask for completion in completions for row in completion.rows]
-    # One look at all masks; the completion is only sought where there is one to name.
+    # Checks all masks at once, and looks for the completion only to name it in an error.
     if any(len(completion.rows) != 1 for completion in completions) or not np.concatenate([[True], *masks]).all():
         for completion in completions:
             if len(completion.rows) != 1 or not completion.rows[0].mask.all():

@@ -108,7 +108,7 @@ def read_exported(path: Path) -> Iterator[Record] | None:
         with path.open(encoding="utf-8") as file:
             try:
                 first = json.loads(file.readline())
-            except (ValueError, RecursionError):  # the import of other files says what is wrong
+            except (ValueError, RecursionError):  # `foreign.import_rows` reports the error
                 return None
         is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
     return itertools.starmap(_imported, _rows(path)) if is_ours else None

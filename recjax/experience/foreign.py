@@ -268,7 +268,8 @@ def _tokens(
             tokens is not None,
             "logprobs",
             f"log-probabilities need the ids of their tokens: give them in the columns {row.columns.tokens!r} and"
-            f" {row.columns.prompt_tokens!r}, with --tokenizer, or remove the log-probabilities",
+            f" {row.columns.prompt_tokens!r} (--tokens_column and --prompt_tokens_column name others), with"
+            " --tokenizer, or remove the log-probabilities",
         )
         row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one for each token")
         remedy = "log-probabilities need the distribution that sampled the tokens; give --temperature"

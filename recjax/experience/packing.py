@@ -20,7 +20,7 @@ MOST_MICRO_BATCHES = 32
 # whole completions keeps memory that grows with the square of their length for each.
 LARGEST_GROUP = 4 * MICRO_BATCH_TOKENS
 WINDOW = 32  # tokens that are compared at once
-MOST_CLUSTERED = 256  # sequences of a cluster, of which all pairs are compared
+MOST_CLUSTERED = 256  # sequences of a cluster; all pairs are compared
 
 
 class RowShape(NamedTuple):

@@ -138,7 +138,7 @@ def _lacks_logprobs(completion: Completion) -> bool:
 def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
     """The completion with log-probs for the tokens of all its rows, end to end."""
     of_rows = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
-    # Tokens between turns were chosen by nobody: their log-probs are 0, as those of a sampler are.
+    # The policy did not sample the tokens between turns: their log-probs are 0, as in a sampler's rows.
     rows = (
         row._replace(behavior_logprobs=np.where(row.mask, values, np.float32(0)))
         for row, values in zip(completion.rows, of_rows, strict=True)

@@ -503,7 +503,7 @@ class Store:
         rewards, (damaged,) = self._by_group(sql.select(*columns).select_from(joined), index, last, REWARD_COLUMNS)
         if damaged:
             raise self._damaged_index("rewards have other completions or graders than in the index")
-        # Not by the index, which may be damaged. Rewards that are not newer than the extent are of its completions.
+        # Reads the table, because the index may be damaged. Rewards up to the extent belong to its completions.
         is_in = (REWARDS.c.completion + 0 <= last.completion) | (REWARDS.c.number <= last.reward)
         of_grader = (REWARDS.c.grader == grader) & is_in
         counts = sql.select(sql.func.count(), sql.func.count().filter(of_grader)).where(REWARDS.c.time >= 0)
@@ -535,7 +535,7 @@ class Store:
         return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
 
     def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:
-        """The completions whose log-probs are of another distribution: the group's first number, and the own number."""
+        """Completions with log-probs of another distribution: the group's first number, and the completion's number."""
         known = sql.and_(*(COMPLETIONS.c[name] == value for name, value in sampling._asdict().items()))
         index = COMPLETIONS.alias()
         first = sql.select(sql.func.min(index.c.number)).where(index.c.group_id == COMPLETIONS.c.group_id)
@@ -818,7 +818,7 @@ class Store:
         path = lasts_of(self._file)
         try:
             identity, *numbers = path.read_text(encoding="ascii").split()
-            last = self.last()  # after the file, to which a writer adds what it has written
+            last = self.last()  # read after the file: a writer first writes rows, then the file
             lost = [max(int(number) - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
         except (OSError, ValueError):
             return

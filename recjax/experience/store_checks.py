@@ -35,10 +35,10 @@ def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
 
 
 def _are_plainly_valid(records: Sequence[Any]) -> bool:
-    """True only if all records keep all rules, which it sees in arrays of the whole batch; False decides nothing.
+    """True only if all records keep all rules; False decides nothing. A fast check on arrays of the whole batch.
 
-    It knows completions with one row and without turns, as a policy samples them. What many completions share is
-    checked once, by the rules themselves.
+    It handles completions with one row and without turns, as a policy samples them. The slow rules check each value
+    that many completions share, once.
     """
     completions = [record.completion for record in records]
     rows = [completion.rows[0] for completion in completions if len(completion.rows) == 1]

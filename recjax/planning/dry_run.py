@@ -1,12 +1,13 @@
 """A run's sizes, memory, tokens and staleness before it starts, from shapes: it neither reads weights nor compiles."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,11 +28,19 @@ from recjax.experience.packing import is_packed, shape_for
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
-from recjax.models.trainable import combine, split_params
+from recjax.models.trainable import adapted, combine, split_params
 from recjax.planning import programs
-from recjax.planning.programs import CAST, COPY, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
+from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions, sampling_of
-from recjax.planning.targets import ACCELERATORS, GIB, MEMORY_FRACTION, Devices, device_memory, named_devices
+from recjax.planning.targets import (
+    ACCELERATORS,
+    GIB,
+    MEMORY_FRACTION,
+    Devices,
+    device_memory,
+    larger_slices,
+    named_devices,
+)
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
@@ -39,22 +48,6 @@ from recjax.training.prepare import Setup
 from recjax.training.schedule import expected_staleness
 
 logger = logging.getLogger(__name__)
-
-_UPDATE = "model.remat=full and a smaller training.micro_batch_prompts or training.tokens_per_micro_batch"
-_SAMPLING = "a smaller rollout.slots or rollout.max_completion_tokens"
-_WEIGHTS = "mesh.fsdp=-1 over more devices, or model.lora={}"
-# For each part of the memory, changes with which it needs less.
-_SAVINGS = {
-    "activations": _UPDATE,
-    "chunk of vocabulary scores": "a smaller model.logprob_chunk",
-    "keys and values": _SAMPLING,
-    "scores of the next token": _SAMPLING,
-    "trained parameters": _WEIGHTS,
-    "optimizer's state": _WEIGHTS,
-    "gradients: their sum, a micro-batch's": _WEIGHTS,
-    "frozen parameters": "mesh.fsdp=-1 over more devices",
-    COPY: _WEIGHTS,
-}
 
 
 class Item(NamedTuple):
@@ -353,8 +346,10 @@ def warn_of_memory(setup: Setup) -> None:
     decoder = setup.policy.decoder
     available = device_memory()
     model = Model(decoder, *split_params(abstract_params(decoder.config), config.model))
+    prompt_tokens = setup.train.tokens.shape[1]
+    mesh = jax.sharding.get_mesh()
     try:
-        items, _ = memory_items(config, model, setup.train.tokens.shape[1], jax.sharding.get_mesh(), available)
+        items, _ = memory_items(config, model, prompt_tokens, mesh, available)
     except Exception:  # an accelerator's kernel may refuse to be traced alone, and an estimate must not stop a run
         logger.debug("no estimate of the run's memory", exc_info=True)
         return
@@ -367,16 +362,36 @@ def warn_of_memory(setup: Setup) -> None:
             phase,
             phases[phase] / GIB,
             available / GIB,
-            ", or ".join(memory_savings(items)),
+            ", or ".join(change for change, _ in smaller(config, prompt_tokens, mesh, {phase})),
         )
 
 
-def memory_savings(memory: Sequence[Item]) -> list[str]:
-    """Changes with which the largest phase needs less memory, the one for the largest part first."""
-    phases = phase_bytes(memory)
-    largest = max(phases, key=phases.get)
-    items = sorted((item for item in memory if item.phase in ("always", largest)), key=lambda item: -item.bytes)
-    return list(dict.fromkeys(_SAVINGS[item.name] for item in items if item.name in _SAVINGS))
+def smaller(
+    config: Config, prompt_tokens: int, mesh: AnyMesh, too_large: Iterable[str] = ("sample", "update")
+) -> list[tuple[str, str]]:
+    """Overrides of the config with which phases need less memory, and their cost, the cheapest first."""
+    sizes = mesh.shape
+    changes = []
+    if sizes["data"] > 1:
+        change = f"mesh.data=1 mesh.fsdp={sizes['data'] * sizes['fsdp']}"
+        changes.append((change, "devices exchange weights more often"))
+    if {*too_large} - {"sample"}:
+        costs = {"dots": "recomputes all but projections", "full": "recomputes every layer"}
+        later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
+        changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
+        prompts = config.rollout.prompts_per_step // config.training.minibatches
+        budget = config.training.tokens_per_micro_batch
+        shards = row_shards(mesh)
+        micro_batches = config.micro_batches(programs.minibatch_shape(config, prompt_tokens).positions, shards)
+        fewer = range(prompts // micro_batches - 1, 0, -1)
+        even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]
+        for change in [f"tokens_per_micro_batch={budget // 2}"] if budget else even[:1]:
+            changes.append((f"training.{change}", "more micro-batches, and devices exchange weights for each"))
+    if tokens := config.rollout.max_completion_tokens // 2:
+        changes.append((f"rollout.max_completion_tokens={tokens}", "shorter completions are another experiment"))
+    if not (config.model.lora or config.model.adapter or config.model.freeze):
+        changes.append(("model.lora.rank=16", "training adapters is another experiment"))
+    return changes
 
 
 def phase_bytes(memory: Sequence[Item]) -> dict[str, int]:
@@ -404,8 +419,8 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
         each = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
         has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
         print(f"it {fits} {each}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}")
-        for change in [] if can_run else memory_savings(result.memory):
-            print(f"needs less memory: {change}")
+        if not can_run:
+            _show_smaller(config, result, devices, needed)
         if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
             print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")
     else:
@@ -416,6 +431,30 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
             print("planned in float32, the default on this CPU; --device NAME plans for another device")
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
     return can_run
+
+
+def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int) -> None:
+    """Prints overrides of the config that save at least 1 % of the memory, with the memory that the run then needs."""
+
+    def memory_with(change: str) -> int:
+        changed = config.replace(**dict(value.split("=") for value in change.split()))
+        decoder = result.model.decoder
+        shape = decoder.config
+        if changed.model.lora and not config.model.lora:
+            shape = adapted(shape, changed.model.lora)
+        model = Model(decoder.clone(config=shape), *split_params(abstract_params(shape), changed.model))
+        mesh = make_mesh(changed.mesh, devices.count)
+        memory, _ = memory_items(changed, model, result.prompt_tokens, mesh, devices.usable, (), devices.platform)
+        return max(phase_bytes(memory).values())
+
+    for change, cost in smaller(config, result.prompt_tokens, result.mesh):
+        with contextlib.suppress(ValueError):  # a change that other keys of this config exclude
+            size = memory_with(change)
+            verdict = ", which fits" if size <= devices.usable else ""
+            if size < 0.99 * needed:
+                print(f"needs less memory: {change}: {size / GIB:.2f} GiB{verdict} ({cost})")
+    if larger := larger_slices(devices.name if ":" in devices.name else f"{devices.name}:1"):
+        print(f"the next larger topology is {larger[0]}; mesh.fsdp=-1 splits weights and optimizer state over it")
 
 
 def show_memory(console: Console, memory: Sequence[Item], mesh: AnyMesh) -> None:

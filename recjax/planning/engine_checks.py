@@ -36,11 +36,11 @@ PROMPTS = 4
 GROUP = 4  # completions of each prompt
 MOST_TOKENS = 32  # of a completion
 TOGETHER = 16  # completions of a request
-LOWEST_P = 1e-4  # a right server fails the test of its sampling once in 10,000 times
-LEAST_EXPECTED = 5  # draws of a token, below which it is counted with other rare tokens
+LOWEST_P = 1e-4  # a correct server fails the sampling test once in 10,000 times
+LEAST_EXPECTED = 5  # tokens with fewer expected draws are counted together
 CONTEXT = 6  # tokens of the repeated text; a server runs three times as many for each completion
 FOLLOWING = 3  # tokens of a completion of the repeated text, which cost less than completions of one token
-LOADS = (1, 8, 64)  # requests at the same time
+LOADS = (1, 8, 64)  # concurrent requests
 # Largest and mean difference of log-probs in nats, by compute dtype; bfloat16 rounds logits near 16 by up to 0.06.
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.02)}
 _LATER = "rollout.engine pushes the run's weights before the first batch"
@@ -66,7 +66,7 @@ def check_config(config: Config) -> Config:
     """The config of a check: a small batch from the server, whether or not it takes weights."""
     engine = config.rollout.engine
     sizes = {"prompts_per_step": PROMPTS, "group_size": GROUP}
-    # A folder of its own, as the run's folder may be in use.
+    # Another folder than the run's, which may be in use.
     folder = Path(engine.folder or Path(config.output) / "pushed") / "check"
     # Few retries, as a check that fails says why.
     limits = {"folder": str(folder), "concurrency": max(LOADS), "retries": min(engine.retries, 2)}

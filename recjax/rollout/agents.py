@@ -181,7 +181,7 @@ class Agents(contextlib.AbstractContextManager):
         older = self._config.task.older_versions([version])
         try:
             read = {each: self._older.get(each) or self.older_params(each) for each in sorted(older - {version})}
-        except Exception as error:  # Orbax raises types of its own for missing files
+        except Exception as error:  # Orbax has its own errors for missing files
             raise ValueError(
                 f"task.seats = {self._config.task.seats}: the checkpoint of step {min(older)} cannot be read"
                 f" ({type(error).__name__}); restore it, or play these seats by policy"

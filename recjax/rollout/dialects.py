@@ -41,7 +41,7 @@ class Draw(NamedTuple):
 def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[str, Any]:
     """Every value of the sampling distribution that a server with OpenAI's or vLLM's routes could fill in by itself."""
     values = sampling._asdict() | PENALTIES
-    if api == "recjax":  # refuses keys that it does not know, and has no defaults of its own
+    if api == "recjax":  # refuses unknown keys, and has no other defaults
         return values
     # Older versions of vLLM and SGLang have no 0 for all tokens.
     values |= {

@@ -157,7 +157,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         # No other push has this label. Where replies or the adapter's name carry it, a server that restarted shows.
         label = f"{self._pusher}-{version}"
         push = self.dialect.push(folder, label, is_adapter, self.server.takes_posts("/pause"))
-        self.version = None  # whatever happens, nobody may take replies for those of the earlier weights
+        self.version = None  # whatever happens, no reply counts as one of the earlier weights
         failures = self.server.failures
         try:
             if push.before:

@@ -128,7 +128,7 @@ def completions_of(jobs: Sequence[EngineJob], stop_ids: Container[int]) -> dict[
     start = 0
     first = 0
     for job, end, count, last in zip(jobs, ends, counts.tolist(), last_tokens, strict=True):
-        # Copies, as a completion that is kept for long would otherwise keep those of all jobs.
+        # Copies: a view would keep the arrays of all jobs in memory as long as this completion.
         tokens, logprobs, versions = [column[start:end].copy() for column in columns]
         recorded = {name: np.concatenate([record[name] for record in records[first:count]]) for name in records[first]}
         completions[job.ticket] = Sampled(tokens, logprobs, versions, last not in stop_ids, recorded)

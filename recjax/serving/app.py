@@ -58,7 +58,8 @@ class Server:
 
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
-                path = f"unknown path {request.url.path!r:.200}"
+                paths = ", ".join(["/v1/models", "/v1/feedback", *_PATHS.values()])
+                path = f"unknown path {request.url.path!r:.200}; this server has {paths}, also under /sessions/NAME"
                 method = request.method
                 words = {404: path, 405: f"this path does not support {method}"}.get(error.status_code, error.detail)
                 error = Refused(error.status_code, words)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import pydantic
 
+from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
 from recjax.experience.feedback import whole_grade
 from recjax.experience.group import Grade
@@ -21,6 +22,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_TOOLS = 128
+_UNSUPPORTED = "; other values are not supported"
 
 
 class Body(pydantic.BaseModel):
@@ -63,7 +65,9 @@ def read_body(kind: type[T], values: Any) -> T:
         path = path[1:]
     name = str(path[0])
     if first["type"] == "extra_forbidden":
-        raise Refused(400, f"{name!r:.100} is not read; remove it", param=name)
+        supported = [key for key, field in kind.model_fields.items() if not field.description.endswith(_UNSUPPORTED)]
+        remedy = f"{did_you_mean(name, supported)}; this request takes {', '.join(supported)}"
+        raise Refused(400, f"{name!r:.100} is not supported; remove it{remedy}", param=name)
     takes = kind.model_fields[name].description
     if first["type"] == "missing":
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
@@ -99,8 +103,8 @@ def text_field(most: int) -> Any:
 
 def neutral(*values: Any) -> Any:
     """A key that recjax does not support: only values without effect."""
-    shown = " or ".join(map(repr, values)) or "nothing but null"
-    return fits(Any, f"{shown}; more is not supported", lambda value: value in values)
+    shown = " or ".join(map(repr, values)) or "only null"
+    return fits(Any, f"{shown}{_UNSUPPORTED}", lambda value: value in values)
 
 
 Flag = fits(bool, "true or false")

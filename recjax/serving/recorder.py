@@ -108,7 +108,7 @@ class Recorder:
                 await asyncio.sleep(_TICK_SECONDS)
                 if self.error:
                     with contextlib.suppress(Refused):
-                        await self._write(Change())  # nothing; clears the error if that can be written
+                        await self._write(Change())  # an empty change; clears the error if a write succeeds
                 await asyncio.shield(self.end_sessions(self.options.reward_seconds))
 
         self._ticking = asyncio.get_running_loop().create_task(tick())

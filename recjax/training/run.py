@@ -58,7 +58,7 @@ class Source:
     endless = False
 
     def opened(self, state: State) -> AbstractContextManager:
-        """A context for the time of the run. It begins with `state.source`, or anew if that is empty."""
+        """A context for the time of the run. It continues `state.source`, or begins without one."""
         return nullcontext()
 
     def begin_step(self, state: State) -> None:

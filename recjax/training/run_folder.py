@@ -191,7 +191,7 @@ def _check_same_config(config: Config, output: Path) -> None:
     if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
         of_start = ("model.run", "model.path", "model.decoder")
         fixed |= {key for key in _dotted(ours).keys() | _dotted(theirs).keys() if key.startswith(of_start)}
-    if config.model.adapter:  # likewise: null means the adapter's own
+    if config.model.adapter:  # null means the adapter's values
         of_adapter = ("path",) if config.model.merge_adapter else ("path", "lora")
         of_adapter = [name for name in of_adapter if getattr(config.model, name) is None]
         fixed |= {key for key in _dotted(theirs) if key.startswith(tuple(f"model.{name}" for name in of_adapter))}

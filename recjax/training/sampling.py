@@ -163,7 +163,7 @@ class BatchSampler(NamedTuple):
         return weights._replace(params=drifted(weights.params, key, drift.weights, drift.scale))
 
     def _with_exact_logprobs(self, groups: list[Group], params: dict) -> list[Group]:
-        """The groups with the log-probs of the exact weights instead of those that sampled."""
+        """The groups with log-probs of the exact weights; disturbed weights sampled them."""
         without = [
             group._replace(
                 completions=tuple(

@@ -99,9 +99,9 @@ def test_a_verdict_says_what_the_test_shows():
     )
     none = verdict("accuracy", np.array([0.1, -0.1] * 4), "pairs", "A", "B")
     assert none.startswith("No difference") and none.endswith("p 1, 8 pairs.")
-    assert verdict("accuracy", np.array([0.1]), "pairs", "A", "B").endswith(
-        "0.100, 1 pair, which has no interval and no test."
-    )
+    single = verdict("accuracy, mean of the last values,", np.array([0.1]), "pairs", "A", "B")
+    words = "B minus A in accuracy, mean of the last values: 0.100, 1 pair, which has no interval and no test."
+    assert single == words
 
 
 def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(table):

@@ -373,6 +373,18 @@ def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
         error["message"]
         == "store = False: takes true; remove it, as a server records all completions, or none with --norecording"
     )
+    for path, more, said in (
+        (
+            TEXT,
+            {"max_token": 3},
+            "'max_token' is not supported; remove it; did you mean 'max_tokens'?; this request takes",
+        ),
+        (TEXT, {"best_off": 1}, "'best_off' is not supported; remove it; this request takes temperature, top_p, top_k"),
+        (TEXT, {"presence_penalty": 0.5}, "presence_penalty = 0.5: takes 0; other values are not supported"),
+        (TEXT, {"echo": True}, "echo = True: takes False; other values are not supported"),
+    ):
+        message = post(client, path, status=400, prompt="a", **more)["error"]["message"]
+        assert message.startswith(said) and "best_of," not in message
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,9 @@ def test_problems_have_no_answers_where_the_reward_needs_none(tmp_path):
         for signature in ("completions, answers", "completions, answer"):
             with pytest.raises(ValueError, match=r"row 0|line 1: no 'answer'; .*|no problem has a column 'answers?'"):
                 loaded(tmp_path, rows, function_of(signature, {}), file=file)
+        for signature in ("texts", "texts, **rest"):
+            with pytest.raises(ValueError, match=r"the function takes \(texts.*\); write score\(prompts, completions"):
+                loaded(tmp_path, rows, function_of(signature, {}), file=file)
         with pytest.raises(ValueError, match="warm_start: trains on answers, and no problem has one"):
             others = [{"prompt": "other"}, {"prompt": "more"}]
             shown = loaded(tmp_path, rows, by_name, held_out=others, file=file, warm_start={})[1]

@@ -110,7 +110,11 @@ def needs_answers(reward: Reward) -> bool:
     if reward.per_row or reward.reads_chats:
         return reward.per_row
     forms = [_form(single) for single in reward.functions.values()]
-    return any(form.by_position or any(form.by_name.get(name) for name in ("answers", reward.answer)) for form in forms)
+    # `check_signature` refuses fewer lists by position.
+    return any(
+        len(form.by_position) > 2 or any(form.by_name.get(name) for name in ("answers", reward.answer))
+        for form in forms
+    )
 
 
 def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Problem"]) -> Reward:
