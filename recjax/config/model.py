@@ -113,7 +113,16 @@ class ModelConfig(ConfigBlock):
     teacher: str | None = key(
         None,
         "Model with the same tokenizer, for algorithm.distillation and algorithm.teacher_divergence: a run's folder,"
-        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name",
+        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name; policy: the policy itself, which"
+        " reads task.teacher_template",
+    )
+    teacher_rate: Float = key(
+        1.0,
+        "Share of the trained weights that enters the teacher's weights after each step; 1: the teacher has the current"
+        " weights, 0: the initial ones, between: their moving average",
+        needs="model.teacher = policy",
+        ge=0,
+        le=1,
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Dtype of the computation; auto: bfloat16 where the device has it"

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from recjax.algorithms.options import require
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_top_tokens
+from recjax.config.tasks import POLICY
+from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
@@ -42,6 +43,7 @@ REFERENCE = "reference policy's parameters"
 COPY = "sampler's copy"
 CAST = "weights as they compute"
 TEACHER = "teacher's parameters"
+AVERAGE = "average of the trained parameters"
 OLDER = "older weights of frozen seats"
 
 
@@ -173,7 +175,9 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[COPY] = copy
     if older := config.task.most_older_versions(config.training.steps):
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
-    if config.model.teacher:
+    if config.model.teacher == POLICY and config.model.teacher_rate < 1:
+        parts[AVERAGE] = Held("4 B × trained", model.trained)
+    elif config.model.teacher and config.model.teacher != POLICY:
         decoder = teacher_decoder(config)
         check_teacher(config, decoder.config, model.decoder.config)
         parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
@@ -264,7 +268,7 @@ def arguments_of(plan: Plan, program: str) -> dict[str, Any]:
     names = ["trained parameters", "optimizer's state"]
     reference = REFERENCE if plan.config.model.reference else START
     names += [reference] if plan.config.algorithm.build().needs_reference else []
-    names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
+    names += ["frozen parameters", *(name for name in (TEACHER, AVERAGE) if name in plan.held)]
     return {name: plan.held[name] for name in names}
 
 
@@ -335,6 +339,8 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     recorded = recorded_shapes(vocabulary, sampling, config.rollout.recording()) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     arrays = with_top_tokens(arrays, config.rollout.recorded_top_k if algorithm.score_centering else 0)
+    if config.task.teacher_template:
+        arrays = with_teacher_prompts(arrays, (), (), config.task.teacher_tokens)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)
@@ -351,6 +357,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     decoder = plan.model.decoder
     arguments = arguments_of(plan, "update")
     teacher = arguments.pop(TEACHER, None)
+    average = arguments.pop(AVERAGE, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
     is_scored_before = "score" in programs_of(config)
@@ -363,7 +370,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
         hyperparameters=hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
     )
     return update.trace(
-        TrainState(params, optimizer_state),
+        TrainState(params, optimizer_state, average),
         batch,
         layout,
         context,

@@ -11,6 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
+from recjax.config.tasks import POLICY
 from recjax.console import under_way
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
@@ -41,7 +42,7 @@ class Learner:
         frozen: parameters that are not trained, in the compute dtype.
         initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
         reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
-        teacher: the model that `model.teacher` names; None without one.
+        teacher: the model that `model.teacher` names; None without one, and if the policy is its own teacher.
     """
 
     initial_policy = staticmethod(initial_policy)
@@ -74,7 +75,8 @@ class Learner:
         # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
         if needs_reference:
             self.reference = reference_params(config, setup.policy) if config.model.reference else self.initial
-        trained = first_state(self._recipe.optimizer, params)
+        averages = config.model.teacher == POLICY and config.model.teacher_rate < 1
+        trained = first_state(self._recipe.optimizer, params, averages)
         # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:

@@ -15,6 +15,7 @@ from recjax.algorithms.presets import free_options
 from recjax.algorithms.reading import call
 from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
+from recjax.config.tasks import POLICY
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
@@ -41,6 +42,7 @@ class Recipe(NamedTuple):
     sampling: distribution that sampled the batches; log π refers to the same distribution.
     chunk: number of token positions whose vocabulary scores a device holds at once.
     teacher: decoder of the teacher, if the algorithm has one.
+    teacher_rate: see `model.teacher_rate`; read if the state has an average.
     expert_balance: weight of `recjax.models.experts.balance_loss` of each micro-batch.
     """
 
@@ -50,11 +52,18 @@ class Recipe(NamedTuple):
     sampling: Sampling
     chunk: int
     teacher: Decoder | None = None
+    teacher_rate: float = 1.0
     expert_balance: float = 0.0
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster."""
+    """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster.
+
+    Args:
+        teacher: decoder of a teacher that is another model; None without one.
+    """
+    if config.model.teacher == POLICY:
+        teacher = decoder
     return Recipe(
         decoder=unrolled_for_training(decoder),
         # Without its numbers, so that runs that differ only in them share the compiled program.
@@ -63,6 +72,7 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
+        teacher_rate=config.model.teacher_rate,
         expert_balance=config.training.expert_balance,
     )
 
@@ -82,10 +92,14 @@ def hyperparameters_of(config: Config, learning_rate: ArrayLike | jax.ShapeDtype
 
 
 class TrainState(NamedTuple):
-    """The values that an update changes: the trained parameters and their optimizer state."""
+    """The values that an update changes: the trained parameters, their optimizer state, and their average.
+
+    average: moving average of the trained parameters, which the teacher has; None without such a teacher.
+    """
 
     params: dict
     optimizer_state: optax.OptState
+    average: dict | None = None
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
@@ -109,9 +123,14 @@ def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)
 
 
-def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
-    """The state before the first step, which holds the parameters themselves and not a copy."""
-    return TrainState(params, _initial(optimizer, params))
+def first_state(optimizer: optax.GradientTransformation, params: dict, averages: bool = False) -> TrainState:
+    """The state before the first step, which holds the parameters themselves and not a copy.
+
+    Args:
+        averages: True to hold their average too, which begins as a copy.
+    """
+    average = jax.tree.map(jnp.copy, params) if averages else None
+    return TrainState(params, _initial(optimizer, params), average)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,7 +144,7 @@ class UpdateContext(NamedTuple):
     frozen: constant parameters that the state lacks; they get no gradient.
     key: random key for drops, equal for all updates of a batch.
     reference_params: the trained part, or all parameters, of the reference-KL anchor; None without one.
-    teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
+    teacher_params: all parameters of the teacher; None without a teacher, and if the teacher is the policy.
     proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
         update of a batch.
     hyperparameters: values that the recipe lacks; see `hyperparameters_of`.
@@ -165,6 +184,7 @@ class _Measured(NamedTuple):
     logprobs: Float[Array, "batch time"]
     completion_mask: Bool[Array, "batch time"]
     teacher_logprobs: Float[Array, "batch time"] | None
+    taught: Bool[Array, " batch"] | None
     observation_weights: Float[Array, "batch time"] | None
     divergence: Float[Array, "batch time"] | None
     behavior_top_logprobs: Float[Array, "batch time count"] | None
@@ -219,6 +239,8 @@ def update(
     Returns:
         The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
+    if batch.teacher_prompts is not None and layout.packed is not None:
+        raise ValueError("teacher_prompts: packed rows hold only the policy's prompts; choose a layout without packing")
     algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
@@ -234,7 +256,7 @@ def update(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
     )
     metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
-    observed = all_rows.teacher_logprobs, all_rows.observation_weights
+    observed = all_rows.teacher_logprobs, all_rows.taught, all_rows.observation_weights
     top = jax.tree.map(devices.whole, _behavior_top(recipe, batch))
     measured = _Measured(logprobs, mask, *observed, divergence, top, sums.load)
     for term in (*terms_of(algorithm), *_model_terms(recipe)):
@@ -250,7 +272,7 @@ def _batch_values(
     """The values of the whole batch that `row_terms` reads; scores are computed if the algorithm reads them."""
     algorithm = recipe.algorithm
 
-    def scored_by(decoder: Decoder, params: dict) -> TokenScores:
+    def scored_by(decoder: Decoder, params: dict, batch: Batch = batch) -> TokenScores:
         scores = batch_logprobs(layout, decoder, params, batch, recipe.sampling, recipe.chunk)
         return jax.tree.map(devices.whole, scores)
 
@@ -269,6 +291,7 @@ def _batch_values(
         token_turns=batch.token_turns,
         minibatch=layout.rows,
         proximal_logprobs=context.proximal_logprobs,
+        taught=None if batch.teacher_prompt_mask is None else batch.teacher_prompt_mask.any(-1),
     )
     if algorithm.observations is not None:
         observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
@@ -281,8 +304,24 @@ def _batch_values(
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
     if algorithm.reads_teacher_logprobs:
-        values = values._replace(teacher_logprobs=scored_by(recipe.teacher, context.teacher_params).logprobs)
+        read = batch
+        if batch.teacher_prompts is not None:
+            read = batch._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
+        logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
+        values = values._replace(teacher_logprobs=logprobs)
     return values
+
+
+def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
+    """All parameters of the teacher: those of another model, the policy's average, or the policy's own."""
+    if context.teacher_params is not None:
+        return context.teacher_params
+    return combine(state.params if state.average is None else state.average, context.frozen)
+
+
+def _teacher_prompt_mask(batch: Batch) -> Bool[Array, "batch teacher_time"]:
+    """The mask of the teacher's prompts with a token in every row: attention over no token would be NaN."""
+    return batch.teacher_prompt_mask | (jnp.arange(batch.teacher_prompt_mask.shape[1]) < 1)
 
 
 def _summed(
@@ -292,7 +331,8 @@ def _summed(
     decoder = recipe.decoder
     experts = decoder.config.experts
     divergence = recipe.algorithm.teacher_divergence
-    compared = None if divergence is None else Compared(recipe.teacher, context.teacher_params, divergence)
+    # Parameters from outside of the differentiated function, so that no gradient flows through a policy as teacher.
+    compared = None if divergence is None else Compared(recipe.teacher, _teacher_params(state, context), divergence)
     # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
     params = params_for(decoder, state.params)
 
@@ -311,8 +351,12 @@ def _summed(
                 layout, scorer, params, scored_part, index, load=experts is not None, compared=compared
             )
 
+        teacher = compared
+        if compared is not None and part.teacher_prompts is not None:
+            teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))
+
         def micro_loss(params: dict) -> tuple[Array, tuple[Array, TokenScores]]:
-            scores = scored_by(params, compared)
+            scores = scored_by(params, teacher)
             reference = None if context.reference_params is None else scored_by(context.reference_params).logprobs
             total, count = losses.loss(
                 recipe.algorithm,
@@ -398,4 +442,9 @@ def _stepped(
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
     }
-    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics
+    params = optax.apply_updates(state.params, updates)
+    average = state.average
+    if average is not None:
+        rate = jnp.where(sums.count > 0, recipe.teacher_rate, 0.0)
+        average = optax.incremental_update(params, average, rate)
+    return constrain_params(TrainState(params, optimizer_state, average)), metrics
