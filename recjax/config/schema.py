@@ -90,9 +90,9 @@ class AlgorithmConfig(ConfigBlock):
         axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
         yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
         problem = (
-            "has the policy's weights and prompts, so there is nothing to learn from it; set task.teacher_template,"
+            "has the weights and prompts of the policy, which learns nothing from it; set task.teacher_template, or"
         )
-        problem += " or model.teacher_rate below 1"
+        problem += " model.teacher_rate below 1"
         is_equal = teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template
         yield is_equal, "model.teacher", problem
         problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"

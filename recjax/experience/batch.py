@@ -389,21 +389,21 @@ def with_top_tokens(batch: Batch, count: int) -> Batch:
     return batch._replace(recorded=recorded)
 
 
-def with_teacher_prompts(batch: Batch, places: Sequence[int], prompts: Sequence[np.ndarray | None], room: int) -> Batch:
+def with_teacher_prompts(batch: Batch, rows: Sequence[int], prompts: Sequence[np.ndarray | None], room: int) -> Batch:
     """The batch with the prompts of a teacher.
 
     Args:
-        places: row of each prompt in the batch.
+        rows: row of each prompt in the batch.
         prompts: tokens of each prompt; None for a completion without a teacher.
         room: tokens of the longest possible prompt.
     """
     size = len(batch.rewards), room
     tokens = np.zeros(size, np.int32)
     mask = np.zeros(size, bool)
-    known = [(place, prompt) for place, prompt in zip(places, prompts, strict=True) if prompt is not None]
-    for place, prompt in known:
-        tokens[place, : len(prompt)] = prompt
-        mask[place, : len(prompt)] = True
+    for row, prompt in zip(rows, prompts, strict=True):
+        if prompt is not None:
+            tokens[row, : len(prompt)] = prompt
+            mask[row, : len(prompt)] = True
     return batch._replace(teacher_prompts=tokens, teacher_prompt_mask=mask)
 
 
