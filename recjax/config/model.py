@@ -10,6 +10,7 @@ import pydantic
 
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
+POLICY = "policy"  # the policy as a teacher, and as the player of a seat
 Projection = Literal[
     "query",
     "key",
@@ -170,6 +171,11 @@ class ModelConfig(ConfigBlock):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct the pattern") from error
         return patterns
+
+    @property
+    def average_rate(self) -> float | None:
+        """`teacher_rate` if the teacher has an average of the policy's weights; None for all other teachers."""
+        return self.teacher_rate if self.teacher == POLICY and self.teacher_rate < 1 else None
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """A continued adapter with settings that train the base."""

@@ -28,8 +28,8 @@ from recjax.config.fields import (
     schema_keys,
     value_of,
 )
-from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
-from recjax.config.tasks import POLICY, TASKS, GradingConfig, TaskConfig, named_task
+from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
+from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough

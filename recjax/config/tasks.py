@@ -21,6 +21,7 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
+from recjax.config.model import POLICY
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym import check_gym
 
@@ -104,7 +105,6 @@ class ReasoningGymTask(ConfigBlock):
     )
 
 
-POLICY = "policy"
 INITIAL = "initial"
 LESSONS = ("answer", "better", "feedback")  # names in task.teacher_template besides the prompt
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from recjax.algorithms.options import require
 from recjax.config import Config
-from recjax.config.tasks import POLICY
+from recjax.config.model import POLICY
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
@@ -43,7 +43,6 @@ REFERENCE = "reference policy's parameters"
 COPY = "sampler's copy"
 CAST = "weights as they compute"
 TEACHER = "teacher's parameters"
-AVERAGE = "average of the trained parameters"
 OLDER = "older weights of frozen seats"
 
 
@@ -157,11 +156,13 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, config.model.average_rate)
+    averaged = "" if config.model.average_rate is None else "; the teacher's average: 4 B × trained"
+    state = Held(f"Adam's two moments: 8 B × trained{averaged}", jax.eval_shape(optimizer.init, model.trained))
     size = model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
-        "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "optimizer's state": state,
         "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
@@ -175,9 +176,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[COPY] = copy
     if older := config.task.most_older_versions(config.training.steps):
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
-    if config.model.teacher == POLICY and config.model.teacher_rate < 1:
-        parts[AVERAGE] = Held("4 B × trained", model.trained)
-    elif config.model.teacher and config.model.teacher != POLICY:
+    if config.model.teacher not in (None, POLICY):
         decoder = teacher_decoder(config)
         check_teacher(config, decoder.config, model.decoder.config)
         parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
@@ -268,7 +267,7 @@ def arguments_of(plan: Plan, program: str) -> dict[str, Any]:
     names = ["trained parameters", "optimizer's state"]
     reference = REFERENCE if plan.config.model.reference else START
     names += [reference] if plan.config.algorithm.build().needs_reference else []
-    names += ["frozen parameters", *(name for name in (TEACHER, AVERAGE) if name in plan.held)]
+    names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
     return {name: plan.held[name] for name in names}
 
 
@@ -357,7 +356,6 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     decoder = plan.model.decoder
     arguments = arguments_of(plan, "update")
     teacher = arguments.pop(TEACHER, None)
-    average = arguments.pop(AVERAGE, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
     is_scored_before = "score" in programs_of(config)
@@ -370,7 +368,7 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
         hyperparameters=hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
     )
     return update.trace(
-        TrainState(params, optimizer_state, average),
+        TrainState(params, optimizer_state),
         batch,
         layout,
         context,

@@ -11,7 +11,6 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
-from recjax.config.tasks import POLICY
 from recjax.console import under_way
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
@@ -75,8 +74,7 @@ class Learner:
         # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
         if needs_reference:
             self.reference = reference_params(config, setup.policy) if config.model.reference else self.initial
-        averages = config.model.teacher == POLICY and config.model.teacher_rate < 1
-        trained = first_state(self._recipe.optimizer, params, averages)
+        trained = first_state(self._recipe.optimizer, params)
         # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from recjax import __version__, hosts
 from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
-from recjax.config.tasks import POLICY
+from recjax.config.model import POLICY
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import progress_bar, under_way
 from recjax.files import check_manifest

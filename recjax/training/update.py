@@ -15,7 +15,7 @@ from recjax.algorithms.presets import free_options
 from recjax.algorithms.reading import call
 from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
-from recjax.config.tasks import POLICY
+from recjax.config.model import POLICY
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
@@ -42,7 +42,6 @@ class Recipe(NamedTuple):
     sampling: distribution that sampled the batches; log π refers to the same distribution.
     chunk: number of token positions whose vocabulary scores a device holds at once.
     teacher: decoder of the teacher, if the algorithm has one.
-    teacher_rate: see `model.teacher_rate`; read if the state has an average.
     expert_balance: weight of `recjax.models.experts.balance_loss` of each micro-batch.
     """
 
@@ -52,7 +51,6 @@ class Recipe(NamedTuple):
     sampling: Sampling
     chunk: int
     teacher: Decoder | None = None
-    teacher_rate: float = 1.0
     expert_balance: float = 0.0
 
 
@@ -68,11 +66,10 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
         decoder=unrolled_for_training(decoder),
         # Without its numbers, so that runs that differ only in them share the compiled program.
         algorithm=free_options(config.algorithm.build())[0],
-        optimizer=make_optimizer(config.optimizer),
+        optimizer=make_optimizer(config.optimizer, config.model.average_rate),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
-        teacher_rate=config.model.teacher_rate,
         expert_balance=config.training.expert_balance,
     )
 
@@ -92,30 +89,39 @@ def hyperparameters_of(config: Config, learning_rate: ArrayLike | jax.ShapeDtype
 
 
 class TrainState(NamedTuple):
-    """The values that an update changes: the trained parameters, their optimizer state, and their average.
-
-    average: moving average of the trained parameters, which the teacher has; None without such a teacher.
-    """
+    """The values that an update changes: the trained parameters and their optimizer state."""
 
     params: dict
     optimizer_state: optax.OptState
-    average: dict | None = None
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+class Averaged(NamedTuple):
+    """The moving average of the trained parameters, a part of the optimizer's state if a teacher has these weights."""
+
+    average: dict
+
+
+def make_optimizer(config: OptimizerConfig, average_rate: float | None = None) -> optax.GradientTransformationExtraArgs:
     """AdamW after clipping the gradient by its global norm; its update takes `hyperparameters_of` the optimizer.
 
     Adam's betas and ε are parts of the program: float32 lacks the precision for 1 − β.
+
+    Args:
+        average_rate: see `ModelConfig.average_rate`; the state then has an `Averaged`.
     """
-    return _clipped_adamw(config.beta1, config.beta2, config.epsilon)
+    return _clipped_adamw(config.beta1, config.beta2, config.epsilon, average_rate)
 
 
 @functools.cache  # equal arguments return the same object, so that runs share one compiled `update`
-def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
+def _clipped_adamw(
+    beta1: float, beta2: float, epsilon: float, average_rate: float | None
+) -> optax.GradientTransformationExtraArgs:
+    averaged = [] if average_rate is None else [parameter_average(average_rate)]
+
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
         # A schedule, because its state counts the updates, which the learning rate follows.
         adamw = optax.adamw(lambda _: learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay)
-        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw, *averaged)
 
     def update(updates, state, params=None, **hyperparameters):
         return chain(**hyperparameters).update(updates, state, params)
@@ -123,14 +129,21 @@ def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)
 
 
-def first_state(optimizer: optax.GradientTransformation, params: dict, averages: bool = False) -> TrainState:
-    """The state before the first step, which holds the parameters themselves and not a copy.
+def parameter_average(rate: float) -> optax.GradientTransformation:
+    """Keeps the average of the parameters after each step, which begins with the initial ones; changes no update."""
 
-    Args:
-        averages: True to hold their average too, which begins as a copy.
-    """
-    average = jax.tree.map(jnp.copy, params) if averages else None
-    return TrainState(params, _initial(optimizer, params), average)
+    def init(params):
+        return Averaged(jax.tree.map(jnp.copy, params))  # the state is donated, so the two need arrays of their own
+
+    def update(updates, state, params):
+        return updates, Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))
+
+    return optax.GradientTransformation(init, update)
+
+
+def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
+    """The state before the first step, which holds the parameters themselves and not a copy."""
+    return TrainState(params, _initial(optimizer, params))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -316,7 +329,7 @@ def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
     """All parameters of the teacher: those of another model, the policy's average, or the policy's own."""
     if context.teacher_params is not None:
         return context.teacher_params
-    return combine(state.params if state.average is None else state.average, context.frozen)
+    return combine(optax.tree.get(state.optimizer_state, "average", state.params), context.frozen)
 
 
 def _teacher_prompt_mask(batch: Batch) -> Bool[Array, "batch teacher_time"]:
@@ -442,9 +455,4 @@ def _stepped(
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
     }
-    params = optax.apply_updates(state.params, updates)
-    average = state.average
-    if average is not None:
-        rate = jnp.where(sums.count > 0, recipe.teacher_rate, 0.0)
-        average = optax.incremental_update(params, average, rate)
-    return constrain_params(TrainState(params, optimizer_state, average)), metrics
+    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics

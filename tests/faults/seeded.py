@@ -423,8 +423,8 @@ FAULTS = {
     "update-average-stands-still": Fault(
         "the averaged weights of a teacher stay the initial ones",
         "recjax/training/update.py",
-        "average = optax.incremental_update(params, average, rate)",
-        "pass",
+        "Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))",
+        "state",
         (_SELF_TAUGHT,),
     ),
     # --- Rollout.

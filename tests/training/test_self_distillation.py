@@ -15,21 +15,22 @@ from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, logits
 from recjax.models.sampling import Sampling
-from recjax.planning.programs import AVERAGE, resident_arrays, resolve_shapes
-from recjax.training.update import Recipe, TrainState, UpdateContext, recipe_of, update
+from recjax.planning.programs import resident_arrays, resolve_shapes
+from recjax.training.update import Averaged, Recipe, TrainState, UpdateContext, parameter_average, recipe_of, update
 from tests.training.test_update import CONFIG, SGD, initial, make_batch
 from tests.training.tiny_run import TINY, train, without_times
 
 TEMPERATURE, RATE, COEFFICIENT, CAP = 0.9, 0.25, 0.7, 1.5
 ROOM = 6
 TWO = Layout(2)
+OPTIMIZER = optax.chain(SGD, parameter_average(RATE))
 
 
 def recipe():
     divergence = {"coefficient": COEFFICIENT, "kind": "reverse_kl", "weight": "truncated", "cap": CAP}
     changes = {"advantage": {"name": "none"}, "teacher_divergence": divergence, "distillation": {"coefficient": 0.3}}
     algorithm = build_algorithm("reinforce", changes)
-    return Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(TEMPERATURE), 7, Decoder(CONFIG), RATE)
+    return Recipe(Decoder(CONFIG), algorithm, OPTIMIZER, Sampling(TEMPERATURE), 7, Decoder(CONFIG))
 
 
 @functools.cache
@@ -53,9 +54,9 @@ def taught_batch():
 def step(batch, params=None, teacher=None, layout=TWO):
     """New parameters, average and metrics of an update of `params`, with a teacher of the weights `teacher`."""
     params, teacher = (jax.tree.map(jnp.copy, initial() if tree is None else tree) for tree in (params, teacher))
-    state = TrainState(params, SGD.init(params), teacher)
+    state = TrainState(params, (SGD.init(params), Averaged(teacher)))
     state, metrics, _ = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe())
-    return state.params, state.average, metrics
+    return state.params, state.optimizer_state[1].average, metrics
 
 
 @functools.cache
@@ -190,21 +191,17 @@ def taught(tmp_path):
 
 def test_keys_reach_the_update_and_the_plan_of_memory(taught):
     config = taught("run", "model.teacher_rate=0.3")
+    current = config.replace(**{"model.teacher_rate": 1.0})
     made = recipe_of(config, Decoder(CONFIG))
-    assert made.teacher == made.decoder and made.teacher_rate == 0.3
-    assert (
-        recipe_of(config.replace(**{"model.teacher": "other"}, **{"model.teacher_rate": 1.0}), Decoder(CONFIG)).teacher
-        is None
-    )
+    assert made.teacher == made.decoder and config.model.average_rate == 0.3 and current.model.average_rate is None
+    assert recipe_of(current.replace(**{"model.teacher": "other"}), Decoder(CONFIG)).teacher is None
     model = resolve_shapes(config)[0]
-    assert resident_arrays(config, model)[AVERAGE].tree == model.trained
-    assert AVERAGE not in resident_arrays(config.replace(**{"model.teacher_rate": 1.0}), model)
-    weighted = config.replace(**{"algorithm.teacher_divergence.weight": "truncated"})
-    assert (
-        weighted.algorithm.build().needs_behavior_logprobs
-        and not build_algorithm("logit_distillation", {}).needs_behavior_logprobs
-    )
-    assert free_options(weighted.algorithm.build())[1]["teacher_divergence"]["cap"] == 2.0
+    averaged, plain = (resident_arrays(each, model)["optimizer's state"] for each in (config, current))
+    assert optax.tree.get(averaged.tree, "average") == model.trained and "average" in averaged.formula
+    assert optax.tree.get(plain.tree, "average") is None and "average" not in plain.formula
+    weighted = config.replace(**{"algorithm.teacher_divergence.weight": "truncated"}).algorithm.build()
+    assert weighted.needs_behavior_logprobs and not build_algorithm("logit_distillation", {}).needs_behavior_logprobs
+    assert free_options(weighted)[1]["teacher_divergence"]["cap"] == 2.0
 
 
 @pytest.mark.slow
