@@ -11,15 +11,16 @@ import numpy as np
 ROWS = 3000
 
 
-def main() -> None:
-    """Writes the file next to this one."""
+def lines() -> list[str]:
+    """The lines of the file."""
     generator = np.random.default_rng(0)
-    with (Path(__file__).parent / "hinted.jsonl").open("w", encoding="utf-8") as file:
-        for first, second, hint in zip(
-            *generator.integers(10, 100, (2, ROWS)), generator.integers(20, 199, ROWS), strict=True
-        ):
-            file.write(json.dumps({"prompt": f"{hint}|{first}+{second}=", "answer": f"{hint}"}) + "\n")
+    numbers = (*generator.integers(10, 100, (2, ROWS)), generator.integers(20, 199, ROWS))
+    rows = [
+        {"prompt": f"{hint}|{first}+{second}=", "answer": f"{hint}"}
+        for first, second, hint in zip(*numbers, strict=True)
+    ]
+    return [json.dumps(row) for row in rows]
 
 
 if __name__ == "__main__":
-    main()
+    Path(__file__).with_suffix(".jsonl").write_text("\n".join(lines()) + "\n", encoding="utf-8")
