@@ -205,7 +205,8 @@ def data_digests(
 
 def untrained(config: Config) -> Config:
     """The config's policy and task, without the settings that only training reads and that `prepare` would check."""
-    return config.model_copy(update={"experience": None, "training": TrainingConfig()})
+    task = config.task.model_copy(update={"teacher_template": None})
+    return config.model_copy(update={"experience": None, "training": TrainingConfig(), "task": task})
 
 
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
