@@ -79,8 +79,11 @@ class TeacherPrompts:
     def _lesson(self, group: Group, completion: Completion) -> Problem | None:
         """The teacher's prompt for a completion; None if it lacks a value that the template names."""
         values = {"answer": group.answer, "better": None, "feedback": None}
-        if "better" in self._names:
-            values["better"] = _better(group, completion)
+        graded = [each for each in group.completions if each.grade is not None and each.grade.reward is not None]
+        reward = completion.grade and completion.grade.reward
+        if reward is not None:
+            best = max(graded, key=lambda each: each.grade.reward)  # the first of equal ones
+            values["better"] = best.text if best.grade.reward > reward else None
         if self._feedback is not None:
             values["feedback"] = self._feedback(group.prompt, completion.text, group.answer)
         elif "comment" in completion.metadata:
@@ -112,11 +115,3 @@ class TeacherPrompts:
             return [ids for _, ids in rendered(problems, 0, self._policy.tokenizer, self._policy.vocabulary)]
         except ValueError as error:
             raise ValueError(f"task.teacher_template: {error}") from error
-
-
-def _better(group: Group, completion: Completion) -> str | None:
-    """The text of the group's best completion, the first of equal ones; None if its reward is not higher."""
-    graded = [each for each in group.completions if each.grade is not None and each.grade.reward is not None]
-    best = max(graded, key=lambda each: each.grade.reward, default=None)
-    reward = completion.grade and completion.grade.reward
-    return None if best is None or reward is None or best.grade.reward <= reward else best.text
