@@ -12,6 +12,8 @@ STORE = "experience.store=somewhere"
 FOLLOW = [STORE, "experience.follow=true", CONTEXT]
 TURNS = "algorithm.advantage={name: turn_returns}"
 SHOWN = ["model={decoder: ~, path: base}", "warm_start.demonstrations=shown.jsonl"]
+TEMPLATE = ["task.teacher_template={answer}={prompt}", "algorithm.preset=sdpo"]
+TEMPLATE = [*TEMPLATE, "model.teacher=policy", "task.teacher_tokens=9"]
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 
 SEATS = [*AGENT, "task.seats={a: policy, b: initial, c: 3, d: 'a:b'}"]
@@ -146,6 +148,26 @@ CASES = [
     ("mesh={fsdp: -1, tensor: -1}", "mesh.fsdp = -1: only one of mesh.fsdp and mesh.tensor"),
     ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
     ("algorithm.teacher_divergence.coefficient=0.1", "algorithm.teacher_divergence", "needs a teacher"),
+    (
+        ["algorithm.preset=sdpo", "model.teacher=policy"],
+        "model.teacher = 'policy': has the weights and prompts of the policy",
+        "task.teacher_template, or model.teacher_rate below 1",
+    ),
+    (
+        ["algorithm.preset=sdpo", "model={teacher: x, teacher_rate: 0.5}"],
+        "teacher_rate = 0.5",
+        "model.teacher = policy",
+    ),
+    (TEMPLATE[:1], "task.teacher_template = '{answer}={prompt}': applies only with model.teacher"),
+    (TEMPLATE[:3], "task.teacher_tokens = None: is required with task.teacher_template"),
+    ([*TEMPLATE, *AGENT], "task.teacher_template", "does not work with task.agent"),
+    ([*TEMPLATE, "training.tokens_per_micro_batch=64"], "not work with training.tokens_per_micro_batch"),
+    ([*TEMPLATE, "task.teacher_feedback=some:function"], "task.teacher_template has no {feedback}; add it there"),
+    ([*TEMPLATE, "task.teacher_tokens=0"], "task.teacher_tokens = 0"),
+    ([*TEMPLATE, "task.teacher_template={answer}"], "task.teacher_template = '{answer}': must hold {prompt}"),
+    ([*TEMPLATE, "task.teacher_template={prompt:>9999}"], "must hold {prompt}", "without a width"),
+    ([*TEMPLATE, "task.teacher_template={prompt}{right}"], "may hold {answer}, {better}, {feedback}"),
+    ([*TEMPLATE, "task.teacher_template={prompt"], "task.teacher_template = '{prompt'", "must hold {prompt}"),
     ("rollout.drift.weights=int4", "rollout.drift.weights = 'int4': takes int8, float8, noise"),
     ("rollout.drift={weights: int8, scale: -1}", "rollout.drift.scale = -1"),
     (["rollout.drift.weights=int8", ENGINE], "rollout.drift = {", "changes the weights of recjax's own sampler"),

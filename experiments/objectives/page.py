@@ -47,6 +47,10 @@ COMPANIONS: dict[str, dict[str, dict]] = {
     "a3po": {"training": {"updates_per_batch": 2}},
     "on_policy_distillation": {"model": {"teacher": "models/TEACHER"}},
     "logit_distillation": {"model": {"teacher": "models/TEACHER"}},
+    "sdpo": {
+        "model": {"teacher": "policy", "teacher_rate": 0.05},
+        "task": {"teacher_template": "{prompt}\n\nA correct solution:\n{better}", "teacher_tokens": 2048},
+    },
     "echo": {"task": {"agent": "my_agents:play"}, "rollout": {"max_context_tokens": 1024}},
 }
 PAPERS = """\

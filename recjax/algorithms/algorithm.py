@@ -70,6 +70,8 @@ class Algorithm:
     def needs_behavior_logprobs(self) -> bool:
         """True if the loss depends on log-probs under the behavior policy."""
         needs = self.compares_completions or self.correction is not None or self.score_centering is not None
+        divergence = self.teacher_divergence
+        needs = needs or (divergence is not None and divergence.keywords["weight"] != "none")
         return needs or self.reads("behavior_logprobs", "scored_log_ratio", "effective_share")
 
     @property

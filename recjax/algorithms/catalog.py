@@ -461,6 +461,18 @@ FIELD = {
         " policy's samples it is on-policy, on a store's (a teacher's, say) off-policy; the paper mixes both:"
         " experience.mix",
     ),
+    "sdpo": Preset(
+        "SDPO, self-distillation",
+        "2601.20802",
+        "of the loss min(ρ, 2)·D_t: JSD between π and the teacher, which is π with another prompt",
+        {
+            "advantage": "none",
+            "teacher_divergence": {"coefficient": 1.0, "kind": "jsd", "top_k": 100, "weight": "truncated"},
+        },
+        "set task.teacher_template with {better} or {feedback}; with {answer} it is OPSD (2601.18734). The paper"
+        " averages the teacher's weights: model.teacher_rate=0.05. Here the mean also counts tokens of completions"
+        " without a teacher, and {better} is another completion only if its reward is higher",
+    ),
     # --- Observations.
     "echo": Preset(
         "ECHO",
@@ -526,5 +538,6 @@ SOURCES = {
     "a3po": "AReaL `trainer/ppo/actor.py`",
     "on_policy_distillation": "prime-rl `trainer/rl/loss.py`, `ref_kl_loss_fn`, without its ratio",
     "logit_distillation": "§3; TRL `gkd_trainer.py`",
+    "sdpo": "TRL `experimental/sdpo`, with the options of the authors' lasgroup/SDPO",
     "echo": "rLLM #668; prime-rl `algo/echo.py`",
 }

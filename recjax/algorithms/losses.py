@@ -51,6 +51,7 @@ class RowTerms(NamedTuple):
     mask: joint mask of the axes `clip` and `mask`, as far as their functions read the whole batch.
     proximal_logprobs: log π before the batch's first update, if the algorithm reads it.
     teacher_logprobs: log-probs of a teacher, if the algorithm reads them.
+    taught: mask of the rows with a teacher; None: all rows. In other rows the teacher equals the policy.
     effective_share: effective sample size of the update's tokens as a share, equal for all rows; None without scores.
     trajectories: id of each row's completion, which stays in one micro-batch; None if each row is a completion.
     observation_weights: see `regularizers.observation_cross_entropy`; None if the algorithm does not read observations.
@@ -65,6 +66,7 @@ class RowTerms(NamedTuple):
     mask: Bool[Array, "batch time"] | None = None
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
+    taught: Bool[Array, " batch"] | None = None
     effective_share: Float[Array, " batch"] | None = None
     trajectories: Int[Array, " batch"] | None = None
     observation_weights: Float[Array, "batch time"] | None = None
@@ -157,6 +159,7 @@ class BatchValues(NamedTuple):
     scored: results of the scoring pass; ignored where masked.
     proximal_logprobs: log π before the batch's first update; ignored where masked. None: the log-probs of `scored`.
     teacher_logprobs: log-probs of a teacher at each token; ignored where masked.
+    taught: mask of the rows with a teacher; None: all rows.
     """
 
     rewards: Float[Array, " batch"]
@@ -175,6 +178,7 @@ class BatchValues(NamedTuple):
     scored: Scored | None = None
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
+    taught: Bool[Array, " batch"] | None = None
     # `row_terms` computes the following values, in this order.
     lengths: Int[Array, " batch"] | None = None
     scored_logprobs: Float[Array, "batch time"] | None = None
@@ -240,6 +244,12 @@ def _tokens(
     def constant(x):
         return None if x is None else jax.lax.stop_gradient(jnp.where(mask, x, 0.0))
 
+    teacher_logprobs = rows.teacher_logprobs
+    divergence = scores.divergence
+    if rows.taught is not None:
+        taught = rows.taught[:, None]
+        teacher_logprobs = None if teacher_logprobs is None else jnp.where(taught, teacher_logprobs, logprobs)
+        divergence = None if divergence is None else jnp.where(taught, divergence, 0.0)
     return TokenValues(
         # Masked before any exponential: behind it, the gradient of a masked −inf would be NaN.
         jnp.where(mask, logprobs, 0.0),
@@ -250,10 +260,10 @@ def _tokens(
         rows.trajectories,
         rows.effective_share,
         constant(rows.proximal_logprobs),
-        constant(rows.teacher_logprobs),
+        constant(teacher_logprobs),
         constant(scores.reference_logprobs),
         scores.entropy,
-        scores.divergence,
+        divergence,
         top_logprobs=scores.top_logprobs,
         behavior_top_logprobs=scores.behavior_top_logprobs,
     )
@@ -305,6 +315,10 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         proximal = batch.scored.logprobs
     if proximal is not None:
         proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
+    teacher_logprobs = batch.teacher_logprobs
+    if teacher_logprobs is not None and batch.taught is not None:
+        # Not −inf, which would be a token that the teacher cannot choose.
+        teacher_logprobs = jnp.where(batch.taught[:, None], teacher_logprobs, 0.0)
     # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
     trained = kept if batch.minibatch is None else kept & batch.minibatch
     observation_weights = None
@@ -325,7 +339,8 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         batch.foreign,
         mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
         proximal_logprobs=proximal,
-        teacher_logprobs=batch.teacher_logprobs,
+        teacher_logprobs=teacher_logprobs,
+        taught=batch.taught,
         effective_share=batch.effective_share,
         trajectories=batch.trajectories,
         observation_weights=observation_weights,

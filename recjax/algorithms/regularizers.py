@@ -391,6 +391,8 @@ def teacher_divergence(
     kind: Divergence = "reverse_kl",
     beta: Scalar = 0.5,
     top_k: int = 0,
+    weight: Literal["none", "truncated"] = "none",
+    cap: Scalar = 2.0,
 ) -> Float[Array, "*tokens"]:
     """`coefficient` · divergence between a teacher's and the policy's next-token distributions, over the vocabulary.
 
@@ -405,9 +407,12 @@ def teacher_divergence(
         beta: β of jsd, between 0 and 1.
         top_k: number of the teacher's most likely tokens that are compared one by one; all other tokens are compared as
             one event, so the value is a lower bound. 0: all tokens.
+        weight: weight of each token's divergence in the loss, for stale samples: none, or truncated for min(π/μ, cap).
+            This function returns values without weights.
+        cap: limit of truncated weights, above 0.
     Raises:
         ValueError: an option out of range.
-    Reference: arXiv 2306.13649 (GKD) §3.
+    Reference: arXiv 2306.13649 (GKD) §3; for weight, arXiv 2601.20802 (SDPO).
 
     Examples:
         >>> q, p = jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.log(jnp.array([[0.5, 0.4, 0.1]]))
@@ -418,6 +423,7 @@ def teacher_divergence(
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     require((0 < beta) & (beta < 1), "beta", beta, "must be between 0 and 1, without both")
     require(top_k >= 0, "top_k", top_k, "must be 0 (the whole vocabulary) or more")
+    require(cap > 0, "cap", cap, "must be above 0")
     q, p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (scores, jax.lax.stop_gradient(teacher_scores)))
     if 0 < top_k < p.shape[-1]:
         chosen = jax.lax.top_k(p, top_k)[1]

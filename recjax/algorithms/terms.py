@@ -8,11 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.options import Scalar
+from recjax.algorithms.ratios import bounded_exp
 from recjax.algorithms.reduce import token_average
 
 
@@ -51,9 +53,12 @@ def terms_of(algorithm: Algorithm) -> tuple[Term, ...]:
     if algorithm.entropy is not None:
         terms.append(Term("entropy", per_token=algorithm.entropy, sign=-1))
     if algorithm.teacher_divergence is not None:
-        coefficient = algorithm.teacher_divergence.keywords["coefficient"]
-        measured = functools.partial(_divergence_metrics, coefficient=coefficient)
-        terms.append(Term("teacher_divergence", per_token=_computed_divergence, metrics=measured))
+        options = algorithm.teacher_divergence.keywords
+        measured = functools.partial(_divergence_metrics, coefficient=options["coefficient"])
+        computed = _computed_divergence
+        if options["weight"] == "truncated":
+            computed = functools.partial(_weighted_divergence, cap=options["cap"])
+        terms.append(Term("teacher_divergence", per_token=computed, metrics=measured))
     if algorithm.score_centering is not None:
         terms.append(Term("score_centering", per_token=algorithm.score_centering, metrics=_centering_metrics))
     if algorithm.observations is not None:
@@ -69,11 +74,37 @@ def _computed_divergence(divergence: Float[Array, "batch time"]) -> Float[Array,
     return divergence
 
 
+def _weighted_divergence(
+    divergence: Float[Array, "batch time"],
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
+    *,
+    cap: Scalar,
+) -> Float[Array, "batch time"]:
+    """The divergence from a teacher, times the ratio to the behavior policy up to a cap, constant."""
+    return jax.lax.stop_gradient(jnp.minimum(bounded_exp(logprobs - behavior_logprobs), cap)) * divergence
+
+
 def _divergence_metrics(
-    divergence: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: Scalar
+    divergence: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    taught: Bool[Array, " batch"] | None = None,
+    *,
+    coefficient: Scalar,
 ) -> dict[str, Float[Array, ""]]:
-    """Mean divergence from the teacher, in nats per token, without the term's coefficient."""
-    return {"teacher_divergence": token_average(divergence, completion_mask) / coefficient}
+    """Mean divergence from the teacher, in nats per token that has one, without the term's coefficient."""
+    mask, measured = _taught_tokens(completion_mask, taught)
+    return measured | {"teacher_divergence": token_average(divergence, mask) / coefficient}
+
+
+def _taught_tokens(
+    completion_mask: Bool[Array, "batch time"], taught: Bool[Array, " batch"] | None
+) -> tuple[Bool[Array, "batch time"], dict[str, Float[Array, ""]]]:
+    """The tokens that have a teacher, and their share as a metric if a teacher has prompts of its own."""
+    if taught is None:
+        return completion_mask, {}
+    mask = completion_mask & taught[:, None]
+    return mask, {"taught_fraction": token_average(mask.astype(float), completion_mask)}
 
 
 def _centering_metrics(
@@ -110,7 +141,9 @@ def _distillation_metrics(
     logprobs: Float[Array, "batch time"],
     teacher_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
+    taught: Bool[Array, " batch"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """KL(π ‖ teacher) in nats per token, estimated on the sampled tokens that both policies can choose."""
-    possible = completion_mask & ~(jnp.isneginf(logprobs) | jnp.isneginf(teacher_logprobs))
-    return {"teacher_kl": token_average(logprobs - teacher_logprobs, possible)}
+    mask, measured = _taught_tokens(completion_mask, taught)
+    possible = mask & ~(jnp.isneginf(logprobs) | jnp.isneginf(teacher_logprobs))
+    return measured | {"teacher_kl": token_average(logprobs - teacher_logprobs, possible)}

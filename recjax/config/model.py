@@ -10,6 +10,7 @@ import pydantic
 
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
+POLICY = "policy"  # the policy as a teacher, and as the player of a seat
 Projection = Literal[
     "query",
     "key",
@@ -113,7 +114,16 @@ class ModelConfig(ConfigBlock):
     teacher: str | None = key(
         None,
         "Model with the same tokenizer, for algorithm.distillation and algorithm.teacher_divergence: a run's folder,"
-        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name",
+        " checkpoints/STEP or checkpoints/best in it, or a model's folder or hub name; policy: the policy itself, which"
+        " reads task.teacher_template",
+    )
+    teacher_rate: Float = key(
+        1.0,
+        "Share of the trained weights that enters the teacher's weights after each step; 1: the teacher has the current"
+        " weights, 0: the initial ones, between: their moving average",
+        needs="model.teacher = policy",
+        ge=0,
+        le=1,
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
@@ -161,6 +171,11 @@ class ModelConfig(ConfigBlock):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct the pattern") from error
         return patterns
+
+    @property
+    def average_rate(self) -> float | None:
+        """`teacher_rate` if the teacher has an average of the policy's weights; None for all other teachers."""
+        return self.teacher_rate if self.teacher == POLICY and self.teacher_rate < 1 else None
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """A continued adapter with settings that train the base."""

@@ -28,7 +28,7 @@ from recjax.config.fields import (
     schema_keys,
     value_of,
 )
-from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
+from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
 from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
@@ -89,6 +89,12 @@ class AlgorithmConfig(ConfigBlock):
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
         axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
         yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
+        problem = (
+            "has the weights and prompts of the policy, which learns nothing from it; set task.teacher_template, or"
+        )
+        problem += " model.teacher_rate below 1"
+        is_equal = teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template
+        yield is_equal, "model.teacher", problem
         problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"
         problem += " experience.follow, or remove it"
         axis = "observations" if self.observations else "preset"

@@ -1,13 +1,27 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from recjax.algorithms.options import did_you_mean
-from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, key, spelled, value_of
+from recjax.config.fields import (
+    Bool,
+    ConfigBlock,
+    Float,
+    Int,
+    Place,
+    Refusal,
+    block_of,
+    checked,
+    key,
+    spelled,
+    value_of,
+)
+from recjax.config.model import POLICY
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym import check_gym
 
@@ -91,8 +105,18 @@ class ReasoningGymTask(ConfigBlock):
     )
 
 
-POLICY = "policy"
 INITIAL = "initial"
+LESSONS = ("answer", "better", "feedback")  # names in task.teacher_template besides the prompt
+
+
+def _wrong_with_template(template: str) -> str | None:
+    remedy = f"must hold {{prompt}}, and may hold {{{'}, {'.join(LESSONS)}}}, without a width or a conversion"
+    try:
+        fields = {tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None}
+    except ValueError as error:
+        return f"{remedy} ({error})"
+    known = {(name, "", None) for name in ("prompt", *LESSONS)}
+    return None if ("prompt", "", None) in fields and fields <= known else remedy
 
 
 class OneTask(ConfigBlock):
@@ -243,6 +267,28 @@ class TaskConfig(OneTask):
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
     truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
+    teacher_template: checked(str, _wrong_with_template) | None = key(
+        None,
+        "Prompt of model.teacher, with {prompt}, which is a chat's last user message, and what the policy does not see:"
+        " {answer}, the reference answer; {better}, the group's best completion if its reward is higher; {feedback}. A"
+        " completion that lacks one of them has no teacher",
+        needs="model.teacher",
+        excludes="task.agent or experience.follow or training.tokens_per_micro_batch",
+    )
+    teacher_tokens: Int | None = key(
+        None,
+        "Room for a prompt from task.teacher_template; a completion has no teacher if its {better} or {feedback} is"
+        " longer",
+        needs="task.teacher_template",
+        required="task.teacher_template",
+        ge=1,
+    )
+    teacher_feedback: Place | None = key(
+        None,
+        "module:function(prompt, completion, answer), which returns the text of {feedback} or null; null: the"
+        " completion's comment in its store",
+        needs="task.teacher_template",
+    )
     overlong_tokens: Int | None = key(
         None,
         "Tokens before the limit over which the reward's part `overlong` falls from 0 to -1; null: no such part",
@@ -357,6 +403,9 @@ class TaskConfig(OneTask):
         """Refuses unknown rewards, seats that cannot be played or trained, and settings without effect."""
         for name, task in self.tasks().items():
             yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
+        problem = "task.teacher_template has no {feedback}; add it there, or remove this key"
+        has_feedback = "{feedback}" in (self.teacher_template or "")
+        yield self.teacher_feedback and not has_feedback, "task.teacher_feedback", problem
         checkpoint_every = config.training.checkpoint_every
         for name, player in self.seats.items():
             is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)

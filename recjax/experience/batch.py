@@ -42,6 +42,8 @@ class Batch(NamedTuple):
     token_turns: the turn that sampled each token, from 0; None if not read.
     recorded: other arrays that the sampler recorded for each token, by name, [batch, time, …]; `missing_value` where
         it recorded nothing.
+    teacher_prompts: the prompt of each row that the teacher reads instead of the policy's; None: it reads the policy's.
+    teacher_prompt_mask: mask of their tokens; all False in rows without a teacher.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -61,6 +63,8 @@ class Batch(NamedTuple):
     turn_rewards: Float[np.ndarray, "batch turns"] | None = None
     token_turns: Int[np.ndarray, "batch time"] | None = None
     recorded: dict[str, np.ndarray] = {}
+    teacher_prompts: Int[np.ndarray, "batch teacher_time"] | None = None
+    teacher_prompt_mask: Bool[np.ndarray, "batch teacher_time"] | None = None
 
     @property
     def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
@@ -383,6 +387,24 @@ def with_top_tokens(batch: Batch, count: int) -> Batch:
         known = batch.recorded.get(name, recorded[name])[..., :count]
         recorded[name][..., : known.shape[-1]] = known
     return batch._replace(recorded=recorded)
+
+
+def with_teacher_prompts(batch: Batch, rows: Sequence[int], prompts: Sequence[np.ndarray | None], room: int) -> Batch:
+    """The batch with the prompts of a teacher.
+
+    Args:
+        rows: row of each prompt in the batch.
+        prompts: tokens of each prompt; None for a completion without a teacher.
+        room: tokens of the longest possible prompt.
+    """
+    size = len(batch.rewards), room
+    tokens = np.zeros(size, np.int32)
+    mask = np.zeros(size, bool)
+    for row, prompt in zip(rows, prompts, strict=True):
+        if prompt is not None:
+            tokens[row, : len(prompt)] = prompt
+            mask[row, : len(prompt)] = True
+    return batch._replace(teacher_prompts=tokens, teacher_prompt_mask=mask)
 
 
 def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batch:

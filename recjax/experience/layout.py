@@ -291,7 +291,8 @@ def choose_layout(
     # Packing costs the host time, so a batch that cannot gain enough at best is not packed to find out.
     fewest = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
     too_small = padded.positions // parts < padded.longest * shards
-    if optional and (compares or too_small or not _saves(decoder.config, padded, fewest, fewest, fewest)):
+    taught = batch.teacher_prompts is not None
+    if optional and (compares or taught or too_small or not _saves(decoder.config, padded, fewest, fewest, fewest)):
         return in_parts
     # Sequences that the algorithm compares, or of one completion, must meet in one micro-batch.
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None

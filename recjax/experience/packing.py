@@ -115,6 +115,8 @@ def is_packed(config: Config, shape: Shape) -> bool:
         return True
     # Packed, sequences that an algorithm compares would need a micro-batch as large as without packing.
     can_be_split = not config.training.micro_batch_prompts and not config.algorithm.build().compares_completions
+    # A teacher's prompts differ within a group, so their tokens have other places in packed rows.
+    can_be_split &= config.task.teacher_template is None
     return can_be_split and shape.positions // shape.prompts > LARGEST_GROUP
 
 

@@ -24,11 +24,15 @@ class Compared(NamedTuple):
 
     divergence: function of the policy's and the teacher's logits over the temperature, both [tokens, vocab]; its values
         are [tokens].
+    prompts: right-padded prompts that the teacher reads, one for each completion; None: it reads the policy's.
+    prompt_mask: mask of their tokens, each row with at least one.
     """
 
     decoder: Decoder
     params: dict
     divergence: Callable
+    prompts: Int[Array, "batch teacher_time"] | None = None
+    prompt_mask: Bool[Array, "batch teacher_time"] | None = None
 
 
 def sampling_logits(
@@ -259,13 +263,13 @@ def completion_logprobs(
         load: return the load of the experts as well.
         compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
     """
-    group = completions.shape[0] // prompts.shape[0]
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
-        prompt_mask &= completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
-    prompt_tokens = Tokens(prompts, positions, prompt_mask)
 
-    def before(decoder, params, recorded):
+    def before(decoder, params, recorded, prompts, prompt_mask):
+        group = completions.shape[0] // prompts.shape[0]
+        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+        if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
+            prompt_mask = prompt_mask & completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
+        prompt_tokens = Tokens(prompts, positions, prompt_mask)
         weights = {"params": params_for(decoder, params)}
         if completions.shape[1] > 1:
             later_positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
@@ -280,8 +284,11 @@ def completion_logprobs(
         first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
         return jnp.concatenate([first, *later], axis=1), sown
 
-    theirs = None if compared is None else before(compared.decoder, compared.params, {})[0]
-    hidden, sown = before(decoder, params, recorded)
+    theirs = None
+    if compared is not None:
+        read = (prompts, prompt_mask) if compared.prompts is None else (compared.prompts, compared.prompt_mask)
+        theirs, _ = before(compared.decoder, compared.params, {}, *read)
+    hidden, sown = before(decoder, params, recorded, prompts, prompt_mask)
     arguments = hidden, completions, sampling, chunk, recorded, compared, theirs
     values = chunked_logprobs(decoder.config, params, *arguments)
     return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from recjax.algorithms.options import require
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_top_tokens
+from recjax.config.model import POLICY
+from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
@@ -155,11 +156,13 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, config.model.average_rate)
+    averaged = "" if config.model.average_rate is None else "; the teacher's average: 4 B × trained"
+    state = Held(f"Adam's two moments: 8 B × trained{averaged}", jax.eval_shape(optimizer.init, model.trained))
     size = model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
-        "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "optimizer's state": state,
         "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
@@ -173,7 +176,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
         parts[COPY] = copy
     if older := config.task.most_older_versions(config.training.steps):
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
-    if config.model.teacher:
+    if config.model.teacher not in (None, POLICY):
         decoder = teacher_decoder(config)
         check_teacher(config, decoder.config, model.decoder.config)
         parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
@@ -335,6 +338,8 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     recorded = recorded_shapes(vocabulary, sampling, config.rollout.recording()) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     arrays = with_top_tokens(arrays, config.rollout.recorded_top_k if algorithm.score_centering else 0)
+    if config.task.teacher_template:
+        arrays = with_teacher_prompts(arrays, (), (), config.task.teacher_tokens)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
     layout = Layout(parts, None, rows, minibatches)

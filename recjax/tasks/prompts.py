@@ -43,12 +43,12 @@ class Prompts(NamedTuple):
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
     """Problems whose rendered prompts have at most `max_tokens` tokens; the processes of a run share the work."""
     lengths = hosts.shared_out(
-        lambda share, first: [len(ids) for _, ids in _encoded(share, first, tokenizer)], problems
+        lambda share, first: [len(ids) for _, ids in rendered(share, first, tokenizer)], problems
     )
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
-def _encoded(
+def rendered(
     problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
 ) -> list[Encoded]:
     """Text and token ids of each problem's prompt; error messages number the prompts from `first`."""
@@ -62,8 +62,8 @@ def _encoded(
         )
     chats = [problem.prompt for problem in of_chats]
     variables = [problem.template for problem in of_chats]
-    rendered = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
-    texts = [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
+    of_chat = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
+    texts = [problem.prompt if isinstance(problem.prompt, str) else next(of_chat) for problem in problems]
     are_chats = [not isinstance(problem.prompt, str) for problem in problems]
     encoded = encode_prompts(tokenizer, texts, first, rendered=are_chats, vocabulary=vocabulary)
     return [(text, np.array(ids, np.int32)) for text, ids in zip(texts, encoded, strict=True)]
@@ -83,8 +83,8 @@ def encode_problems(
     Raises:
         ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
-    rendered = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer, vocabulary=vocabulary), problems)
-    texts, encoded = map(list, zip(*rendered, strict=True))
+    pairs = hosts.shared_out(functools.partial(rendered, tokenizer=tokenizer, vocabulary=vocabulary), problems)
+    texts, encoded = map(list, zip(*pairs, strict=True))
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:

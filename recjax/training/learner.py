@@ -41,7 +41,7 @@ class Learner:
         frozen: parameters that are not trained, in the compute dtype.
         initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
         reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
-        teacher: the model that `model.teacher` names; None without one.
+        teacher: the model that `model.teacher` names; None without one, and if the policy is its own teacher.
     """
 
     initial_policy = staticmethod(initial_policy)

@@ -199,7 +199,8 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     reads_turns = run.algorithm.reads("turn_rewards", "token_turns")
     turns = run.config.task.agent_turns if reads_turns else None
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
-    return with_top_tokens(batch, run.config.rollout.recorded_top_k if run.algorithm.score_centering else 0)
+    batch = with_top_tokens(batch, run.config.rollout.recorded_top_k if run.algorithm.score_centering else 0)
+    return batch if run.teacher_prompts is None else run.teacher_prompts(batch, groups)
 
 
 def updated(run: Run, state: State, batch: Batch, step: int, queue_before: Queue | None) -> tuple[State, Update]:

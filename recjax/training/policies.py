@@ -17,6 +17,7 @@ import pandas as pd
 
 from recjax import __version__, hosts
 from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
+from recjax.config.model import POLICY
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import progress_bar, under_way
 from recjax.files import check_manifest
@@ -322,13 +323,13 @@ def teacher_decoder(config: Config) -> Decoder:
 
 
 def load_teacher(config: Config, policy: Policy) -> Teacher | None:
-    """Loads the run or model that `model.teacher` names; None if the key is not set.
+    """Loads the run or model that `model.teacher` names; None if the key is not set, or names the policy itself.
 
     Raises:
         ValueError: the model cannot be read, or its vocabulary differs from the policy's.
     """
     name = config.model.teacher
-    if name is None:
+    if name in (None, POLICY):
         return None
     opened = open_policy(name, config)
     key = f"model.teacher = {name!r}"

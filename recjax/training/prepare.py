@@ -16,6 +16,7 @@ from recjax.experience.replay import Judge, judge_of
 from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored
 from recjax.experience.stored_groups import ByPrompt
+from recjax.experience.teacher_prompts import TeacherPrompts
 from recjax.hub.policy import Policy, policy_alone
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
@@ -47,6 +48,7 @@ class Setup(NamedTuple):
     demonstrations: chats that the warm start trains on.
     agents: programs that talk to the policy; open during the run.
     judge: how the updates read the rewards of a group.
+    teacher_prompts: makes the prompts of `task.teacher_template`; None without one.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Setup(NamedTuple):
     demonstrations: Demonstrations | None = None
     agents: Agents | None = None
     judge: Judge = Judge()
+    teacher_prompts: TeacherPrompts | None = None
 
     @property
     def sampler(self) -> BatchSampler:
@@ -132,6 +135,12 @@ def prepare(
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
+    teacher_prompts = None
+    if config.task.teacher_template:
+        if stored is not None and stored.shape.group is None:
+            path = experience.store or experience.mix.store
+            raise ValueError(f"{path}: has trajectories, which task.teacher_template does not support; remove that key")
+        teacher_prompts = TeacherPrompts(config, policy, train.problems)
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
         hosts.agree("data", data_digests(config, train, held_out, stored, demonstrations))
@@ -151,7 +160,8 @@ def prepare(
     others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
     grading = Grading(config, task.reward)
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
-    return setup._replace(judge=judge_of(config, setup.part_weights)), params
+    judge = judge_of(config, setup.part_weights)
+    return setup._replace(judge=judge, teacher_prompts=teacher_prompts), params
 
 
 def check_problems(config: Config, task: Task) -> None:
@@ -195,7 +205,8 @@ def data_digests(
 
 def untrained(config: Config) -> Config:
     """The config's policy and task, without the settings that only training reads and that `prepare` would check."""
-    return config.model_copy(update={"experience": None, "training": TrainingConfig()})
+    task = config.task.model_copy(update={"teacher_template": None})
+    return config.model_copy(update={"experience": None, "training": TrainingConfig(), "task": task})
 
 
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:

@@ -185,6 +185,7 @@ class Run(NamedTuple):
     phase: context manager that adds the seconds of a `with` block to a phase's name.
     after_step: called when a step has ended, with its number in this process, from 0.
     stopping: numbers of the received signals that stop the run.
+    teacher_prompts: function that adds a teacher's prompts to a batch of groups; None without `task.teacher_template`.
     """
 
     config: Config
@@ -202,3 +203,4 @@ class Run(NamedTuple):
     phase: Callable[[str], AbstractContextManager]
     after_step: Callable[[int], None]
     stopping: Sequence[int]
+    teacher_prompts: Callable[[Batch, Sequence[Group]], Batch] | None = None

@@ -188,6 +188,7 @@ def opened_run(
             setup.phases.phase,
             stack.enter_context(settling_memory()),
             stopping,
+            setup.teacher_prompts,
         )
 
 

@@ -15,6 +15,7 @@ from recjax.algorithms.presets import free_options
 from recjax.algorithms.reading import call
 from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
+from recjax.config.model import POLICY
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
@@ -54,12 +55,18 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster."""
+    """The recipe of a run, without `hyperparameters_of` the run; layers are unrolled where that is faster.
+
+    Args:
+        teacher: decoder of a teacher that is another model; None without one.
+    """
+    if config.model.teacher == POLICY:
+        teacher = decoder
     return Recipe(
         decoder=unrolled_for_training(decoder),
         # Without its numbers, so that runs that differ only in them share the compiled program.
         algorithm=free_options(config.algorithm.build())[0],
-        optimizer=make_optimizer(config.optimizer),
+        optimizer=make_optimizer(config.optimizer, config.model.average_rate),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
@@ -88,25 +95,50 @@ class TrainState(NamedTuple):
     optimizer_state: optax.OptState
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+class Averaged(NamedTuple):
+    """The moving average of the trained parameters, a part of the optimizer's state if a teacher has these weights."""
+
+    average: dict
+
+
+def make_optimizer(config: OptimizerConfig, average_rate: float | None = None) -> optax.GradientTransformationExtraArgs:
     """AdamW after clipping the gradient by its global norm; its update takes `hyperparameters_of` the optimizer.
 
     Adam's betas and ε are parts of the program: float32 lacks the precision for 1 − β.
+
+    Args:
+        average_rate: see `ModelConfig.average_rate`; the state then has an `Averaged`.
     """
-    return _clipped_adamw(config.beta1, config.beta2, config.epsilon)
+    return _clipped_adamw(config.beta1, config.beta2, config.epsilon, average_rate)
 
 
 @functools.cache  # equal arguments return the same object, so that runs share one compiled `update`
-def _clipped_adamw(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformationExtraArgs:
+def _clipped_adamw(
+    beta1: float, beta2: float, epsilon: float, average_rate: float | None
+) -> optax.GradientTransformationExtraArgs:
+    averaged = [] if average_rate is None else [parameter_average(average_rate)]
+
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
         # A schedule, because its state counts the updates, which the learning rate follows.
         adamw = optax.adamw(lambda _: learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay)
-        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw, *averaged)
 
     def update(updates, state, params=None, **hyperparameters):
         return chain(**hyperparameters).update(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(chain(0.0, 0.0).init, update)
+
+
+def parameter_average(rate: float) -> optax.GradientTransformation:
+    """Keeps the average of the parameters after each step, which begins with the initial ones; changes no update."""
+
+    def init(params):
+        return Averaged(jax.tree.map(jnp.copy, params))  # the state is donated, so the two need arrays of their own
+
+    def update(updates, state, params):
+        return updates, Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))
+
+    return optax.GradientTransformation(init, update)
 
 
 def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
@@ -125,7 +157,7 @@ class UpdateContext(NamedTuple):
     frozen: constant parameters that the state lacks; they get no gradient.
     key: random key for drops, equal for all updates of a batch.
     reference_params: the trained part, or all parameters, of the reference-KL anchor; None without one.
-    teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
+    teacher_params: all parameters of the teacher; None without a teacher, and if the teacher is the policy.
     proximal_logprobs: log-probs before the batch's first update; None if the algorithm reads none, or in the only
         update of a batch.
     hyperparameters: values that the recipe lacks; see `hyperparameters_of`.
@@ -165,6 +197,7 @@ class _Measured(NamedTuple):
     logprobs: Float[Array, "batch time"]
     completion_mask: Bool[Array, "batch time"]
     teacher_logprobs: Float[Array, "batch time"] | None
+    taught: Bool[Array, " batch"] | None
     observation_weights: Float[Array, "batch time"] | None
     divergence: Float[Array, "batch time"] | None
     behavior_top_logprobs: Float[Array, "batch time count"] | None
@@ -219,6 +252,8 @@ def update(
     Returns:
         The new state, scalar metrics of the minibatch before the update, and per-token results.
     """
+    if batch.teacher_prompts is not None and layout.packed is not None:
+        raise ValueError("teacher_prompts: packed rows hold only the policy's prompts; choose a layout without packing")
     algorithm = recipe.algorithm.with_options(context.hyperparameters.get("algorithm", {}))
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
@@ -234,7 +269,7 @@ def update(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
     )
     metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
-    observed = all_rows.teacher_logprobs, all_rows.observation_weights
+    observed = all_rows.teacher_logprobs, all_rows.taught, all_rows.observation_weights
     top = jax.tree.map(devices.whole, _behavior_top(recipe, batch))
     measured = _Measured(logprobs, mask, *observed, divergence, top, sums.load)
     for term in (*terms_of(algorithm), *_model_terms(recipe)):
@@ -250,7 +285,7 @@ def _batch_values(
     """The values of the whole batch that `row_terms` reads; scores are computed if the algorithm reads them."""
     algorithm = recipe.algorithm
 
-    def scored_by(decoder: Decoder, params: dict) -> TokenScores:
+    def scored_by(decoder: Decoder, params: dict, batch: Batch = batch) -> TokenScores:
         scores = batch_logprobs(layout, decoder, params, batch, recipe.sampling, recipe.chunk)
         return jax.tree.map(devices.whole, scores)
 
@@ -269,6 +304,7 @@ def _batch_values(
         token_turns=batch.token_turns,
         minibatch=layout.rows,
         proximal_logprobs=context.proximal_logprobs,
+        taught=None if batch.teacher_prompt_mask is None else batch.teacher_prompt_mask.any(-1),
     )
     if algorithm.observations is not None:
         observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
@@ -281,8 +317,24 @@ def _batch_values(
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
     if algorithm.reads_teacher_logprobs:
-        values = values._replace(teacher_logprobs=scored_by(recipe.teacher, context.teacher_params).logprobs)
+        read = batch
+        if batch.teacher_prompts is not None:
+            read = batch._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
+        logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
+        values = values._replace(teacher_logprobs=logprobs)
     return values
+
+
+def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
+    """All parameters of the teacher: those of another model, the policy's average, or the policy's own."""
+    if context.teacher_params is not None:
+        return context.teacher_params
+    return combine(optax.tree.get(state.optimizer_state, "average", state.params), context.frozen)
+
+
+def _teacher_prompt_mask(batch: Batch) -> Bool[Array, "batch teacher_time"]:
+    """The mask of the teacher's prompts with a token in every row: attention over no token would be NaN."""
+    return batch.teacher_prompt_mask | (jnp.arange(batch.teacher_prompt_mask.shape[1]) < 1)
 
 
 def _summed(
@@ -292,7 +344,8 @@ def _summed(
     decoder = recipe.decoder
     experts = decoder.config.experts
     divergence = recipe.algorithm.teacher_divergence
-    compared = None if divergence is None else Compared(recipe.teacher, context.teacher_params, divergence)
+    # Parameters from outside of the differentiated function, so that no gradient flows through a policy as teacher.
+    compared = None if divergence is None else Compared(recipe.teacher, _teacher_params(state, context), divergence)
     # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
     params = params_for(decoder, state.params)
 
@@ -311,8 +364,12 @@ def _summed(
                 layout, scorer, params, scored_part, index, load=experts is not None, compared=compared
             )
 
+        teacher = compared
+        if compared is not None and part.teacher_prompts is not None:
+            teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))
+
         def micro_loss(params: dict) -> tuple[Array, tuple[Array, TokenScores]]:
-            scores = scored_by(params, compared)
+            scores = scored_by(params, teacher)
             reference = None if context.reference_params is None else scored_by(context.reference_params).logprobs
             total, count = losses.loss(
                 recipe.algorithm,

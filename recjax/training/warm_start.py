@@ -70,8 +70,17 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
     values = config.model_dump() | {"seed": config.seed_of_base}
     depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
-    unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
+    unread = [
+        "lora",
+        "freeze",
+        "chat_date",
+        "teacher_rate",
+        *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"]),
+    ]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
+    # Runs with and without a teacher begin with one base policy.
+    depends_on["model"]["teacher"] = None
+    depends_on["task"] = {key: value for key, value in depends_on["task"].items() if not key.startswith("teacher_")}
     # Only values that a chat template sets, so that the digests of all other policies do not change.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
     depends_on |= {key: value for key, value in of_chats.items() if value is not None}

@@ -292,6 +292,14 @@ def logit_distillation(x, i, t, coefficient=1.0):
     return -coefficient * q[0] * (math.log(q[0] / p[0]) - kl)
 
 
+def sdpo(x, i, t):
+    """−min(ρ, 2) d JSD(q, p) / d score of q's first of three tokens."""
+    q, p = (np.exp([array[i, t], *fixed]) for array, fixed in ((x.logprobs, OWN), (x.teacher, THEIRS)))
+    q, p = q / q.sum(), p / p.sum()
+    slopes = [math.log(2 * a / (a + b)) / 2 for a, b in zip(q, p, strict=True)]
+    return -min(x.rho(i, t), 2) * q[0] * (slopes[0] - sum(a * slope for a, slope in zip(q, slopes, strict=True)))
+
+
 def ipo(x, i, t):
     distance = abs(math.exp(x.logprobs[i, t]) - math.exp(x.behavior[i, t]))
     return min(x.rho(i, t), 1e4) * x.centered(i) * (distance <= 0.3)
@@ -368,6 +376,7 @@ COEFFICIENTS = {
     "a3po": from_half_way,
     "on_policy_distillation": lambda x, i, t: x.teacher[i, t] - x.logprobs[i, t],
     "logit_distillation": logit_distillation,
+    "sdpo": sdpo,
     "echo": lambda x, i, t: ppo(x, i, t, x.normalized(i)),
 }
 MEANS_OF_ROWS = {"flash_reinforce", "gspo", "gspo_token", "gmpo", "sapo"}

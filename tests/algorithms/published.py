@@ -486,10 +486,10 @@ def kl(p, q):
     return (p * np.log(p / q)).sum(-1)
 
 
-def jensen_shannon(b, p, beta):
+def jensen_shannon(b, p, beta, weight=1.0):
     student, teacher = distributions(b, p)
     mixture = beta * teacher + (1 - beta) * student
-    return token_mean(b, -beta * kl(teacher, mixture) - (1 - beta) * kl(student, mixture))
+    return token_mean(b, weight * (-beta * kl(teacher, mixture) - (1 - beta) * kl(student, mixture)))
 
 
 def echo(b, p, coefficient):
@@ -569,6 +569,7 @@ OBJECTIVES = {
     "a3po": a3po,
     "on_policy_distillation": lambda b, p: token_mean(b, (b.reference - b.policy) * p),
     "logit_distillation": lambda b, p: token_mean(b, -kl(*distributions(b, p))),
+    "sdpo": lambda b, p: jensen_shannon(b, p, 0.5, np.minimum(rho(b), 2.0)),
     "echo": lambda b, p: echo(b, p, 0.05),
 }
 LENGTH = 7  # N in a note

@@ -54,6 +54,7 @@ _LOOP, _FED = "tests/training/test_loop.py", "tests/training/test_fed_training.p
 _RESUME = "tests/training/test_resume.py::test_kill_and_resume_equals_straight_through"
 _KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
 _ON_POLICY = f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one"
+_SELF_TAUGHT = "tests/training/test_self_distillation.py"
 _ENGINE, _SAMPLER = "tests/rollout/test_engine.py", "tests/rollout/test_sampler.py"
 
 _OWN_LOOP = "tests/experiments/test_own_loop.py::test_ten_steps_train"
@@ -101,6 +102,55 @@ FAULTS = {
         "tau / 2 * jnp.square(completion_log_ratio) / jnp.maximum(lengths, 1.0)",
         "tau / 2 * jnp.square(completion_log_ratio)",
         ("tests/algorithms/test_regularizers.py",),
+    ),
+    "centering-without-the-rest": Fault(
+        "score centering removes the mean over the recorded tokens alone, and not that over all other tokens",
+        "recjax/algorithms/regularizers.py",
+        "mean = jnp.exp(behavior) * top_weights - alpha * top_weights[..., -1:] * jnp.exp(policy)",
+        "mean = jnp.exp(behavior) * top_weights",
+        ("tests/algorithms/test_centering.py",),
+    ),
+    "centering-of-clipped-tokens": Fault(
+        "score centering removes the gradient that tokens outside the clip's range would have, had they any",
+        "recjax/algorithms/losses.py",
+        "return weights if algorithm.clip is None else jnp.where(call(algorithm.clip, values), weights, 0.0)",
+        "return weights",
+        ("tests/algorithms/test_centering.py",),
+    ),
+    "ipo-bound-on-one-side": Fault(
+        "the bound on the distance of probabilities lets tokens pass that have become much less likely",
+        "recjax/algorithms/clipping.py",
+        "return jnp.abs(jnp.exp(logprobs) - jnp.exp(behavior_logprobs)) <= delta",
+        "return jnp.exp(logprobs) - jnp.exp(behavior_logprobs) <= delta",
+        ("tests/algorithms/test_field.py", "tests/algorithms/test_published.py"),
+    ),
+    "trm-drops-only-the-token": Fault(
+        "a token with a large KL is dropped alone, and not its completion",
+        "recjax/algorithms/masks.py",
+        "largest = sequence_max(kl_estimate(log_ratio, estimator), completion_mask, trajectories)",
+        "largest = kl_estimate(log_ratio, estimator)",
+        ("tests/algorithms/test_field.py", "tests/algorithms/test_published.py"),
+    ),
+    "chord-reinforces-the-expert": Fault(
+        "the tokens of another model are imitated, and reinforced by their rewards as well",
+        "recjax/algorithms/token_weighting.py",
+        "return jnp.where(foreign[:, None], 0.0, (1 - share) * ratio)",
+        "return (1 - share) * ratio",
+        ("tests/algorithms/test_field.py", "tests/algorithms/test_published.py"),
+    ),
+    "chord-slope-of-its-weight": Fault(
+        "the weight of an imitated token is differentiated with the policy's probability in it",
+        "recjax/algorithms/regularizers.py",
+        "probability = jnp.exp(jax.lax.stop_gradient(logprobs))",
+        "probability = jnp.exp(logprobs)",
+        ("tests/algorithms/test_field.py", "tests/algorithms/test_published.py"),
+    ),
+    "teacher-of-untaught-completions": Fault(
+        "a completion without a teacher's prompt is compared with a teacher that reads nothing",
+        "recjax/algorithms/losses.py",
+        "divergence = None if divergence is None else jnp.where(taught, divergence, 0.0)",
+        "pass",
+        (_SELF_TAUGHT,),
     ),
     # --- Schema.
     "config-override-empties-its-block": Fault(
@@ -224,6 +274,13 @@ FAULTS = {
         "recjax/experience/replay.py",
         "-np.log(2.0) * (step - entry.added)",
         "-1.0 * (step - entry.added)",
+        (_REPLAY,),
+    ),
+    "replay-beside-new-groups": Fault(
+        "with refill and replay, a trained group takes a place although there are enough new ones",
+        "recjax/experience/queue.py",
+        "if settings.replaces and not entry.used][:count]",
+        "if settings.replaces and entry.used][:count]",
         (_REPLAY,),
     ),
     # --- Checkpoint and resume.
@@ -356,7 +413,28 @@ FAULTS = {
         "scored_by(params).logprobs",
         (_ON_POLICY,),
     ),
+    "update-teacher-reads-the-policys-prompt": Fault(
+        "the distributions of a policy that is its own teacher are those behind the policy's prompt",
+        "recjax/training/update.py",
+        "teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))",
+        "pass",
+        (_SELF_TAUGHT,),
+    ),
+    "update-average-stands-still": Fault(
+        "the averaged weights of a teacher stay the initial ones",
+        "recjax/training/update.py",
+        "Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))",
+        "state",
+        (_SELF_TAUGHT,),
+    ),
     # --- Rollout.
+    "rollout-one-noise-for-all-weights": Fault(
+        "a sampler with noisy weights has the same noise after each sync",
+        "recjax/training/sampling.py",
+        "jax.random.fold_in(jax.random.key(self.config.seed), 8), weights.version)",
+        "jax.random.fold_in(jax.random.key(self.config.seed), 8), 0)",
+        ("tests/training/test_drift.py",),
+    ),
     "rollout-tool-text-is-trained-on": Fault(
         "tokens between two turns, which the policy has not sampled, are marked as sampled",
         "recjax/rollout/trajectory.py",

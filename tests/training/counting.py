@@ -51,6 +51,7 @@ class CountingLearner(Learner):
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
         tokens = (batch.completions, batch.behavior_logprobs, batch.token_turns, proximal_logprobs)
         columns = (*columns, None if batch.turn_rewards is None else np.nan_to_num(batch.turn_rewards))
+        columns = (*columns, batch.teacher_prompts, batch.teacher_prompt_mask)
         pairs = [(column, rows) for column in columns] + [(column, mask) for column in tokens]
         seen = [np.asarray(column)[where] for column, where in pairs if column is not None]  # no padding
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])

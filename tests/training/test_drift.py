@@ -8,9 +8,11 @@ import pytest
 from recjax.models.drift import drifted
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import flatten
+from recjax.rollout.requests import Weights
 from recjax.training.learner import Learner
 from recjax.training.policies import initial_policy
 from recjax.training.prepare import prepare
+from recjax.training.sampling import BatchSampler
 from recjax.training.sources import open_generator
 from tests.training.tiny_run import one_device, train, without_times
 
@@ -47,6 +49,20 @@ def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
     np.testing.assert_array_equal(again["up/kernel"], changed[1.0]["up/kernel"])
     other = flatten(drifted(params, jax.random.key(2), kind, 1.0))
     assert np.array_equal(other["up/kernel"], again["up/kernel"]) == (kind != "noise")
+
+
+def test_a_samplers_weights_depend_on_the_seed_and_their_version(tiny):
+    def kernel(version, *options):
+        config = tiny("run", "rollout.drift={weights: noise, scale: 0.5}", *options)
+        sampler = BatchSampler(config, None, None, None, None)
+        return np.asarray(sampler._drifted(Weights(some_params(), version)).params["up"]["kernel"])
+
+    first = kernel(1)
+    np.testing.assert_array_equal(first, kernel(1))
+    assert not np.allclose(first, kernel(2)) and not np.allclose(first, kernel(1, "seed=1"))
+    weights = Weights(some_params(), 1)
+    none = BatchSampler(tiny("run", "rollout.drift={weights: noise, scale: 0.0}"), None, None, None, None)
+    assert none._drifted(weights) is weights
 
 
 FEW = ["training.steps=2", "evaluation.every=0", "regime.sync_interval=2"]

@@ -35,6 +35,8 @@ TASKS = {"sums": f"{SUMS}, weight: 3", "more": SUMS.replace("1..9", "2..8"), "wa
 MIXTURE = [f"task.mixture.{name}={{{task}}}" for name, task in TASKS.items()]
 MIXTURE += ["task.arithmetic=null", "task.reward=null"]
 CURRICULUM = "task.curriculum={}"
+TAUGHT = ["model.teacher=policy", "task.teacher_template={better}={prompt}", "task.teacher_tokens=8"]
+TAUGHT += ["algorithm.teacher_divergence={coefficient: 0.5}"]
 GRADED = "rewards from worker processes, interval"
 FEEDS = {
     "on policy": [],
@@ -53,6 +55,7 @@ FEEDS = {
     "mix of groups": [*MIX, "experience.mix.of=batch"],
     "updates": [*UPDATES],
     "updates, offset, interval": [*UPDATES, "regime.sync_offset=1", "regime.sync_interval=2"],
+    "updates, a teacher's prompts": [*UPDATES, *TAUGHT],
     "updates, store": [*UPDATES, "experience.store={store}"],
     "updates, follow": [*UPDATES, *FOLLOW],
     "updates, late, replay, mix": [*UPDATES, "experience.late={longest: 1}", REPLAY, *MIX],
@@ -91,6 +94,10 @@ REAL = {
     ),
     "real weights, score centering, replay": (
         ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}", REPLAY, "regime.sync_interval=2"],
+        [5],
+    ),
+    "real weights, a teacher with averaged weights, replay": (
+        [*TAUGHT, "model.teacher_rate=0.3", REPLAY, "regime.sync_interval=2"],
         [5],
     ),
     "real weights, drift, interval": (["rollout.drift={weights: noise, scale: 0.1}", "regime.sync_interval=2"], [5]),

@@ -81,8 +81,12 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
         result = evaluate_policy(config, made.policy, params, made.train, grading, 0)
     assert result.accuracy > 0.05, json.dumps(result.samples[:5])
     monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
-    again = prepare.prepare(config)[1]
-    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
+    # A teacher reads other prompts, and changes nothing in the base policy.
+    taught = {"model.teacher": "policy", "task.teacher_template": "{answer}{prompt}", "task.teacher_tokens": 9}
+    taught |= {"algorithm.teacher_divergence.coefficient": 0.1, "model.teacher_rate": 0.5}
+    for same in (config, config.replace(**taught)):
+        again = prepare.prepare(same)[1]
+        chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
 
 
 @pytest.mark.slow
