@@ -1,0 +1,276 @@
+"""What the study has to show: checks with intervals, two figures, and docs/claims/drift.md.
+
+Checks and margins were written down before the grids were run.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.claims.map_page import Side, draw_cells
+from experiments.claims.markdown import markdown_table
+from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, paired_difference
+from recjax.analysis.compare import estimate, final
+from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
+
+HERE = Path(__file__).parent
+NAMES = {
+    "reinforce": "REINFORCE",
+    "grpo": "GRPO",
+    "rec_one_side_nois": "REC-OneSide-NoIS",
+    "tis": "TIS",
+    "score_centering": "Score centering",
+    "ipo": "IPO",
+    "opmd": "OPMD",
+}
+AGES = ("1", "5", "20", "50")
+ENGINES = {
+    "exact": "exact",
+    "int8": "int8",
+    "int8_wrong": "int8, wrong log-probs",
+    "noise_small": "small noise",
+    "noise_small_wrong": "small noise, wrong log-probs",
+    "noise_large": "large noise",
+    "noise_large_wrong": "large noise, wrong log-probs",
+}
+PLAIN = "reinforce"
+BASE = ("1", "exact")  # age and engine without drift
+OLD = ("20", "50")
+
+
+class Cause(NamedTuple):
+    """Cells whose samples drift by one cause: its name, ages and engines."""
+
+    name: str
+    ages: tuple[str, ...]
+    engines: tuple[str, ...]
+
+
+CAUSES = {
+    "age": Cause("age", OLD, ("exact",)),
+    "int8": Cause("int8", ("1",), ("int8",)),
+    "noise": Cause("large noise", ("1",), ("noise_large",)),
+    "wrong": Cause("large noise, wrong log-probs", ("1",), ("noise_large_wrong",)),
+    "both": Cause("age and large noise", OLD, ("noise_large",)),
+}
+
+
+class Question(NamedTuple):
+    """A check that every cause gets: `first` minus `second` in its cells; `second` None: `first` without drift."""
+
+    text: str
+    first: str
+    second: str | None
+    expected: str
+
+
+QUESTIONS = {
+    "harm": Question("Drift costs REINFORCE accuracy.", PLAIN, None, "lower"),
+    "clip": Question("A clip helps.", NARROW, PLAIN, "higher"),
+    "weight": Question("An importance weight does no harm.", "ipo", PLAIN, "no_lower"),
+    "weight_and_clip": Question("An importance weight does no harm next to a clip.", "grpo", NARROW, "no_lower"),
+    "capped": Question("A weight with a cap, without a clip, helps as much as a clip.", "tis", NARROW, "no_lower"),
+    "centering": Question("Score centering helps.", "score_centering", PLAIN, "higher"),
+    "centering_or_clip": Question("Score centering helps as much as a clip.", "score_centering", NARROW, "no_lower"),
+    "pull": Question("A pull to the sampler helps.", "opmd", PLAIN, "higher"),
+}
+
+
+def check(ends: pd.Series, question: Question, cause: Cause) -> Check | None:
+    """The number of a question in a cause's cells, paired by age, engine and seed; None with fewer than two pairs.
+
+    Args:
+        ends: final accuracy or reward by algorithm, age, engine and seed.
+    """
+    what = f"{question.first} − {question.second or f'{question.first} without drift'}: {cause.name}"
+    where = {"age": cause.ages, "engine": cause.engines}
+    try:
+        if question.second is None:
+            found = estimate(lost_by_drift(ends, question.first, cause))
+        else:
+            found = paired_difference(ends, "algorithm", question.first, question.second, **where)
+    except ValueError:
+        return None
+    return Check(what, question.expected, MARGIN, found)
+
+
+def lost_by_drift(ends: pd.Series, algorithm: str, cause: Cause) -> np.ndarray:
+    """A cause's cells minus the cell without drift, of one algorithm, paired by seed."""
+    by_cell = ends.xs(algorithm, level="algorithm").unstack("seed")
+    if BASE not in by_cell.index:
+        return np.array([])
+    cells = [cell for cell in by_cell.index if cell[0] in cause.ages and cell[1] in cause.engines]
+    return (by_cell.loc[cells] - by_cell.loc[BASE]).stack().to_numpy()
+
+
+def checks(ends: pd.Series) -> dict[str, dict[str, Check | None]]:
+    """The check of every question and cause, by their names."""
+    return {
+        name: {cause: check(ends, question, cells) for cause, cells in CAUSES.items()}
+        for name, question in QUESTIONS.items()
+    }
+
+
+def verdict(found: dict[str, Check | None], causes: tuple[str, ...]) -> str:
+    """A question's verdict over some causes, as of a claim whose checks all have to come out as claimed."""
+    made = [found[cause] for cause in causes]
+    return "not run" if None in made else Claim("", (), made).verdict
+
+
+def cell_text(made: Check | None) -> str:
+    """Mean, interval and outcome of a check."""
+    if made is None:
+        return "not run"
+    mean, low, high, count = made.found
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count}: {made.outcome}"
+
+
+def checks_table(found: dict[str, dict[str, Check | None]]) -> str:
+    """A row a question, a column a cause."""
+    rows = []
+    for name, question in QUESTIONS.items():
+        cells = (cell_text(found[name][cause]) for cause in CAUSES)
+        rows.append([question.text, f"{name_of(question)}: {claimed(question)}", *cells])
+    return markdown_table(["", "number, as claimed if", *(cause.name for cause in CAUSES.values())], rows)
+
+
+def name_of(question: Question) -> str:
+    """The difference in words."""
+    second = NAMES[question.second] if question.second else "without drift"
+    return f"{NAMES[question.first]} − {second}"
+
+
+def claimed(question: Question) -> str:
+    """What a question says of its number."""
+    return Check("", question.expected, MARGIN, estimate(np.zeros(2))).claimed
+
+
+def cells_table(ends: pd.Series) -> str:
+    """Every cell that was run: mean over seeds, and number of seeds."""
+    by_cell = ends.groupby(["engine", "age", "algorithm"])
+    means, counts = by_cell.mean(), by_cell.count()
+    rows = []
+    for engine, shown in ENGINES.items():
+        for age in AGES:
+            cells = [(engine, age, algorithm) for algorithm in NAMES]
+            rows.append([shown, age, *(f"{means[c]:.3f} ({counts[c]})" if c in means.index else "–" for c in cells)])
+    return markdown_table(["engine", "age", *NAMES.values()], rows)
+
+
+def draw_map(table: pd.DataFrame) -> Figure:
+    """Final accuracy by age and engine, a panel an algorithm."""
+    ages = {age: f"{age}" for age in AGES}
+    return draw_cells(table, NAMES, Side("age", ages, "sync_interval (optimizer steps)"), Side("engine", ENGINES))
+
+
+PANELS = {
+    "age": "old samples",
+    "noise": "noisy engine",
+    "noise_wrong": "noisy engine,\nwrong log-probs",
+}
+
+
+def draw_gradients(gradients: pd.DataFrame) -> Figure:
+    """Direction and noise of each algorithm's gradient over KL(μ ‖ π), a column a cause."""
+    figure = new_figure(9, 6, "")
+    panels = figure.subplots(2, len(PANELS), sharex=True, sharey="row")
+    labels = {"cosine": "cosine to the\npolicy gradient", "noise": "noise of a batch\n(relative to the mean)"}
+    for column, (cause, title) in enumerate(PANELS.items()):
+        of_cause = gradients[(gradients["cause"] == cause) & (gradients["kl"] > 1e-7)]
+        panels[0, column].set_title(title, fontsize=10)
+        for row, name in enumerate(labels):
+            axes = panels[row, column]
+            for place, algorithm in enumerate(NAMES):
+                own = of_cause[of_cause["algorithm"] == algorithm].sort_values("kl")
+                line = {"color": COLORS[place], "marker": "o", "ms": 3, "lw": 1.5}
+                axes.plot(own["kl"], own[name], label=NAMES[algorithm], **line)
+            axes.set_xscale("log")
+            if column == 0:
+                axes.set_ylabel(labels[name])
+            if row == 1:
+                axes.set_xlabel("KL(μ ‖ π), nats")
+    for axes in panels[1]:
+        axes.set_yscale("log")
+    plain_ticks(panels[1, 0].yaxis)
+    add_legend(figure, *panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return finish(figure)
+
+
+def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """The tables that are in a folder, by name: bandit, gradients, quickstart, smollm2."""
+    names = ("bandit", "gradients", "quickstart", "smollm2")
+    paths = {name: folder / f"{name}.parquet" for name in names}
+    return {name: pd.read_parquet(path) for name, path in paths.items() if path.exists()}
+
+
+def ends_of(table: pd.DataFrame) -> pd.Series:
+    """The number of each run that the checks compare, by algorithm, age, engine and seed.
+
+    It is the last policy's expected reward on the bandit, and elsewhere the final accuracy.
+    """
+    if "reward" in table and "step" not in table:
+        return table.set_index(["algorithm", "age", "engine", "seed"])["reward"]
+    return final(table)
+
+
+def task_section(table: pd.DataFrame | None) -> tuple[str, str, str]:
+    """The checks and the cells of a task, and the number of its runs; without a table, that it was not run."""
+    if table is None:
+        return "Not run.\n", "Not run.\n", "0"
+    ends = ends_of(table)
+    return checks_table(checks(ends)), cells_table(ends), str(len(ends))
+
+
+def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
+    """The three questions, with the verdict of each cause on each task."""
+    found = {name: checks(ends_of(tables[name])) for name in TASKS if name in tables}
+    rows = []
+    for name, question in QUESTIONS.items():
+        cells = []
+        for task in TASKS:
+            of_task = found.get(task)
+            cells += [verdict(of_task[name], (cause,)) if of_task else "not run" for cause in SUMMARIZED]
+        rows.append([question.text, *cells])
+    header = [f"{shown}: {CAUSES[cause].name}" for shown in TASKS.values() for cause in SUMMARIZED]
+    return markdown_table(["", *header], rows)
+
+
+TASKS = {"bandit": "bandit", "quickstart": "addition", "smollm2": "SmolLM2"}
+SUMMARIZED = ("age", "noise", "wrong")
+
+
+def gradients_table(gradients: pd.DataFrame) -> str:
+    """Cosine and noise of each algorithm where KL(μ ‖ π) is nearest to one value, by cause."""
+    rows = []
+    for cause, title in PANELS.items():
+        of_cause = gradients[gradients["cause"] == cause]
+        sizes = of_cause.groupby("size")["kl"].first()
+        size = (np.log(sizes[sizes > 1e-9]) - np.log(COMPARED_KL)).abs().idxmin()
+        at = of_cause[of_cause["size"] == size].set_index("algorithm")
+        cells = [f"{at['cosine'][name]:.3f}; {at['noise'][name]:.2f}" for name in NAMES]
+        rows.append([f"{title} ({size:g})".replace("\n", " "), f"{sizes[size]:.4f}", *cells])
+    return markdown_table(["cause (size)", "KL", *NAMES.values()], rows)
+
+
+COMPARED_KL = 0.05  # nats, at which the table compares the causes
+
+
+def write_page(tables: dict[str, pd.DataFrame], docs: Path) -> None:
+    """docs/claims/drift.md and its figures, from the tables that are there."""
+    pictures = docs / "drift"
+    pictures.mkdir(parents=True, exist_ok=True)
+    if "quickstart" in tables:
+        draw_map(tables["quickstart"]).savefig(pictures / "map.png", dpi=100)
+    if "gradients" in tables:
+        draw_gradients(tables["gradients"]).savefig(pictures / "gradients.png", dpi=100)
+    parts = {"verdicts": verdicts_table(tables)}
+    for task in TASKS:
+        parts[f"{task}_checks"], parts[f"{task}_cells"], parts[f"{task}_runs"] = task_section(tables.get(task))
+    parts["gradients"] = gradients_table(tables["gradients"]) if "gradients" in tables else "Not run.\n"
+    text = (HERE / "page.md").read_text(encoding="utf-8")
+    for key, value in parts.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    (docs / "drift.md").write_text(text, encoding="utf-8")
