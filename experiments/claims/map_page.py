@@ -41,44 +41,48 @@ NO_VERDICTS = "Verdicts need intervals, and intervals need a second seed.\n"
 
 def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     """Final accuracies: a panel an algorithm, rates across, regimes down; an arrow marks cells that fell by MARGIN."""
+    cells = ["algorithm", "regime", "rate"]
     return draw_cells(
-        table,
-        names,
-        Side("rate", {rate: rate for rate in rates_of(table)}, "learning rate"),
-        Side("regime", {regime: SHORT[regime] for regime in REGIMES}),
+        final(table).groupby(cells).mean(),
+        fallen(table).groupby(cells).mean(),
+        {algorithm: names[algorithm] for algorithm in dict.fromkeys(table["algorithm"])},
+        Side({rate: rate for rate in rates_of(table)}, "learning rate"),
+        Side({regime: SHORT[regime] for regime in REGIMES}),
     )
 
 
 class Side(NamedTuple):
-    """A side of the panels: the table's axis, its values with their names in the figure, and a label."""
+    """A side of the panels: the settings with their names in the figure, and a label."""
 
-    axis: str
     names: dict[str, str]
     label: str = ""
 
 
-def draw_cells(table: pd.DataFrame, names: dict[str, str], across: Side, down: Side) -> Figure:
-    """Final accuracies: a panel an algorithm, a cell a mean over seeds; an arrow marks cells that fell by MARGIN.
+def draw_cells(
+    means: pd.Series, falls: pd.Series, names: dict[str, str], across: Side, down: Side, measured: str = ""
+) -> Figure:
+    """Numbers of runs from 0 to 1: a panel an algorithm, a cell a mean; an arrow marks cells that fell by MARGIN.
 
     Args:
-        names: of the algorithms, by their setting; their order is the table's.
+        means, falls: by algorithm, and settings of `down` and `across`.
+        names: the algorithms, in their order, with their names in the figure.
+        measured: name of the numbers; "": final accuracy.
     """
-    algorithms = list(dict.fromkeys(table["algorithm"]))
-    cells = ["algorithm", down.axis, across.axis]
-    means, falls = final(table).groupby(cells).mean(), fallen(table).groupby(cells).mean()
+    algorithms = list(names)
     columns = 1 if len(algorithms) <= 4 else 2
     rows = -(-len(algorithms) // columns)
     height = 0.7 + rows * (0.46 + 0.29 * len(down.names))
-    figure = new_figure(1.8 + 4.4 * columns, height, "Final accuracy (↓: ends below its best evaluation)")
+    title = measured or "Final accuracy (↓: ends below its best evaluation)"
+    figure = new_figure(1.8 + 4.4 * columns, height, title)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes, algorithm in zip(panels.flat, algorithms, strict=False):
         grid, fell = (
-            of.loc[algorithm].unstack(across.axis).reindex([*down.names], columns=[*across.names]).to_numpy()
+            of.loc[algorithm].unstack().reindex([*down.names], columns=[*across.names]).to_numpy()
             for of in (means, falls)
         )
         image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
-            text = "–" if np.isnan(value) else f"{value:.2f}"[1 if value < 1 else 0 :]
+            text = "–" if np.isnan(value) else f"{value:.2f}".removeprefix("0")
             text += "↓" if fell[row, column] > MARGIN else ""
             is_light = np.isnan(value) or value > 0.6
             axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if is_light else "white")
@@ -88,7 +92,7 @@ def draw_cells(table: pd.DataFrame, names: dict[str, str], across: Side, down: S
     for axes in panels.flat[len(algorithms) :]:
         axes.set_visible(False)
     figure.supxlabel(across.label, fontsize=10)
-    figure.colorbar(image, ax=panels, label="held-out accuracy (share)", shrink=0.6)
+    figure.colorbar(image, ax=panels, label=measured or "held-out accuracy (share)", shrink=0.6)
     return figure
 
 

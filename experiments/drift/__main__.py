@@ -1,9 +1,9 @@
-"""Age and engine drift: makes the missing parts of the study, its tables, its figures and docs/claims/drift.md.
+"""Age and engine drift: makes the missing parts of the study, its tables, its figures and pages.
 
     python -m experiments.drift                       # the bandit and the quickstart's task, then the page
     python -m experiments.drift --part quickstart --most 20 --workers 2    # one part, at most 20 runs of it
     python -m experiments.drift --part smollm2        # a part on SmolLM2, which does not run without this flag
-    python -m experiments.drift --page                # the page alone, from the tables and the finished runs
+    python -m experiments.drift --page                # no runs: tables of the finished ones, and the page
     python -m experiments.drift --smoke               # a few short runs, with everything in runs/drift_smoke
 
 It resumes: a run that has a file or is in a table is finished. A run of SmolLM2 resumes from its checkpoint.
@@ -55,14 +55,18 @@ def make_quickstart(to: Path, smoke: bool) -> None:
     make_missing(missing(runs, path)[: FLAGS.most], path, FLAGS.workers, drifts=True)
 
 
-def collect_all(to: Path, smoke: bool) -> None:
-    """Writes the tables of the runs that are finished."""
+def collect_quickstart(to: Path, smoke: bool) -> None:
+    """Writes the table of the finished runs of quickstart.yaml, if there are any."""
     runs, path = read_sweep(HERE / "quickstart.yaml", smoke)[1], to / "quickstart.parquet"
     if len(missing(runs, path)) < len(runs):
         write_table(collect(runs, path), path)
-    runs, path = read_sweep(HERE / "smollm2.yaml")[1], to / "smollm2.parquet"
+
+
+def collect_smollm2(to: Path) -> None:
+    """Writes the table of the finished runs of smollm2.yaml, if there are any."""
+    path = to / "smollm2.parquet"
     try:
-        table = collect_folders(runs, path)
+        table = collect_folders(read_sweep(HERE / "smollm2.yaml")[1], path)
     except ValueError:  # no run is finished, which the page says
         return
     without_other_metrics(table).to_parquet(path, index=False, compression="zstd")
@@ -75,17 +79,19 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"{argv[1]!r} is not understood; see --help")
     to = folder(FLAGS.smoke)
     to.mkdir(parents=True, exist_ok=True)
-    parts = [] if FLAGS.page else FLAGS.part or ["bandit", "quickstart"]
-    if "bandit" in parts:
+    parts = FLAGS.part or ["bandit", "quickstart"]
+    if "bandit" in parts and not FLAGS.page:
         make_bandit(to, FLAGS.smoke)
     if "quickstart" in parts:
-        make_quickstart(to, FLAGS.smoke)
+        if not FLAGS.page:
+            make_quickstart(to, FLAGS.smoke)
+        collect_quickstart(to, FLAGS.smoke)
     if "smollm2" in parts:
         sweep = [sys.executable, "-m", "recjax.sweep", str(HERE / "smollm2.yaml"), "--workers", "1"]
-        if subprocess.run(sweep, check=False).returncode:
+        if not FLAGS.page and subprocess.run(sweep, check=False).returncode:
             raise ValueError("the sweep of SmolLM2 ended early, see above; the same command resumes it")
-    collect_all(to, FLAGS.smoke)
-    page.write_page(page.read_tables(to), to if FLAGS.smoke else DOCS)
+        collect_smollm2(to)
+    page.write_page(page.read_tables(to), to if FLAGS.smoke else DOCS, to)
 
 
 if __name__ == "__main__":

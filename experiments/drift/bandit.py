@@ -20,13 +20,14 @@ from experiments.bandit.bandit import (
     group_losses,
     group_probabilities,
 )
+from experiments.drift.page import BANDIT_SEEDS
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.presets import build_algorithm
 from recjax.models.drift import drifted
 
-RATE = 2.0  # of gradient descent on the logits: ten times that of experiments/bandit, for ages of at most 50
+RATE = 1.0  # of gradient descent on the logits: five times that of experiments/bandit, for ages of at most 50
 STEPS = 400
-SEEDS = 16
+SEEDS = BANDIT_SEEDS
 START = BEHAVIORS[0].initial
 TRAINED_AGES = (1, 5, 20, 50)
 ENGINES = {
@@ -38,10 +39,21 @@ ENGINES = {
     "noise_large": {"noise": 1.0},
     "noise_large_wrong": {"noise": 1.0, "exact_logprobs": True},
 }
-AGES = (1, 2, 5, 10, 20, 50, 100)  # of the enumeration
-SCALES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of its noise, relative to the logits
-DRAWS = 64  # of the noise at each policy
+AGES = (2, 5, 10, 20, 50, 100)  # of the enumeration
+SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # of its noise, relative to the logits
+DRAWS = 32  # of the noise at each policy
 LEARNED = 0.95  # expected reward at which the path of policies ends
+
+
+# A clip depends on the sign of the advantage, so a group's mean baseline does not center it.
+CENTERED_CLIP = "rec_one_side_nois_centered"
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of a row: a preset, or the clip with score centering."""
+    if name == CENTERED_CLIP:
+        return build_algorithm("rec_one_side_nois", {"score_centering": {"coefficient": 1.0}})
+    return build_algorithm(name, {})
 
 
 class Cell(NamedTuple):
@@ -89,12 +101,12 @@ def train(algorithm: Algorithm, cells: Mapping[str, Array], steps: int = STEPS, 
     return np.asarray(every(cells, jnp.arange(seeds)))
 
 
-def trained(preset: str, steps: int = STEPS, seeds: int = SEEDS) -> list[dict]:
+def trained(name: str, steps: int = STEPS, seeds: int = SEEDS) -> list[dict]:
     """Rows of an algorithm's runs: age, engine, seed and the expected reward of the last policy."""
     places = [(age, engine) for age in TRAINED_AGES for engine in ENGINES]
     cells = [Cell(age, **ENGINES[engine]) for age, engine in places]
-    fields = {name: jnp.array([getattr(cell, name) for cell in cells]) for name in Cell._fields}
-    rewards = train(build_algorithm(preset, {}), fields, steps, seeds)
+    fields = {field: jnp.array([getattr(cell, field) for cell in cells]) for field in Cell._fields}
+    rewards = train(algorithm_of(name), fields, steps, seeds)
     return [
         {"age": str(age), "engine": engine, "seed": str(seed), "reward": float(rewards[place, seed])}
         for place, (age, engine) in enumerate(places)
@@ -128,28 +140,25 @@ def policy_gradient(logits: Float[Array, "3"]) -> Float[Array, "3"]:
     return jax.grad(lambda logits: jax.nn.softmax(logits) @ jnp.asarray(REWARDS, jnp.float32))(logits)
 
 
-def path(steps: int = 2000, rate: float = RATE / 10) -> Float[Array, "steps 3"]:
-    """Logits of on-policy REINFORCE without sampling, from START until LEARNED.
-
-    The rate is that of experiments/bandit.
-    """
+def path(steps: int = STEPS) -> Float[Array, "steps 3"]:
+    """Logits of on-policy REINFORCE without sampling, from START until LEARNED."""
 
     def step(logits, _):
-        return logits + rate * 7 / 8 * policy_gradient(logits), logits
+        return logits + RATE * 7 / 8 * policy_gradient(logits), logits
 
     logits = jax.lax.scan(step, jnp.log(jnp.array(START)), None, steps)[1]
     rewards = jax.nn.softmax(logits) @ jnp.asarray(REWARDS, jnp.float32)
     return logits[: int(jnp.argmax(rewards > LEARNED))]
 
 
-def losses_of(preset: str, ages: Sequence[int] = AGES, scales: Sequence[float] = SCALES) -> list[dict]:
+def losses_of(name: str, ages: Sequence[int] = AGES, scales: Sequence[float] = SCALES) -> list[dict]:
     """Gradients of an algorithm by cause (age, noise, noise_wrong) and size: means over `path` and draws of the noise.
 
     kl: KL(μ ‖ π).
     cosine: of the mean ascent direction and the policy gradient.
     noise: standard deviation of the ascent direction of GROUPS_PER_STEP groups, relative to the length of its mean.
     """
-    of, policies = enumerated(build_algorithm(preset, {})), path()
+    of, policies = enumerated(algorithm_of(name)), path()
 
     def compared(logits, sampled, recorded):
         found, exact = of(logits, sampled, recorded), policy_gradient(logits)

@@ -3,6 +3,8 @@
 Checks and margins were written down before the grids were run.
 """
 
+import itertools
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +14,9 @@ from matplotlib.figure import Figure
 
 from experiments.claims.map_page import Side, draw_cells
 from experiments.claims.markdown import markdown_table
-from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, paired_difference
+from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, fallen, paired_difference
 from recjax.analysis.compare import estimate, final
+from recjax.config.yaml_values import read_yaml_file
 from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
 
 HERE = Path(__file__).parent
@@ -23,6 +26,7 @@ NAMES = {
     "rec_one_side_nois": "REC-OneSide-NoIS",
     "tis": "TIS",
     "score_centering": "Score centering",
+    "rec_one_side_nois_centered": "REC-OneSide-NoIS, centered",
     "ipo": "IPO",
     "opmd": "OPMD",
 }
@@ -37,6 +41,7 @@ ENGINES = {
     "noise_large_wrong": "large noise, wrong log-probs",
 }
 PLAIN = "reinforce"
+BANDIT_SEEDS = 8
 BASE = ("1", "exact")  # age and engine without drift
 OLD = ("20", "50")
 
@@ -74,6 +79,9 @@ QUESTIONS = {
     "weight_and_clip": Question("An importance weight does no harm next to a clip.", "grpo", NARROW, "no_lower"),
     "capped": Question("A weight with a cap, without a clip, helps as much as a clip.", "tis", NARROW, "no_lower"),
     "centering": Question("Score centering helps.", "score_centering", PLAIN, "higher"),
+    "centering_and_clip": Question(
+        "Score centering helps next to a clip.", "rec_one_side_nois_centered", NARROW, "higher"
+    ),
     "centering_or_clip": Question("Score centering helps as much as a clip.", "score_centering", NARROW, "no_lower"),
     "pull": Question("A pull to the sampler helps.", "opmd", PLAIN, "higher"),
 }
@@ -160,10 +168,15 @@ def cells_table(ends: pd.Series) -> str:
     return markdown_table(["engine", "age", *NAMES.values()], rows)
 
 
-def draw_map(table: pd.DataFrame) -> Figure:
-    """Final accuracy by age and engine, a panel an algorithm."""
-    ages = {age: f"{age}" for age in AGES}
-    return draw_cells(table, NAMES, Side("age", ages, "sync_interval (optimizer steps)"), Side("engine", ENGINES))
+def draw_map(ends: pd.Series, table: pd.DataFrame) -> Figure:
+    """Where runs end by age and engine, a panel an algorithm."""
+    cells = ["algorithm", "engine", "age"]
+    means = ends.groupby(cells).mean()
+    falls = fallen(table).groupby(cells).mean() if "step" in table else 0.0 * means
+    names = {name: shown for name, shown in NAMES.items() if name in means.index}
+    ages = Side({age: age for age in AGES}, "age: sync_interval in optimizer steps")
+    measured = "" if "step" in table else "expected reward"
+    return draw_cells(means, falls, names, ages, Side(ENGINES), measured)
 
 
 PANELS = {
@@ -199,10 +212,15 @@ def draw_gradients(gradients: pd.DataFrame) -> Figure:
     return finish(figure)
 
 
+TASKS = {"bandit": "bandit", "quickstart": "addition", "smollm2": "SmolLM2"}
+SUMMARIZED = ("age", "noise", "wrong")  # causes in the table of verdicts
+COMPARED_KL = 0.05  # nats, near which the page's table compares the causes' gradients
+NOT_RUN = "Not run.\n"
+
+
 def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
-    """The tables that are in a folder, by name: bandit, gradients, quickstart, smollm2."""
-    names = ("bandit", "gradients", "quickstart", "smollm2")
-    paths = {name: folder / f"{name}.parquet" for name in names}
+    """The tables that are in a folder, by name: gradients, and those of TASKS."""
+    paths = {name: folder / f"{name}.parquet" for name in ("gradients", *TASKS)}
     return {name: pd.read_parquet(path) for name, path in paths.items() if path.exists()}
 
 
@@ -211,66 +229,103 @@ def ends_of(table: pd.DataFrame) -> pd.Series:
 
     It is the last policy's expected reward on the bandit, and elsewhere the final accuracy.
     """
-    if "reward" in table and "step" not in table:
-        return table.set_index(["algorithm", "age", "engine", "seed"])["reward"]
-    return final(table)
+    if "step" in table:
+        return final(table)
+    return table.set_index(["algorithm", "age", "engine", "seed"])["reward"]
 
 
-def task_section(table: pd.DataFrame | None) -> tuple[str, str, str]:
-    """The checks and the cells of a task, and the number of its runs; without a table, that it was not run."""
-    if table is None:
-        return "Not run.\n", "Not run.\n", "0"
-    ends = ends_of(table)
-    return checks_table(checks(ends)), cells_table(ends), str(len(ends))
+def all_cells(name: str) -> set[tuple[str, ...]]:
+    """The cells of a task, run or not: of every grid of its sweep file, or of the bandit."""
+    if name == "bandit":
+        seeds = [str(seed) for seed in range(BANDIT_SEEDS)]
+        return set(itertools.product(NAMES, AGES, ENGINES, seeds))
+    sweep = read_yaml_file(HERE / f"{name}.yaml")
+    cells = set()
+    for grid in sweep["grids"]:
+        axes = [[*sweep["settings"][axis]] if chosen == "all" else chosen for axis, chosen in grid.items()]
+        cells |= set(itertools.product(*axes))
+    return cells
 
 
-def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
-    """The three questions, with the verdict of each cause on each task."""
-    found = {name: checks(ends_of(tables[name])) for name in TASKS if name in tables}
+def verdicts_table(found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
+    """A row a question: the verdict of each cause on each task.
+
+    Args:
+        found: the checks of each task that has runs.
+    """
     rows = []
     for name, question in QUESTIONS.items():
-        cells = []
-        for task in TASKS:
-            of_task = found.get(task)
-            cells += [verdict(of_task[name], (cause,)) if of_task else "not run" for cause in SUMMARIZED]
-        rows.append([question.text, *cells])
-    header = [f"{shown}: {CAUSES[cause].name}" for shown in TASKS.values() for cause in SUMMARIZED]
+        verdicts = [verdict(of_task[name], (cause,)) for of_task in found.values() for cause in SUMMARIZED]
+        rows.append([question.text, *verdicts])
+    header = [f"{TASKS[task]}: {CAUSES[cause].name}" for task in found for cause in SUMMARIZED]
     return markdown_table(["", *header], rows)
 
 
-TASKS = {"bandit": "bandit", "quickstart": "addition", "smollm2": "SmolLM2"}
-SUMMARIZED = ("age", "noise", "wrong")
-
-
 def gradients_table(gradients: pd.DataFrame) -> str:
-    """Cosine and noise of each algorithm where KL(μ ‖ π) is nearest to one value, by cause."""
+    """Cosine and noise of each algorithm at the size of each cause whose KL(μ ‖ π) is nearest to COMPARED_KL."""
     rows = []
     for cause, title in PANELS.items():
         of_cause = gradients[gradients["cause"] == cause]
         sizes = of_cause.groupby("size")["kl"].first()
-        size = (np.log(sizes[sizes > 1e-9]) - np.log(COMPARED_KL)).abs().idxmin()
-        at = of_cause[of_cause["size"] == size].set_index("algorithm")
-        cells = [f"{at['cosine'][name]:.3f}; {at['noise'][name]:.2f}" for name in NAMES]
-        rows.append([f"{title} ({size:g})".replace("\n", " "), f"{sizes[size]:.4f}", *cells])
-    return markdown_table(["cause (size)", "KL", *NAMES.values()], rows)
+        size = (np.log(sizes) - np.log(COMPARED_KL)).abs().idxmin()
+        at_size = of_cause[of_cause["size"] == size].set_index("algorithm")
+        cells = [f"{at_size['cosine'][name]:.3f}; {at_size['noise'][name]:.2f}" for name in NAMES]
+        rows.append([title.replace("\n", " "), f"{size:g}", f"{sizes[size]:.3f}", *cells])
+    return markdown_table(["cause", "age or scale", "KL", *NAMES.values()], rows)
 
 
-COMPARED_KL = 0.05  # nats, at which the table compares the causes
+def measured_kl(table: pd.DataFrame) -> str:
+    """KL(μ ‖ π) of REINFORCE's runs in each cell, as an update measures it."""
+    rows = []
+    plain = table[(table["algorithm"] == PLAIN) & (table["step"] > 0)]
+    means = plain.groupby(["engine", "age"])["behavior_kl/k3"].mean()
+    for engine, shown in ENGINES.items():
+        rows.append([shown, *(f"{means[engine, age]:.4f}" if (engine, age) in means.index else "–" for age in AGES)])
+    return markdown_table(["engine", *(f"age {age}" for age in AGES)], rows)
 
 
-def write_page(tables: dict[str, pd.DataFrame], docs: Path) -> None:
-    """docs/claims/drift.md and its figures, from the tables that are there."""
+def fill_in(text: str, ends: dict[str, pd.Series], found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
+    """The text with numbers: `{{TASK QUESTION CAUSE}}` of a check, `{{TASK ALGORITHM AGE ENGINE}}` of a cell."""
+
+    def check_text(place: re.Match) -> str:
+        task, question, cause = place.groups()
+        made = found[task][question][cause] if task in found else None
+        return (
+            "not run" if made is None else f"{made.found.mean:+.3f} ({made.found.low:+.3f} to {made.found.high:+.3f})"
+        )
+
+    def cell(place: re.Match) -> str:
+        task, *where = place.groups()
+        cells = ends[task].groupby(["algorithm", "age", "engine"]).mean() if task in ends else {}
+        return f"{cells[tuple(where)]:.3f}" if tuple(where) in cells else "not run"
+
+    tasks = "|".join(TASKS)
+    text = re.sub(rf"\{{\{{({tasks}) ({'|'.join(QUESTIONS)}) ({'|'.join(CAUSES)})\}}\}}", check_text, text)
+    return re.sub(rf"\{{\{{({tasks}) (\w+) (\d+) (\w+)\}}\}}", cell, text)
+
+
+def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
+    """drift.md with its figures in the folder of docs, and README.md with all cells in that of notes."""
     pictures = docs / "drift"
     pictures.mkdir(parents=True, exist_ok=True)
-    if "quickstart" in tables:
-        draw_map(tables["quickstart"]).savefig(pictures / "map.png", dpi=100)
+    ends = {task: ends_of(tables[task]) for task in TASKS if task in tables}
+    found = {task: checks(of_task) for task, of_task in ends.items()}
+    parts = {"verdicts": verdicts_table(found), "gradients": NOT_RUN, "quickstart_kl": NOT_RUN}
     if "gradients" in tables:
         draw_gradients(tables["gradients"]).savefig(pictures / "gradients.png", dpi=100)
-    parts = {"verdicts": verdicts_table(tables)}
+        parts["gradients"] = gradients_table(tables["gradients"])
+    if "quickstart" in tables:
+        parts["quickstart_kl"] = measured_kl(tables["quickstart"])
+    for task in ("bandit", "quickstart"):
+        if task in ends:
+            draw_map(ends[task], tables[task]).savefig(pictures / f"{task}.png", dpi=100)
     for task in TASKS:
-        parts[f"{task}_checks"], parts[f"{task}_cells"], parts[f"{task}_runs"] = task_section(tables.get(task))
-    parts["gradients"] = gradients_table(tables["gradients"]) if "gradients" in tables else "Not run.\n"
-    text = (HERE / "page.md").read_text(encoding="utf-8")
-    for key, value in parts.items():
-        text = text.replace(f"{{{{{key}}}}}", value)
-    (docs / "drift.md").write_text(text, encoding="utf-8")
+        parts[f"{task}_checks"] = checks_table(found[task]) if task in ends else NOT_RUN
+        parts[f"{task}_cells"] = cells_table(ends[task]) if task in ends else NOT_RUN
+        parts[f"{task}_runs"] = str(len(ends.get(task, ())))
+        parts[f"{task}_all"] = str(len(all_cells(task)))
+    for template, page in (("page.md", docs / "drift.md"), ("notes.md", notes / "README.md")):
+        text = (HERE / template).read_text(encoding="utf-8")
+        for key, value in parts.items():
+            text = text.replace(f"{{{{{key}}}}}", value)
+        page.write_text(fill_in(text, ends, found), encoding="utf-8")

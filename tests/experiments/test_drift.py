@@ -11,11 +11,14 @@ import pytest
 import yaml
 
 from experiments.bandit.bandit import REWARDS
-from experiments.claims.map import drift_of, file_of, without_arguments
+from experiments.claims.map import drift_of, file_of, make, without_arguments
 from experiments.drift import __main__ as study
 from experiments.drift import bandit, page
 from recjax.algorithms.presets import build_algorithm
 from recjax.analysis.sweeps import read_sweep
+from recjax.training.metrics import read_metrics
+from recjax.training.start import train
+from tests.experiments.test_claims_map import SMALL
 from tests.marks import slow_except
 
 WRONG = "score_centering with wrong log-probs, which recjax refuses"
@@ -43,7 +46,7 @@ def test_a_sweep_has_every_cell_that_a_config_allows(name):
     settings, found = cells(name)
     for cell in itertools.product(*settings.values()):
         algorithm, _, engine, _ = cell
-        is_refused = algorithm == "score_centering" and engine.endswith("_wrong")
+        is_refused = "center" in algorithm and engine.endswith("_wrong")
         assert (cell in found) != is_refused, WRONG
     if name == "quickstart":
         assert list(settings["algorithm"]) == list(page.NAMES) and list(settings["engine"]) == list(page.ENGINES)
@@ -59,9 +62,10 @@ def test_each_axis_reaches_the_config(name, tmp_path):
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep_of(name, **chosen), sort_keys=False))
         for run in read_sweep(tmp_path / "sweep.yaml")[1]:
             config, place = run.config, run.settings
-            assert config.algorithm.preset == place["algorithm"]
+            assert config.algorithm.preset == place["algorithm"].removesuffix("_centered")
             assert config.regime.sync_interval == int(place["age"]) and config.seed == int(place["seed"])
-            assert (config.rollout.recorded_top_k > 0) == (place["algorithm"] == "score_centering")
+            assert (config.rollout.recorded_top_k > 0) == ("center" in place["algorithm"])
+            assert config.algorithm.score_centering["coefficient"] == float("center" in place["algorithm"])
             expected = yaml.safe_load((study.HERE / f"{name}.yaml").read_text())["settings"]["engine"][place["engine"]]
             drift = expected.get("rollout.drift")
             assert (config.rollout.drift is None) == (drift is None)
@@ -70,6 +74,12 @@ def test_each_axis_reaches_the_config(name, tmp_path):
                 assert drift_of(config) == wanted
                 assert wanted["exact_logprobs"] == place["engine"].endswith("_wrong")
     assert engines[0] == "exact"
+
+
+@pytest.mark.slow
+def test_every_cell_is_a_valid_config():
+    runs = read_sweep(study.HERE / "quickstart.yaml")[1]
+    assert {tuple(run.settings.values()) for run in runs} == cells("quickstart")[1] == page.all_cells("quickstart")
 
 
 def test_runs_of_one_algorithm_share_a_program(tmp_path):
@@ -213,15 +223,43 @@ def test_checks_tell_the_causes_apart():
 
 
 def test_the_page_renders_from_a_small_table(tmp_path):
-    page.write_page(small_tables(), tmp_path)
+    page.write_page(small_tables(), tmp_path, tmp_path)
     text = (tmp_path / "drift.md").read_text(encoding="utf-8")
     assert "{{" not in text and "\\n" not in text
     assert "Not run." in text and "| exact | 20 | 0.605 (2) | – |" in text
     assert "+0.300 (+0.300 to +0.300), 2: as claimed" in text
-    assert {path.name for path in (tmp_path / "drift").iterdir()} == {"map.png", "gradients.png"}
+    assert {path.name for path in (tmp_path / "drift").iterdir()} == {"quickstart.png", "gradients.png"}
 
 
 @pytest.mark.campaign
 def test_the_committed_page_is_that_of_the_committed_tables(tmp_path):
-    page.write_page(page.read_tables(study.HERE), tmp_path)
+    page.write_page(page.read_tables(study.HERE), tmp_path, tmp_path)
     assert (tmp_path / "drift.md").read_text() == (study.DOCS / "drift.md").read_text()
+    assert (tmp_path / "README.md").read_text() == (study.HERE / "README.md").read_text()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("algorithm", "engine"),
+    [
+        ("score_centering", "noise_large"),
+        ("rec_one_side_nois_centered", "int8"),
+        ("ipo", "noise_large_wrong"),
+        ("tis", "noise_small"),
+    ],
+)
+def test_runs_with_drift_are_the_trainers(algorithm, engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    chosen = {"algorithm": [algorithm], "age": ["5"], "engine": [engine], "seed": ["1"]}
+    sweep = sweep_of("quickstart", **chosen) | {"output": str(tmp_path)}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    (run,) = read_sweep(tmp_path / "sweep.yaml", extra=[*SMALL, "training.checkpoint_every=8"])[1]
+    make([run], drifts=True)
+    ours = study.collect([run], tmp_path / "quickstart.parquet").set_index("step")
+    train(run.config)
+    theirs = pd.DataFrame(read_metrics(tmp_path / run.name / "metrics.jsonl")).set_index("step")
+    np.testing.assert_allclose(ours["evaluation/accuracy"], theirs["evaluation/accuracy"].loc[[0, 4, 8]], atol=1e-4)
+    for name in ("reward", "ratio/q99", "gradient_norm", "behavior_kl/k3"):
+        means = [theirs[name].loc[first : first + 3].mean() for first in (1, 5)]
+        np.testing.assert_allclose(ours[name].loc[[4, 8]], means, rtol=5e-3, atol=1e-6)
+    assert (ours["behavior_kl/k3"].loc[[4, 8]] > 1e-7).all()
