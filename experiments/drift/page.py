@@ -1,6 +1,6 @@
 """What the study has to show: checks with intervals, two figures, and docs/claims/drift.md.
 
-Checks and margins were written down before the grids were run.
+Checks and margins were written down before the grids were run, except the outcome `SAME`.
 """
 
 import itertools
@@ -42,6 +42,8 @@ ENGINES = {
 }
 PLAIN = "reinforce"
 BANDIT_SEEDS = 8
+NEGLIGIBLE = 0.005  # a difference whose whole interval is closer to 0 is none
+SAME = "no difference"
 BASE = ("1", "exact")  # age and engine without drift
 OLD = ("20", "50")
 
@@ -122,18 +124,25 @@ def checks(ends: pd.Series) -> dict[str, dict[str, Check | None]]:
     }
 
 
-def verdict(found: dict[str, Check | None], causes: tuple[str, ...]) -> str:
-    """A question's verdict over some causes, as of a claim whose checks all have to come out as claimed."""
-    made = [found[cause] for cause in causes]
-    return "not run" if None in made else Claim("", (), made).verdict
+def outcome(made: Check) -> str:
+    """The check's outcome, or SAME if it is about a direction and the whole interval is within NEGLIGIBLE."""
+    is_same = max(abs(made.found.low), abs(made.found.high)) < NEGLIGIBLE
+    return SAME if is_same and made.expected in ("higher", "lower") else made.outcome
+
+
+def verdict(made: Check | None) -> str:
+    """A check's outcome as the verdict of a claim."""
+    if made is None:
+        return "not run"
+    return SAME if outcome(made) == SAME else Claim("", (), [made]).verdict
 
 
 def cell_text(made: Check | None) -> str:
-    """Mean, interval and outcome of a check."""
+    """Mean, interval, number of pairs and outcome of a check."""
     if made is None:
         return "not run"
     mean, low, high, count = made.found
-    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count}: {made.outcome}"
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count}: {outcome(made)}"
 
 
 def checks_table(found: dict[str, dict[str, Check | None]]) -> str:
@@ -255,7 +264,7 @@ def verdicts_table(found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
     """
     rows = []
     for name, question in QUESTIONS.items():
-        verdicts = [verdict(of_task[name], (cause,)) for of_task in found.values() for cause in SUMMARIZED]
+        verdicts = [verdict(of_task[name][cause]) for of_task in found.values() for cause in SUMMARIZED]
         rows.append([question.text, *verdicts])
     header = [f"{TASKS[task]}: {CAUSES[cause].name}" for task in found for cause in SUMMARIZED]
     return markdown_table(["", *header], rows)

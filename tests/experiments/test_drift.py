@@ -31,19 +31,14 @@ def sweep_of(name, **chosen):
     return sweep | {"config": str(study.HERE / sweep["config"]), "grids": [first | chosen], "smoke": None}
 
 
-def cells(name):
-    """All cells of a sweep file's grids, without the checks of their configs."""
-    sweep = yaml.safe_load((study.HERE / f"{name}.yaml").read_text())
-    found = set()
-    for grid in sweep["grids"]:
-        axes = [[*sweep["settings"][axis]] if names == "all" else names for axis, names in grid.items()]
-        found |= set(itertools.product(*axes))
-    return sweep["settings"], found
+def settings_of(name):
+    """The settings of a sweep file, by axis."""
+    return yaml.safe_load((study.HERE / f"{name}.yaml").read_text())["settings"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2"])
 def test_a_sweep_has_every_cell_that_a_config_allows(name):
-    settings, found = cells(name)
+    settings, found = settings_of(name), page.all_cells(name)
     for cell in itertools.product(*settings.values()):
         algorithm, _, engine, _ = cell
         is_refused = "center" in algorithm and engine.endswith("_wrong")
@@ -56,8 +51,7 @@ def test_a_sweep_has_every_cell_that_a_config_allows(name):
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2"])
 def test_each_axis_reaches_the_config(name, tmp_path):
-    settings, _ = cells(name)
-    engines = [engine for engine in settings["engine"] if not engine.endswith("_wrong")]
+    settings = settings_of(name)
     for chosen in ({axis: [*names]} for axis, names in settings.items()):
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep_of(name, **chosen), sort_keys=False))
         for run in read_sweep(tmp_path / "sweep.yaml")[1]:
@@ -66,20 +60,18 @@ def test_each_axis_reaches_the_config(name, tmp_path):
             assert config.regime.sync_interval == int(place["age"]) and config.seed == int(place["seed"])
             assert (config.rollout.recorded_top_k > 0) == ("center" in place["algorithm"])
             assert config.algorithm.score_centering["coefficient"] == float("center" in place["algorithm"])
-            expected = yaml.safe_load((study.HERE / f"{name}.yaml").read_text())["settings"]["engine"][place["engine"]]
-            drift = expected.get("rollout.drift")
+            drift = settings["engine"][place["engine"]].get("rollout.drift")
             assert (config.rollout.drift is None) == (drift is None)
             if drift is not None:
                 wanted = {drift["weights"]: drift.get("scale", 1.0), "exact_logprobs": "logprobs" in drift}
                 assert drift_of(config) == wanted
                 assert wanted["exact_logprobs"] == place["engine"].endswith("_wrong")
-    assert engines[0] == "exact"
 
 
 @pytest.mark.slow
 def test_every_cell_is_a_valid_config():
     runs = read_sweep(study.HERE / "quickstart.yaml")[1]
-    assert {tuple(run.settings.values()) for run in runs} == cells("quickstart")[1] == page.all_cells("quickstart")
+    assert {tuple(run.settings.values()) for run in runs} == page.all_cells("quickstart")
 
 
 def test_runs_of_one_algorithm_share_a_program(tmp_path):
@@ -213,12 +205,10 @@ def small_tables():
 
 def test_checks_tell_the_causes_apart():
     found = page.checks(page.ends_of(small_tables()["quickstart"]))
-    assert page.verdict(found["harm"], ("age",)) == "holds"
-    assert page.verdict(found["clip"], ("age",)) == "holds"
+    assert page.verdict(found["harm"]["age"]) == page.verdict(found["clip"]["age"]) == "holds"
     assert found["clip"]["age"].found.mean == pytest.approx(0.3) and found["clip"]["age"].found.count == 2
-    assert page.verdict(found["harm"], ("noise",)) == "not visible at this scale"
-    assert page.verdict(found["clip"], ("noise",)) == "not visible at this scale"
-    assert page.verdict(found["clip"], ("age", "wrong")) == "not run"
+    assert page.verdict(found["harm"]["noise"]) == page.verdict(found["clip"]["noise"]) == "no difference"
+    assert page.verdict(found["weight"]["noise"]) == page.verdict(found["clip"]["wrong"]) == "not run"
     assert found["centering"] == dict.fromkeys(page.CAUSES)
 
 
