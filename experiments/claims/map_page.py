@@ -59,14 +59,21 @@ class Side(NamedTuple):
 
 
 def draw_cells(
-    means: pd.Series, falls: pd.Series, names: dict[str, str], across: Side, down: Side, measured: str = ""
+    means: pd.Series,
+    falls: pd.Series,
+    names: dict[str, str],
+    across: Side,
+    down: Side,
+    measured: str = "",
+    lowest: float = 0.0,
 ) -> Figure:
-    """Numbers of runs from 0 to 1: a panel an algorithm, a cell a mean; an arrow marks cells that fell by MARGIN.
+    """Numbers of runs up to 1: a panel an algorithm, a cell a mean; an arrow marks cells that fell by MARGIN.
 
     Args:
         means, falls: by algorithm, and settings of `down` and `across`.
         names: the algorithms, in their order, with their names in the figure.
         measured: name of the numbers; "": final accuracy.
+        lowest: number with the darkest color.
     """
     algorithms = list(names)
     columns = 1 if len(algorithms) <= 4 else 2
@@ -80,11 +87,11 @@ def draw_cells(
             of.loc[algorithm].unstack().reindex([*down.names], columns=[*across.names]).to_numpy()
             for of in (means, falls)
         )
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axes.imshow(grid, vmin=lowest, vmax=1, cmap="viridis", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
             text = "–" if np.isnan(value) else f"{value:.2f}".removeprefix("0")
             text += "↓" if fell[row, column] > MARGIN else ""
-            is_light = np.isnan(value) or value > 0.6
+            is_light = np.isnan(value) or value > lowest + 0.6 * (1 - lowest)
             axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if is_light else "white")
         axes.set_title(names[algorithm], fontsize=10)
         axes.set_xticks(range(len(across.names)), across.names.values(), fontsize=9)

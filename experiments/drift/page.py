@@ -40,6 +40,16 @@ ENGINES = {
     "noise_large": "large noise",
     "noise_large_wrong": "large noise, wrong log-probs",
 }
+LINES = {  # color and style; an algorithm with score centering has the color of the one without it
+    "reinforce": (COLORS[0], "-"),
+    "grpo": (COLORS[3], "-"),
+    "rec_one_side_nois": (COLORS[1], "-"),
+    "tis": (COLORS[2], "-"),
+    "score_centering": (COLORS[5], ":"),
+    "rec_one_side_nois_centered": (COLORS[1], "--"),
+    "ipo": (COLORS[4], "-"),
+    "opmd": (COLORS[6], "-"),
+}
 PLAIN = "reinforce"
 BANDIT_SEEDS = 8
 NEGLIGIBLE = 0.005  # a difference whose whole interval is closer to 0 is none
@@ -184,8 +194,8 @@ def draw_map(ends: pd.Series, table: pd.DataFrame) -> Figure:
     falls = fallen(table).groupby(cells).mean() if "step" in table else 0.0 * means
     names = {name: shown for name, shown in NAMES.items() if name in means.index}
     ages = Side({age: age for age in AGES}, "age: sync_interval in optimizer steps")
-    measured = "" if "step" in table else "expected reward"
-    return draw_cells(means, falls, names, ages, Side(ENGINES), measured)
+    options = {} if "step" in table else {"measured": "Expected reward", "lowest": 0.6}
+    return draw_cells(means, falls, names, ages, Side(ENGINES), **options)
 
 
 PANELS = {
@@ -205,9 +215,9 @@ def draw_gradients(gradients: pd.DataFrame) -> Figure:
         panels[0, column].set_title(title, fontsize=10)
         for row, name in enumerate(labels):
             axes = panels[row, column]
-            for place, algorithm in enumerate(NAMES):
+            for algorithm, (color, style) in LINES.items():
                 own = of_cause[of_cause["algorithm"] == algorithm].sort_values("kl")
-                line = {"color": COLORS[place], "marker": "o", "ms": 3, "lw": 1.5}
+                line = {"color": color, "ls": style, "marker": "o", "ms": 3, "lw": 1.5}
                 axes.plot(own["kl"], own[name], label=NAMES[algorithm], **line)
             axes.set_xscale("log")
             if column == 0:
