@@ -49,10 +49,10 @@ def make_bandit(to: Path, smoke: bool) -> None:
                 known.to_parquet(path, index=False, compression="zstd")
 
 
-def make_quickstart(to: Path, smoke: bool) -> None:
-    """Makes the runs of quickstart.yaml that are missing, at most --most."""
+def make_quickstart(to: Path, smoke: bool, most: int | None, workers: int) -> None:
+    """Makes the runs of quickstart.yaml that are missing, at most `most`, in `workers` processes."""
     runs, path = read_sweep(HERE / "quickstart.yaml", smoke)[1], to / "quickstart.parquet"
-    make_missing(missing(runs, path)[: FLAGS.most], path, FLAGS.workers, drifts=True)
+    make_missing(missing(runs, path)[:most], path, workers, drifts=True)
 
 
 def collect_quickstart(to: Path, smoke: bool) -> None:
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
         make_bandit(to, FLAGS.smoke)
     if "quickstart" in parts:
         if not FLAGS.page:
-            make_quickstart(to, FLAGS.smoke)
+            make_quickstart(to, FLAGS.smoke, FLAGS.most, FLAGS.workers)
         collect_quickstart(to, FLAGS.smoke)
     if "smollm2" in parts:
         sweep = [sys.executable, "-m", "recjax.sweep", str(HERE / "smollm2.yaml"), "--workers", "1"]
