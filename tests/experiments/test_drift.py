@@ -212,10 +212,11 @@ def test_checks_tell_the_causes_apart():
 
 def test_the_page_renders_from_a_small_table(tmp_path):
     page.write_page(small_tables(), tmp_path, tmp_path)
-    text = (tmp_path / "drift.md").read_text(encoding="utf-8")
-    assert "{{" not in text and "\\n" not in text
-    assert "Not run." in text and "| exact | 20 | 0.605 (2) | – |" in text
-    assert "+0.300 (+0.300 to +0.300), 2: as claimed" in text
+    texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("drift.md", "README.md")]
+    assert not any("{{" in text for text in texts)
+    assert "| A clip helps. | holds | no difference | not run |" in texts[0]
+    assert "Not run." in texts[1] and "| exact | 20 | 0.605 (2) | – |" in texts[1]
+    assert "+0.300 (+0.300 to +0.300), 2: as claimed" in texts[1]
     assert {path.name for path in (tmp_path / "drift").iterdir()} == {"quickstart.png", "gradients.png"}
 
 
