@@ -266,6 +266,11 @@ def all_cells(name: str) -> set[tuple[str, ...]]:
     return cells
 
 
+def has_checks(found: dict[str, dict[str, Check | None]]) -> bool:
+    """True if a task has enough runs for at least one check."""
+    return any(made is not None for by_cause in found.values() for made in by_cause.values())
+
+
 def verdicts_table(found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
     """A row a question: the verdict of each cause on each task.
 
@@ -329,15 +334,18 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None
     pictures.mkdir(parents=True, exist_ok=True)
     ends = {task: ends_of(tables[task]) for task in TASKS if task in tables}
     found = {task: checks(of_task) for task, of_task in ends.items()}
-    parts = {"verdicts": verdicts_table(found), "gradients": NOT_RUN, "quickstart_kl": NOT_RUN}
+    compared = {task: of_task for task, of_task in found.items() if has_checks(of_task)}
+    parts = {"verdicts": verdicts_table(compared), "gradients": NOT_RUN, "quickstart_kl": NOT_RUN}
     if "gradients" in tables:
         draw_gradients(tables["gradients"]).savefig(pictures / "gradients.png", dpi=100)
         parts["gradients"] = gradients_table(tables["gradients"])
     if "quickstart" in tables:
         parts["quickstart_kl"] = measured_kl(tables["quickstart"])
+    parts["maps"] = ""
     for task in ("bandit", "quickstart"):
-        if task in ends:
+        if task in ends and ends[task].index.get_level_values("algorithm").nunique() > 1:
             draw_map(ends[task], tables[task]).savefig(pictures / f"{task}.png", dpi=100)
+            parts["maps"] += f"![{TASKS[task]}: results by age and engine for each algorithm](drift/{task}.png)\n\n"
     for task in TASKS:
         parts[f"{task}_checks"] = checks_table(found[task]) if task in ends else NOT_RUN
         parts[f"{task}_cells"] = cells_table(ends[task]) if task in ends else NOT_RUN
