@@ -105,8 +105,8 @@ def group_probabilities(behavior_logprobs: Float[Array, "3"]) -> Float[Array, " 
     return jnp.exp(ARM_COUNTS @ behavior_logprobs + LOG_ORDERINGS)
 
 
-def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
-    """The loss as a function of logits, behavior log-probabilities and how often the batch has each of GROUPS."""
+def group_losses(algorithm: Algorithm) -> Callable[..., tuple[Float[Array, " groups"], Float[Array, " groups"]]]:
+    """The sum and count of the loss of each of GROUPS, as a function of logits and behavior log-probabilities."""
     group_ids, mask = jnp.repeat(jnp.arange(len(GROUPS)), GROUP_SIZE), jnp.ones((GROUP_SIZE, 1), bool)
     rewards = jnp.asarray(REWARDS[GROUPS.ravel()], jnp.float32)
     terms = losses.row_terms(
@@ -114,14 +114,31 @@ def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
     )
     terms = jax.tree.map(lambda x: x.reshape(GROUPS.shape), terms)
 
-    def of(logits, behavior_logprobs, group_weights):
+    def of(logits, behavior_logprobs):
         logprobs = jax.nn.log_softmax(logits)
+        # All arms are recorded, so that score centering leaves nothing.
+        top = (jnp.broadcast_to(x, (GROUP_SIZE, 1, len(REWARDS))) for x in (logprobs, behavior_logprobs))
+        scores = losses.NO_SCORES
+        if algorithm.score_centering is not None:
+            scores = losses.TermScores(top_logprobs=next(top), behavior_top_logprobs=next(top))
 
         def sum_and_count(arms, group_terms):
             arms = arms[:, None]
-            return losses.loss(algorithm, logprobs[arms], behavior_logprobs[arms], group_terms, mask)
+            if algorithm.needs_proximal:  # one update a batch: π before it is π
+                group_terms = group_terms._replace(proximal_logprobs=jax.lax.stop_gradient(logprobs[arms]))
+            return losses.loss(algorithm, logprobs[arms], behavior_logprobs[arms], group_terms, mask, scores)
 
-        sums, counts = jax.vmap(sum_and_count)(jnp.asarray(GROUPS), terms)
+        return jax.vmap(sum_and_count)(jnp.asarray(GROUPS), terms)
+
+    return of
+
+
+def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
+    """The loss as a function of logits, behavior log-probabilities and how often the batch has each of GROUPS."""
+    by_group = group_losses(algorithm)
+
+    def of(logits, behavior_logprobs, group_weights):
+        sums, counts = by_group(logits, behavior_logprobs)
         return group_weights @ sums / (group_weights @ counts)
 
     return of

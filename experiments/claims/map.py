@@ -16,10 +16,12 @@ from pathlib import Path
 import pandas as pd
 from absl import app, flags
 
+from recjax.analysis.collect import collect as collect_metrics
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config, RegimeConfig
 from recjax.console import command, progress_bar
 from recjax.files import write_whole
+from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
@@ -40,29 +42,51 @@ def without_arguments(config: Config) -> Config:
     """The config with nothing in it that a program takes as an argument: equal configs are one program."""
     plain = {"seed": 0, "output": "", "regime": RegimeConfig(sync_offset=config.regime.sync_offset)}
     optimizer = config.optimizer.model_copy(update={"learning_rate": 1.0})
-    return config.model_copy(update={**plain, "optimizer": optimizer})
+    rollout = config.rollout.model_copy(update={"drift": None})
+    return config.model_copy(update={**plain, "optimizer": optimizer, "rollout": rollout})
 
 
-def make(runs: list[SweepRun]) -> None:
-    """Makes runs, each with its file."""
+def drift_of(config: Config) -> dict[str, float | bool]:
+    """The arguments of a program's `Drift`, which the config's sampler has; without a drift, none.
+
+    Raises:
+        ValueError: a drift of another kind, which programs do not have.
+    """
+    drift = config.rollout.drift
+    if drift is None:
+        return {}
+    if drift.weights not in ("int8", "noise"):
+        raise ValueError(f"rollout.drift.weights = {drift.weights!r}: programs have int8 and noise; choose one")
+    return {drift.weights: drift.scale, "exact_logprobs": drift.logprobs == "exact"}
+
+
+def make(runs: list[SweepRun], drifts: bool = False) -> None:
+    """Makes runs, each with its file.
+
+    Args:
+        drifts: compile programs whose sampler can drift, which run a little slower.
+    """
+    import jax
     import jax.numpy as jnp
 
-    from experiments.claims.programs import Programs, Regime, seed_of
+    from experiments.claims.programs import Drift, Programs, Regime, seed_of
     from recjax.cache import keep_compiled_programs
 
     keep_compiled_programs()
-    known, program, seeds = None, None, {}
+    programs, seeds = {}, {}
     for run in runs:
         config = run.config
         if config.seed not in seeds:
-            seeds = {config.seed: seed_of(config)}
+            seeds[config.seed] = seed_of(config)
         seed, policy = seeds[config.seed]
-        if known != (known := without_arguments(config)):
-            program = Programs(config, policy, config.regime.sync_offset)
+        shared = without_arguments(config).model_dump_json()
+        if shared not in programs:
+            programs[shared] = Programs(config, policy, config.regime.sync_offset)
         steps = config.training.steps
         interval = steps + 1 if config.regime.offline else config.regime.sync_interval
-        regime = Regime(jnp.int32(interval), jnp.int32(config.regime.sync_offset))
-        table = program.run(seed, config.optimizer.learning_rate, regime)
+        drift = jax.tree.map(jnp.asarray, Drift(**drift_of(config))) if drifts else None
+        regime = Regime(jnp.int32(interval), jnp.int32(config.regime.sync_offset), drift)
+        table = programs[shared].run(seed, config.optimizer.learning_rate, regime)
         file_of(run).parent.mkdir(parents=True, exist_ok=True)
         write_whole(file_of(run), json.dumps(table.to_dict("list")))
 
@@ -89,8 +113,66 @@ def collect(runs: list[SweepRun], path: Path) -> pd.DataFrame:
         elif run.name in known:
             tables.append(known[run.name])
     if not tables:
-        raise ValueError(f"none of the {len(runs)} runs is finished; python -m experiments.claims.map makes them")
+        raise ValueError(f"none of the {len(runs)} runs is finished; make some first")
     return pd.concat(tables, ignore_index=True)
+
+
+def collect_folders(runs: list[SweepRun], path: Path) -> pd.DataFrame:
+    """The table of a sweep's finished runs; runs that were made elsewhere keep the rows that they have in it.
+
+    Args:
+        path: of the table.
+    Raises:
+        ValueError: no run is finished.
+    """
+    known = collected(runs, path)
+    tables = [collect_metrics([run]) if is_finished(run.config) else known.get(run.name) for run in runs]
+    if all(table is None for table in tables):
+        raise ValueError(f"none of the {len(runs)} runs is finished; python -m recjax.sweep makes them")
+    return pd.concat([table for table in tables if table is not None], ignore_index=True)
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Writes the table of `collect`."""
+    floats = table.select_dtypes("float").columns
+    table.astype(dict.fromkeys(floats, "float32")).to_parquet(path, index=False, compression="zstd")
+
+
+def missing(runs: list[SweepRun], path: Path) -> list[SweepRun]:
+    """The runs that have neither a file nor rows in the table."""
+    known = collected(runs, path)
+    return [run for run in runs if not file_of(run).exists() and run.name not in known]
+
+
+def make_missing(runs: list[SweepRun], path: Path, workers: int, drifts: bool = False) -> None:
+    """Makes the runs that are missing, in `workers` processes that each have their own algorithms.
+
+    Args:
+        path: of the table that finished runs without a file of their own may be in.
+        drifts: see `make`.
+    Raises:
+        ValueError: a process failed.
+    """
+    waiting = missing(runs, path)
+    algorithms = sorted({run.settings["algorithm"] for run in waiting})
+    os.environ["PJRT_NPROC"] = str(max(1, os.cpu_count() // workers))  # for the workers, which import JAX
+    spawn = multiprocessing.get_context("spawn")
+    shares = [algorithms[place::workers] for place in range(workers)]
+    parts = [[run for run in waiting if run.settings["algorithm"] in share] for share in shares]
+    processes = [spawn.Process(target=make, args=(part, drifts)) for part in parts]
+    for process in processes:
+        process.start()
+    try:
+        with progress_bar(path.stem, len(runs), len(runs) - len(waiting), unit="run") as bar:
+            while any(process.is_alive() for process in processes):
+                time.sleep(1)
+                bar.update(len(runs) - sum(not file_of(run).exists() for run in waiting) - bar.n)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise ValueError("a worker failed, see above; the same command resumes the sweep")
 
 
 @command
@@ -103,32 +185,11 @@ def main(argv: list[str]) -> None:
     path = file_of(runs[0]).parent / TABLE.name if FLAGS.smoke else TABLE
     if FLAGS.collect:
         table = collect(runs, path)
-        floats = table.select_dtypes("float").columns
-        table.astype(dict.fromkeys(floats, "float32")).to_parquet(path, index=False, compression="zstd")
+        write_table(table, path)
         print(f"{path}: {len(table.drop_duplicates(list(runs[0].settings)))} of {len(runs)} runs")
         return
     runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
-    known = collected(runs, path)
-    waiting = [run for run in runs if not file_of(run).exists() and run.name not in known]
-    algorithms = sorted({run.settings["algorithm"] for run in waiting})
-    os.environ["PJRT_NPROC"] = str(max(1, os.cpu_count() // FLAGS.workers))  # for the workers, which import JAX
-    spawn = multiprocessing.get_context("spawn")
-    shares = [algorithms[place :: FLAGS.workers] for place in range(FLAGS.workers)]
-    parts = [[run for run in waiting if run.settings["algorithm"] in share] for share in shares]
-    workers = [spawn.Process(target=make, args=(part,)) for part in parts]
-    for worker in workers:
-        worker.start()
-    try:
-        with progress_bar("map", len(runs), len(runs) - len(waiting), unit="run") as bar:
-            while any(worker.is_alive() for worker in workers):
-                time.sleep(1)
-                bar.update(len(runs) - sum(not file_of(run).exists() for run in waiting) - bar.n)
-    finally:
-        for worker in workers:
-            worker.terminate()
-            worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise ValueError("a worker failed, see above; the same command resumes the sweep")
+    make_missing(runs, path, FLAGS.workers)
 
 
 if __name__ == "__main__":

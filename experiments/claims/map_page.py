@@ -1,6 +1,7 @@
 """What the map has to show: heat maps, each algorithm's best rates, and the claims under three readings."""
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -40,31 +41,65 @@ NO_VERDICTS = "Verdicts need intervals, and intervals need a second seed.\n"
 
 def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     """Final accuracies: a panel an algorithm, rates across, regimes down; an arrow marks cells that fell by MARGIN."""
-    rates, algorithms = rates_of(table), list(dict.fromkeys(table["algorithm"]))
     cells = ["algorithm", "regime", "rate"]
-    means, falls = final(table).groupby(cells).mean(), fallen(table).groupby(cells).mean()
-    across = 1 if len(algorithms) <= 4 else 2
-    down = -(-len(algorithms) // across)
-    figure = new_figure(1.8 + 4.4 * across, 0.7 + 2.2 * down, "Final accuracy (↓: ends below its best evaluation)")
-    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    return draw_cells(
+        final(table).groupby(cells).mean(),
+        fallen(table).groupby(cells).mean(),
+        {algorithm: names[algorithm] for algorithm in dict.fromkeys(table["algorithm"])},
+        Side({rate: rate for rate in rates_of(table)}, "learning rate"),
+        Side({regime: SHORT[regime] for regime in REGIMES}),
+    )
+
+
+class Side(NamedTuple):
+    """A side of the panels: the settings with their names in the figure, and a label."""
+
+    names: dict[str, str]
+    label: str = ""
+
+
+def draw_cells(
+    means: pd.Series,
+    falls: pd.Series,
+    names: dict[str, str],
+    across: Side,
+    down: Side,
+    measured: str = "",
+    lowest: float = 0.0,
+) -> Figure:
+    """Numbers of runs up to 1: a panel an algorithm, a cell a mean; an arrow marks cells that fell by MARGIN.
+
+    Args:
+        means, falls: by algorithm, and settings of `down` and `across`.
+        names: the algorithms, in their order, with their names in the figure.
+        measured: name of the numbers; "": final accuracy.
+        lowest: number with the darkest color.
+    """
+    algorithms = list(names)
+    columns = 1 if len(algorithms) <= 4 else 2
+    rows = -(-len(algorithms) // columns)
+    height = 0.7 + rows * (0.46 + 0.29 * len(down.names))
+    title = measured or "Final accuracy (↓: ends below its best evaluation)"
+    figure = new_figure(1.8 + 4.4 * columns, height, title)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes, algorithm in zip(panels.flat, algorithms, strict=False):
         grid, fell = (
-            of.loc[algorithm].unstack("rate").reindex(REGIMES, columns=rates).to_numpy() for of in (means, falls)
+            of.loc[algorithm].unstack().reindex([*down.names], columns=[*across.names]).to_numpy()
+            for of in (means, falls)
         )
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axes.imshow(grid, vmin=lowest, vmax=1, cmap="viridis", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
-            text = "–" if np.isnan(value) else f"{value:.2f}"[1 if value < 1 else 0 :]
+            text = "–" if np.isnan(value) else f"{value:.2f}".removeprefix("0")
             text += "↓" if fell[row, column] > MARGIN else ""
-            axes.text(
-                column, row, text, ha="center", va="center", fontsize=9, color="black" if value > 0.6 else "white"
-            )
+            is_light = np.isnan(value) or value > lowest + 0.6 * (1 - lowest)
+            axes.text(column, row, text, ha="center", va="center", fontsize=9, color="black" if is_light else "white")
         axes.set_title(names[algorithm], fontsize=10)
-        axes.set_xticks(range(len(rates)), rates, fontsize=9)
-        axes.set_yticks(range(len(REGIMES)), [SHORT[regime] for regime in REGIMES], fontsize=9)
+        axes.set_xticks(range(len(across.names)), across.names.values(), fontsize=9)
+        axes.set_yticks(range(len(down.names)), down.names.values(), fontsize=9)
     for axes in panels.flat[len(algorithms) :]:
         axes.set_visible(False)
-    figure.supxlabel("learning rate", fontsize=10)
-    figure.colorbar(image, ax=panels, label="held-out accuracy (share)", shrink=0.6)
+    figure.supxlabel(across.label, fontsize=10)
+    figure.colorbar(image, ax=panels, label=measured or "held-out accuracy (share)", shrink=0.6)
     return figure
 
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.claims import accelerator, map_page, real_model
 from experiments.claims.in_text import fill_in
-from experiments.claims.map import collected
+from experiments.claims.map import collect_folders
 from experiments.claims.markdown import markdown_table
 from experiments.claims.staleness import (
     INTERVALS,
@@ -29,11 +29,10 @@ from experiments.claims.staleness import (
     survived,
 )
 from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_over_steps
-from recjax.analysis.collect import axes_of, collect, read_runs, without_other_metrics
+from recjax.analysis.collect import axes_of, read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
 from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure
-from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2", "chains"], "Read these runs and rewrite their table first.")
@@ -263,12 +262,7 @@ def collect_finished(name: str) -> pd.DataFrame:
     Raises:
         ValueError: no run is finished.
     """
-    runs = read_sweep(HERE / f"{name}.yaml")[1]
-    known = collected(runs, TABLES[name])
-    tables = [collect([run]) if is_finished(run.config) else known.get(run.name) for run in runs]
-    if all(table is None for table in tables):
-        raise ValueError(f"none of the {len(runs)} runs is finished; python -m recjax.sweep makes them")
-    return pd.concat([table for table in tables if table is not None], ignore_index=True)
+    return collect_folders(read_sweep(HERE / f"{name}.yaml")[1], TABLES[name])
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of the toy task as two compiled programs, with learning rate, staleness and seed as arguments.
+"""Whole runs of the toy task as two compiled programs, with learning rate, staleness, drift and seed as arguments.
 
 One trains from an evaluation to the next, the other evaluates: inside the first one's loop an evaluation takes four
 times as long on a CPU. Several runs at once by `vmap` are no faster there than one after the other: see
@@ -23,7 +23,9 @@ from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.hub.policy import Policy
+from recjax.models.drift import drifted
 from recjax.models.logprobs import completion_logprobs
+from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.decoding import RoundOptions, SlotState, decode, first_tokens, prefill
@@ -55,14 +57,23 @@ class Seed(NamedTuple):
     evaluation_keys: UInt32[np.ndarray, "evaluations rows words"]
 
 
+class Drift(NamedTuple):
+    """The sampler's error, as `rollout.drift` describes it: scales of each kind, and whether log-probs are exact."""
+
+    int8: float = 0.0
+    noise: float = 0.0
+    exact_logprobs: bool = False
+
+
 class Regime(NamedTuple):
-    """Which weights sample a step's batch: copied every `interval` steps, and `offset` steps old.
+    """Which weights sample a step's batch: copied every `interval` steps, and `offset` steps old, with a drift.
 
     With neither offset nor a copy within the run, `interval` beyond its steps, training is offline.
     """
 
     interval: int
     offset: int = 0
+    drift: Drift | None = None
 
 
 def seed_of(config: Config) -> tuple[Seed, Policy]:
@@ -135,6 +146,9 @@ class Programs:
         self._config, self._policy = config, policy
         self._recipe = recipe._replace(optimizer=optimizer)
         self._sampler = made_for_sampling(policy.decoder)
+        # Only score centering reads recorded tokens; the engine would record them for every algorithm.
+        centers = recipe.algorithm.score_centering is not None
+        self._recording = TokenRecord(top_k=config.rollout.recorded_top_k) if centers else NOTHING_RECORDED
         texts = policy.tokenizer.convert_ids_to_tokens(range(len(policy.tokenizer)))
         self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
         self._most_offset = most_offset
@@ -147,15 +161,24 @@ class Programs:
         decoder, sampling, stop_ids = self._sampler, self._recipe.sampling, self._policy.stop_ids
         weights, zeros = params_for(decoder, params), jnp.zeros(count, jnp.int32)
         cache, scores = prefill(weights, prompts, jnp.ones(prompts.shape, bool), decoder=decoder)
-        first, first_logprobs, _ = first_tokens(scores, jnp.arange(count) // group_size, keys, sampling=sampling)
+        of, record = jnp.arange(count) // group_size, {"sampling": sampling, "recording": self._recording}
+        first, first_logprobs, first_recorded = first_tokens(scores, of, keys, **record)
         live = ~jnp.isin(first, jnp.array(stop_ids, jnp.int32)) & (longest > 1)
         rows = SlotState(live, zeros + prompts.shape[1], zeros, first, zeros + 1, zeros + longest, keys)
         # One round samples all other tokens, so that the memory needs no room for them.
         memory = Memory(cache, empty(cache, rows=count, time=0))
-        options = RoundOptions(sampling, stop_ids, longest - 1)
+        options = RoundOptions(sampling, stop_ids, longest - 1, self._recording)
         _, state = decode(weights, memory, rows, zeros[0], decoder=decoder, options=options)
-        tokens = jnp.concatenate([first[:, None], state.tokens], axis=1)
-        return tokens, jnp.concatenate([first_logprobs[:, None], state.logprobs], axis=1), 1 + state.counts
+
+        def joined(of_first, of_later):
+            return jnp.concatenate([of_first[:, None], of_later], axis=1)
+
+        recorded = jax.tree.map(joined, first_recorded, state.recorded)
+        return joined(first, state.tokens), joined(first_logprobs, state.logprobs), 1 + state.counts, recorded
+
+    def _score(self, params, prompts, prompt_mask, completions, mask) -> Float[Array, "batch time"]:
+        recipe, tokens = self._recipe, (prompts, prompt_mask, completions, mask)
+        return completion_logprobs(recipe.decoder, params, *tokens, sampling=recipe.sampling, chunk=recipe.chunk)[0]
 
     def _rewards(self, tokens, counts, answers) -> Float[Array, " batch"]:
         """As `recjax.tasks.rewards.last_number_match`."""
@@ -164,11 +187,10 @@ class Programs:
     def _evaluate(self, seed: Seed, params: dict, keys) -> dict[str, Float[Array, ""]]:
         """Accuracy, and KL to the initial policy in nats a token."""
         samples = self._config.evaluation.samples
-        tokens, logprobs, counts = self._sample(params, seed.held_out, keys, samples)
+        tokens, logprobs, counts, _ = self._sample(params, seed.held_out, keys, samples)
         mask = jnp.arange(tokens.shape[1]) < counts[:, None]
         asked = seed.held_out, jnp.ones(seed.held_out.shape, bool), jnp.where(mask, tokens, 0), mask
-        decoder, distribution = self._recipe.decoder, {"sampling": self._recipe.sampling, "chunk": self._recipe.chunk}
-        initial, _ = completion_logprobs(decoder, seed.params, *asked, **distribution)
+        initial = self._score(seed.params, *asked)
         return {
             "evaluation/accuracy": self._rewards(tokens, counts, jnp.repeat(seed.held_out_answers, samples)).mean(),
             "evaluation/initial_kl": jnp.where(mask, logprobs - initial, 0.0).sum() / mask.sum(),
@@ -209,7 +231,8 @@ class Programs:
             delayed = jax.tree.map(lambda x: x[-1 - regime.offset], older)
             syncs = (number - 1) % regime.interval == 0
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
-            batch = self._batch(seed, sampler, asked, keys)
+            version = (number - 1) // regime.interval * regime.interval - regime.offset
+            batch = self._batch(seed, sampler, asked, keys, regime.drift, jnp.maximum(version, 0))
             key = jax.random.fold_in(drop_key(seed.number), number)
             state, metrics, _ = update(
                 state, batch, Layout(), UpdateContext({}, key, hyperparameters=self._options), recipe=self._recipe
@@ -220,17 +243,22 @@ class Programs:
         carry, measured = jax.lax.scan(step, carry, steps)
         return carry, {name: values.mean() for name, values in measured.items()}
 
-    def _batch(self, seed: Seed, params: dict, asked, keys) -> Batch:
+    def _batch(self, seed: Seed, params: dict, asked, keys, drift: Drift | None = None, version=0) -> Batch:
         group = self._config.rollout.group_size
         prompts = seed.prompts[asked]
-        tokens, logprobs, counts = self._sample(params, prompts, keys, group)
+        weights = params if drift is None else self._drifted(seed, params, drift, version)
+        tokens, logprobs, counts, recorded = self._sample(weights, prompts, keys, group)
         mask = jnp.arange(tokens.shape[1]) < counts[:, None]
+        prompt_mask, completions = jnp.ones(prompts.shape, bool), jnp.where(mask, tokens, 0)
+        if drift is not None:
+            asked_tokens = prompts, prompt_mask, completions, mask
+            logprobs = jax.lax.cond(drift.exact_logprobs, lambda: self._score(params, *asked_tokens), lambda: logprobs)
         ended = jnp.isin(jnp.take_along_axis(tokens, counts[:, None] - 1, 1)[:, 0], jnp.array(self._policy.stop_ids))
         rewards = self._rewards(tokens, counts, jnp.repeat(seed.answers[asked], group))
         return Batch(
             prompts=prompts,
-            prompt_mask=jnp.ones(prompts.shape, bool),
-            completions=jnp.where(mask, tokens, 0),
+            prompt_mask=prompt_mask,
+            completions=completions,
             completion_mask=mask,
             behavior_logprobs=jnp.where(mask, logprobs, 0.0),
             rewards=rewards,
@@ -239,4 +267,10 @@ class Programs:
             truncated=~ended,
             accurate=rewards > 0,
             reward_parts={},
+            recorded=recorded,
         )
+
+    def _drifted(self, seed: Seed, params: dict, drift: Drift, version) -> dict:
+        """As `BatchSampler` changes them; at most one of the scales is not 0."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed.number), 8), version)
+        return drifted(drifted(params, key, "int8", drift.int8), key, "noise", drift.noise)

@@ -46,13 +46,15 @@ class Check(NamedTuple):
     """One number of a claim: what it is, what the claim says of it, and what came out."""
 
     what: str
-    expected: str  # higher | lower: than 0; alike: within the margin of 0
+    expected: str  # higher | lower: than 0; alike: within the margin of 0; no_lower: than the margin below 0
     margin: float
     found: Estimate
 
     @property
     def claimed(self) -> str:
         """What the claim says of the number, in words."""
+        if self.expected == "no_lower":
+            return f"no lower than −{self.margin:.2g}"
         return f"within ±{self.margin:.2g}" if self.expected == "alike" else f"{self.expected} than 0"
 
     @property
@@ -61,6 +63,8 @@ class Check(NamedTuple):
         low, high = self.found.low, self.found.high
         if self.expected == "alike":
             inside, outside = -self.margin <= low and high <= self.margin, low > self.margin or high < -self.margin
+        elif self.expected == "no_lower":
+            inside, outside = low >= -self.margin, high < -self.margin
         else:
             sign = 1 if self.expected == "higher" else -1
             inside, outside = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
+from experiments.claims import map as claims_map
 from experiments.claims import page
 from experiments.claims.staleness import survived
 from experiments.claims.verdicts import Check, Claim
@@ -77,15 +78,15 @@ def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, 
 def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch):
     """One run is finished here; those of the table that are not stay as they are, and a lost table is said."""
     runs = read_sweep(page.HERE / "smollm2.yaml")[1]
-    monkeypatch.setattr(page, "is_finished", lambda config: config.output == runs[0].config.output)
+    monkeypatch.setattr(claims_map, "is_finished", lambda config: config.output == runs[0].config.output)
     before = tables["smollm2"]
     own = (before[list(runs[0].settings)] == pd.Series(runs[0].settings)).all(axis=1)
-    monkeypatch.setattr(page, "collect", lambda chosen: before[own].assign(reward=np.float32(9)))
+    monkeypatch.setattr(claims_map, "collect_metrics", lambda chosen: before[own].assign(reward=np.float32(9)))
     after = page.collect_finished("smollm2")
     assert (after.loc[own.to_numpy(), "reward"] == 9).all()
     pd.testing.assert_frame_equal(after[~own.to_numpy()], before[~own])
     monkeypatch.setitem(page.TABLES, "smollm2", tmp_path / "none.parquet")
-    monkeypatch.setattr(page, "is_finished", lambda config: False)
+    monkeypatch.setattr(claims_map, "is_finished", lambda config: False)
     with pytest.raises(ValueError, match="none of the 24 runs is finished"):
         page.collect_finished("smollm2")
 
