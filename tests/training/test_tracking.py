@@ -16,7 +16,6 @@ from recjax.training import tracking
 from recjax.training.tracking import TensorBoard
 from tests.marks import slow
 from tests.training.counting import count, killed
-from tests.training.tiny_run import train
 
 SHORT = ["training.steps=3", "evaluation.every=0", "evaluation.problems=4"]
 
@@ -163,7 +162,7 @@ def test_the_modules_themselves(tiny, tmp_path, monkeypatch, caplog, name):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    train(tiny("run", *SHORT, f"tracking.{name}={{project: sums}}"))
+    count(tiny("run", *SHORT, f"tracking.{name}={{project: sums}}"))
     assert f"tracking.{name}" not in caplog.text
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb" if name == "wandb" else "trackio/sums.db"))
 
