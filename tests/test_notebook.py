@@ -35,6 +35,8 @@ def shortened(program: str) -> str:
     quote = '\\"' if '\\"evaluation.problems=256' in program else '"'
     short = ["evaluation.problems=16", "warm_start.steps=5", "samples={every: 2}"]
     program = program.replace("evaluation.problems=256", f"{quote}, {quote}".join(short))
+    for evaluated in ('evaluation.problems": 128', 'evaluation.problems\\": 128'):
+        program = program.replace(evaluated, evaluated.replace("128", "16"))
     assert short[-1] in program and "training.steps=8" in program
     return program
 
