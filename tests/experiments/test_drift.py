@@ -247,7 +247,8 @@ def test_runs_with_drift_are_the_trainers_until_the_first_sync(algorithm, engine
     ours = study.collect([run], tmp_path / "quickstart.parquet").set_index("step")
     train(run.config)
     theirs = pd.DataFrame(read_metrics(tmp_path / run.name / "metrics.jsonl")).set_index("step")
-    np.testing.assert_allclose(ours["evaluation/accuracy"], theirs["evaluation/accuracy"].loc[[0, 4, 8]], atol=1e-4)
+    first = [0, 4]
+    np.testing.assert_allclose(ours["evaluation/accuracy"][first], theirs["evaluation/accuracy"][first], atol=1e-4)
     for name in ("reward", "ratio/q99", "gradient_norm", "behavior_kl/k3"):
         # The sync is at step 6. After it, one of these runs had three other rewards of 256.
         np.testing.assert_allclose(ours[name].loc[4], theirs[name].loc[1:4].mean(), rtol=5e-3, atol=1e-6)
