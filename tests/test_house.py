@@ -237,7 +237,14 @@ def test_a_logprob_passes_few_functions():
     assert len({module for module, _ in way}) <= FIGURES["files of these functions"]
 
 
-GENERATED = {"configuration.md", "objectives.md", "papers.md", "claims.md", "claims/drift.md", "accelerator.md"}  # written by commands
+GENERATED = {
+    "configuration.md",
+    "objectives.md",
+    "papers.md",
+    "claims.md",
+    "claims/drift.md",
+    "accelerator.md",
+}  # written by commands
 WORDS = {  # at most; a reason where a page describes more than the table of contents planned for
     "README.md": 660,
     # Get started
