@@ -56,7 +56,7 @@ COMPANIONS: dict[str, dict[str, dict]] = {
 PAPERS = """\
 # Paper index
 
-<!-- Written by python -m experiments.objectives.page; a test compares this page with the command's output. -->
+<!-- Written by python -m experiments.objectives.page; a test compares this page with its output. -->
 
 Every preset with its source and a config to paste. Numbers are the paper's, unless a note says otherwise. Where two
 forms of an algorithm are in use, the note has the override that gives the second form: put `algorithm.` before each
