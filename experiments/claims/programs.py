@@ -37,6 +37,8 @@ from recjax.training.prepare import prepare
 from recjax.training.sampling import batch_key
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
+REWARD = "recjax.tasks.rewards:last_number_match"
+
 
 class Seed(NamedTuple):
     """What a seed decides: the base policy, what every step and evaluation asks, and its random numbers.
@@ -80,8 +82,10 @@ def seed_of(config: Config) -> tuple[Seed, Policy]:
     """What the config's seed decides, and the policy.
 
     Raises:
-        ValueError: prompts of different lengths.
+        ValueError: prompts of different lengths, or another reward than that of these programs.
     """
+    if (name := config.task.reward_name()) != REWARD:
+        raise ValueError(f"task.reward = {name!r}: these programs compute only {REWARD!r}; set it")
     run, params = prepare(config)
     rollout, settings, steps = config.rollout, config.evaluation, config.training.steps
     numbers = np.arange(1, steps + 1)

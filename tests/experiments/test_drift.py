@@ -12,10 +12,12 @@ import yaml
 
 from experiments.bandit.bandit import REWARDS
 from experiments.claims.map import drift_of, file_of, make, without_arguments
+from experiments.claims.programs import seed_of
 from experiments.drift import __main__ as study
 from experiments.drift import bandit, page
 from recjax.algorithms.presets import build_algorithm
 from recjax.analysis.sweeps import read_sweep
+from recjax.config import load_config
 from recjax.training.metrics import read_metrics
 from recjax.training.start import train
 from tests.experiments.test_claims_map import SMALL
@@ -73,6 +75,12 @@ def test_each_axis_reaches_the_config(name, tmp_path):
 def test_every_cell_is_a_valid_config():
     runs = read_sweep(study.HERE / "quickstart.yaml")[1]
     assert {tuple(run.settings.values()) for run in runs} == page.all_cells("quickstart")
+
+
+def test_a_reward_that_the_programs_lack_is_refused():
+    config = load_config(study.HERE.parent / "quickstart.yaml")
+    with pytest.raises(ValueError, match="task.reward = 'recjax.tasks.rewards:number_match'.*last_number_match"):
+        seed_of(config)
 
 
 def test_runs_of_one_algorithm_share_a_program(tmp_path):
@@ -237,7 +245,7 @@ def test_the_committed_page_is_that_of_the_committed_tables(tmp_path):
         ("tis", "noise_small"),
     ],
 )
-def test_runs_with_drift_are_the_trainers_until_the_first_sync(algorithm, engine, tmp_path, monkeypatch):
+def test_runs_with_drift_are_the_trainers(algorithm, engine, tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     chosen = {"algorithm": [algorithm], "age": ["5"], "engine": [engine], "seed": ["1"]}
     sweep = sweep_of("quickstart", **chosen) | {"output": str(tmp_path)}
@@ -247,9 +255,8 @@ def test_runs_with_drift_are_the_trainers_until_the_first_sync(algorithm, engine
     ours = study.collect([run], tmp_path / "quickstart.parquet").set_index("step")
     train(run.config)
     theirs = pd.DataFrame(read_metrics(tmp_path / run.name / "metrics.jsonl")).set_index("step")
-    first = [0, 4]
-    np.testing.assert_allclose(ours["evaluation/accuracy"][first], theirs["evaluation/accuracy"][first], atol=1e-4)
+    np.testing.assert_allclose(ours["evaluation/accuracy"], theirs["evaluation/accuracy"].loc[[0, 4, 8]], atol=1e-4)
     for name in ("reward", "ratio/q99", "gradient_norm", "behavior_kl/k3"):
-        # The sync is at step 6. After it, one of these runs had three other rewards of 256.
-        np.testing.assert_allclose(ours[name].loc[4], theirs[name].loc[1:4].mean(), rtol=5e-3, atol=1e-6)
-    assert ours["behavior_kl/k3"].loc[4] > 1e-7
+        means = [theirs[name].loc[first : first + 3].mean() for first in (1, 5)]  # the sync is at step 6
+        np.testing.assert_allclose(ours[name].loc[[4, 8]], means, rtol=5e-3, atol=1e-6)
+    assert (ours["behavior_kl/k3"].loc[[4, 8]] > 1e-7).all()
