@@ -93,11 +93,11 @@ def _divergence_metrics(
     coefficient: Scalar,
 ) -> dict[str, Float[Array, ""]]:
     """Mean divergence from the teacher, in nats per token that has one, without the term's coefficient."""
-    mask, measured = _taught_tokens(completion_mask, taught)
+    mask, measured = _taught_mask_and_metrics(completion_mask, taught)
     return measured | {"teacher_divergence": token_average(divergence, mask) / coefficient}
 
 
-def _taught_tokens(
+def _taught_mask_and_metrics(
     completion_mask: Bool[Array, "batch time"], taught: Bool[Array, " batch"] | None
 ) -> tuple[Bool[Array, "batch time"], dict[str, Float[Array, ""]]]:
     """The tokens that have a teacher, and their share as a metric if a teacher has prompts of its own."""
@@ -144,6 +144,6 @@ def _distillation_metrics(
     taught: Bool[Array, " batch"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """KL(π ‖ teacher) in nats per token, estimated on the sampled tokens that both policies can choose."""
-    mask, measured = _taught_tokens(completion_mask, taught)
+    mask, measured = _taught_mask_and_metrics(completion_mask, taught)
     possible = mask & ~(jnp.isneginf(logprobs) | jnp.isneginf(teacher_logprobs))
     return measured | {"teacher_kl": token_average(logprobs - teacher_logprobs, possible)}

@@ -221,7 +221,7 @@ def test_templates_that_do_not_write_a_reply_after_its_prompt_are_refused(policy
 def test_loss_and_gradient_are_those_of_transformers(config, folder, monkeypatch):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     descent = optax.sgd(optax.constant_schedule(1.0))
-    monkeypatch.setattr("recjax.training.update.make_optimizer", lambda settings: descent)
+    monkeypatch.setattr("recjax.training.update.make_optimizer", lambda *_: descent)
     options = ["warm_start.steps=1", f"warm_start.batch_size={len(CHATS)}", "training.tokens_per_micro_batch=256"]
     with one_device():
         run, params = prepare(config("torch", *options, f"warm_start.held_out={folder}/shown.jsonl"))
