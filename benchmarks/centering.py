@@ -41,6 +41,7 @@ def batch_of(vocabulary: int, recorded: int) -> Batch:
         policy_version=np.zeros(ROWS, np.int32),
         truncated=np.zeros(ROWS, bool),
         accurate=np.zeros(ROWS, bool),
+        reward_parts={},
         recorded={"top_ids": ids, "top_logprobs": logprobs},
     )
 

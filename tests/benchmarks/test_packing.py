@@ -19,6 +19,12 @@ def test_all_ways_are_timed():
     assert [name.split(",")[0] for name in timed] == ["padded", "packed", "packed"] and timed[2].endswith("shared")
 
 
+def test_updates_with_and_without_centering_are_timed():
+    ended = commands.run(["-m", "benchmarks.centering", "64", "8"])
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split(":")[0] for line in ended.stdout.splitlines()] == ["plain", "centered"]
+
+
 def test_weights_are_copied_as_runs_refuse_links(tmp_path):
     sizes = Sizes(32, 8, 16, 1, 2, 1, 4)
     tokenizer = word_tokenizer(sizes.vocabulary)
