@@ -89,10 +89,8 @@ class AlgorithmConfig(ConfigBlock):
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
         axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
         yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
-        problem = (
-            "has the weights and prompts of the policy, which learns nothing from it; set task.teacher_template, or"
-        )
-        problem += " model.teacher_rate below 1"
+        problem = "has the weights and prompts of the policy, which learns nothing from it; set"
+        problem += " task.teacher_template, or model.teacher_rate below 1"
         is_equal = teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template
         yield is_equal, "model.teacher", problem
         problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"

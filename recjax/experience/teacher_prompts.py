@@ -58,11 +58,16 @@ class TeacherPrompts:
 
     def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """The batch with a teacher's prompt for each completion of its groups that has one."""
-        lessons = [self._lesson(group, completion) for group in groups for completion in group.completions]
+        lessons = []
+        for group in groups:
+            graded = [each for each in group.completions if each.grade and each.grade.reward is not None]
+            best = max(graded, key=lambda each: each.grade.reward, default=None)  # the first of equal ones
+            lessons += [self._lesson(group, completion, best) for completion in group.completions]
+        texts = [None if lesson is None else problem_text(lesson.prompt, None) for lesson in lessons]
         # Completions of a group often have the same lesson.
-        distinct = {problem_text(each.prompt, None): each for each in lessons if each is not None}
+        distinct = {text: lesson for text, lesson in zip(texts, lessons, strict=True) if lesson is not None}
         tokens = dict(zip(distinct, self._encoded([*distinct.values()]), strict=True))
-        prompts = [None if each is None else tokens[problem_text(each.prompt, None)] for each in lessons]
+        prompts = [tokens.get(text) for text in texts]
         longest = max((len(ids) for ids in tokens.values()), default=0)
         if longest > self._room:
             if not self._warned:
@@ -76,14 +81,12 @@ class TeacherPrompts:
             prompts = [None if ids is None or len(ids) > self._room else ids for ids in prompts]
         return with_teacher_prompts(batch, row_places(groups, batch.shape), prompts, self._room)
 
-    def _lesson(self, group: Group, completion: Completion) -> Problem | None:
+    def _lesson(self, group: Group, completion: Completion, best: Completion | None) -> Problem | None:
         """The teacher's prompt for a completion; None if it lacks a value that the template names."""
         values = {"answer": group.answer, "better": None, "feedback": None}
-        graded = [each for each in group.completions if each.grade is not None and each.grade.reward is not None]
         reward = completion.grade and completion.grade.reward
-        if reward is not None:
-            best = max(graded, key=lambda each: each.grade.reward)  # the first of equal ones
-            values["better"] = best.text if best.grade.reward > reward else None
+        if best is not None and reward is not None and best.grade.reward > reward:
+            values["better"] = best.text
         if self._feedback is not None:
             values["feedback"] = self._feedback(group.prompt, completion.text, group.answer)
         elif "comment" in completion.metadata:
