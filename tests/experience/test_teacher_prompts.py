@@ -101,11 +101,12 @@ def test_a_chat_keeps_its_other_messages_and_variables(made, monkeypatch):
 
     monkeypatch.setattr("recjax.tasks.prompts.render_chats", render)
     monkeypatch.setattr(chat_rendering, "reads_variable", lambda *args: True)
-    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
+    earlier = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    chat = [{"role": "system", "content": "add"}, *earlier, {"role": "user", "content": "1+2="}]
     prompts = made("{answer};{prompt}", 9, problems=[Problem(chat, "3", template={"thinking": True})])
     assert prompts_in(prompts, [group("a", chat, "3", ("4", 0.0))])[0] == "3;1+2="
-    of_teacher = [chat[0], {"role": "user", "content": "3;1+2="}]
-    assert seen == [(of_teacher, {"thinking": True})] * 2 and chat[1]["content"] == "1+2="
+    of_teacher = [*chat[:3], {"role": "user", "content": "3;1+2="}]
+    assert seen == [(of_teacher, {"thinking": True})] * 2 and chat[3]["content"] == "1+2="
 
 
 def test_prompts_that_are_too_long_are_refused_before_the_run_and_skipped_in_it(made, caplog):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.experience.batch import with_teacher_prompts
 from recjax.experience.layout import Layout, choose_layout, padding_waste
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, DeltaNet
@@ -47,6 +48,8 @@ def test_uneven_completions_are_packed_and_even_ones_are_not(config):
     uneven = with_lengths(np.random.default_rng(0).geometric(0.05, 64).clip(1, 256))
     found = packed(config(), uneven)
     assert padding_waste(uneven, Layout(1, found)) < 0.5 < padding_waste(uneven, Layout())
+    # Packed rows hold only the policy's prompts.
+    assert packed(config(), with_teacher_prompts(uneven, (), (), 8)) is None
     assert packed(config(), with_lengths([256] * 64)) is None
     # Long prompts with short completions: one prompt for its group is the least work.
     assert packed(config(), with_lengths([24] * 64, 4, 16, 512, 32)) is None

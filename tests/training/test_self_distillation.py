@@ -201,6 +201,7 @@ def test_keys_reach_the_update_and_the_plan_of_memory(taught):
     assert optax.tree.get(plain.tree, "average") is None and "average" not in plain.formula
     weighted = config.replace(**{"algorithm.teacher_divergence.weight": "truncated"}).algorithm.build()
     assert weighted.needs_behavior_logprobs and not build_algorithm("logit_distillation", {}).needs_behavior_logprobs
+    assert build_algorithm("sdpo", {}).needs_behavior_logprobs
     assert free_options(weighted)[1]["teacher_divergence"]["cap"] == 2.0
 
 
