@@ -44,6 +44,7 @@ XLA_FLAGS = {
 NAMED = ("decoding", "first_step_quickstart", "first_step_smollm2", "shape_g", "update_wide", "update_long", "claims")
 NAMED += (
     "update_scanned",
+    "update_apart",
     *(f"flags_{name}" for name in XLA_FLAGS),
 )
 LEAST = 20  # seconds: a part is not started with less
@@ -169,6 +170,7 @@ def parts() -> dict[str, Part]:
         "update_wide": computed("update_wide", 240),
         "update_long": computed("update_long", 240),
         "update_scanned": computed("update_scanned", 90),
+        "update_apart": computed("update_apart", 90),
         **{f"flags_{name}": computed("update_alone", 90, XLA_FLAGS=flag) for name, flag in XLA_FLAGS.items()},
         "claims": claimed(0.5 if FLAGS.rehearsal else FLAGS.minutes),
     }

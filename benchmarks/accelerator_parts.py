@@ -53,7 +53,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, batch_logprobs, choose_layout
 from recjax.experience.packing import TILE, RowShape, pack, row_shape
 from recjax.hub.policy import attention_kernel
-from recjax.models import unrolling
+from recjax.models import products, unrolling
 from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
@@ -142,6 +142,12 @@ def update_alone(shape: Shape) -> None:
 def update_scanned(shape: Shape) -> None:
     """The update as a scan over layers, which compiles sooner than layers that are written out."""
     unrolling.MOST_TRAINED_LOW = 8
+    update_alone(shape)
+
+
+def update_apart(shape: Shape) -> None:
+    """The update with a matmul for each projection."""
+    products.JOIN = ()
     update_alone(shape)
 
 
@@ -377,6 +383,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "update_wide": functools.partial(update_sizes, WIDE),
     "update_long": functools.partial(update_sizes, LONG),
     "update_scanned": functools.partial(update_scanned, WIDE),
+    "update_apart": functools.partial(update_apart, WIDE),
     "update_alone": functools.partial(update_alone, WIDE),
 }
 

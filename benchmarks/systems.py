@@ -37,6 +37,12 @@ SYSTEMS = {
         {"set": {"recjax.models.products:WRITE_TRANSPOSED": []}},
         "recjax, gradients of weights as XLA takes them by itself",
     ),
+    "recjax_joined": System(
+        "recjax_worker",
+        None,
+        {"set": {"recjax.models.products:JOIN": ["cpu"]}},
+        "recjax, projections of one input as one matmul",
+    ),
     "recjax_scanned": System(
         "recjax_worker",
         None,

@@ -18,7 +18,7 @@ from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
 from recjax.models.delta import DeltaState, causal_convolution, delta_rule
 from recjax.models.experts import Experts
 from recjax.models.placement import ROWS, Axes, constrain, stream_axes
-from recjax.models.products import PRODUCT, all_but_kernel, dense_product
+from recjax.models.products import PRODUCT, products
 from recjax.models.rotary import Rotary, rotate, turns_of
 
 
@@ -52,6 +52,21 @@ def _normalized(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Arr
 def _gated(activation: str, gate: Array, up: Array) -> Array:
     activated = ACTIVATIONS[activation](gate.astype(jnp.float32))
     return (activated * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+class Weights(nn.Module):
+    """The kernel and the bias of a projection; the bias is None without one."""
+
+    inputs: int
+    features: int
+    has_bias: bool = False
+
+    @nn.compact
+    def __call__(self):
+        kernel = self.param("kernel", nn.linear.default_kernel_init, (self.inputs, self.features))
+        if not self.has_bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, (self.features,))
 
 
 class PerLayer(NamedTuple):
@@ -124,15 +139,30 @@ class Block(nn.Module):
         scale = self.config.residual_scale
         return hidden + (mixed if scale == 1.0 else mixed * scale)
 
-    def _dense(self, x, features, name, use_bias=False):
-        """A projection, with its adapter if it has one."""
-        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
-        y = checkpoint_name(linear(features, use_bias=use_bias, name=name)(x), PRODUCT)
+    def _dense(self, x, name, features):
+        """One of `_projections`, without bias."""
+        return self._projections(x, {name: features})[0]
+
+    def _projections(self, x, features, use_bias=False):
+        """Projections of one input to several numbers of features, by name; each with its adapter if it has one."""
+        x = x.astype(self.dtype)
+        weights = {name: Weights(x.shape[-1], count, use_bias, name=name)() for name, count in features.items()}
+        outputs = products(x, [kernel for kernel, _ in weights.values()])
+        for number, (name, (_, bias)) in enumerate(weights.items()):
+            y = outputs[number]
+            y = checkpoint_name(y if bias is None else y + bias.astype(self.dtype), PRODUCT)
+            outputs[number] = self._adapted(x, y, name)
+        return outputs
+
+    def _adapted(self, x, y, name):
+        """A projection's output `y`, with the output of its adapter added if it has one."""
         lora = self.config.lora
         if lora is None or name not in lora.targets:
             return y
-        low = linear(lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
-        added = linear(features, use_bias=False, name=f"{name}_lora_b")(low)
+        into, _ = Weights(x.shape[-1], lora.rank, name=f"{name}_lora_a")()
+        out_of, _ = Weights(lora.rank, y.shape[-1], name=f"{name}_lora_b")()
+        (low,) = products(x, [into])
+        (added,) = products(low, [out_of])
         return y + added * (lora.alpha / lora.rank)
 
     # --- Attention.
@@ -142,16 +172,18 @@ class Block(nn.Module):
         config = self.config
         query_units = config.num_heads * config.head_dim
         key_units = config.num_kv_heads * config.head_dim
+        features = {
+            "query": (1 + config.gated_attention) * query_units,
+            "key": key_units,
+            "value": key_units,
+        }
+        query, key, value = self._projections(x, features, config.qkv_bias)
         if config.gated_attention:
-            query_and_gate = self._dense(x, 2 * query_units, "query", config.qkv_bias)
-            query_and_gate = query_and_gate.reshape(-1, config.num_heads, 2, config.head_dim)
+            query_and_gate = query.reshape(-1, config.num_heads, 2, config.head_dim)
             query, gate = (query_and_gate[:, :, half].reshape(-1, query_units) for half in (0, 1))
-        else:
-            query = self._dense(x, query_units, "query", config.qkv_bias)
         queries = self._heads(query, sections, "query_norm" if config.qk_norm else None)
-        key = self._dense(x, key_units, "key", config.qkv_bias)
         keys = self._heads(key, sections, "key_norm" if config.qk_norm else None)
-        values = self._heads(self._dense(x, key_units, "value", config.qkv_bias), sections, None)
+        values = self._heads(value, sections, None)
 
         sources = list(earlier)
         outputs = []
@@ -169,7 +201,7 @@ class Block(nn.Module):
         if config.gated_attention:
             mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
         rows, _ = _stream_axes_of(sections)
-        return self._dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output"), sources[-1]
+        return self._dense(constrain(mixed, rows, "tensor"), "output", config.hidden_size), sources[-1]
 
     def _heads(self, x, sections, norm_name):
         """Queries, keys or values of each section by head, [batch, heads, time, head_dim]; with the norm of a name."""
@@ -206,8 +238,13 @@ class Block(nn.Module):
         """The output of the delta net, and the state after the last section."""
         net = self.config.delta
         shapes = _shapes(sections)
-        inputs = self._dense(x, net.channels, "delta_inputs")
-        gate = self._dense(x, net.value_heads * net.value_dim, "delta_gate")
+        features = {
+            "delta_inputs": net.channels,
+            "delta_gate": net.value_heads * net.value_dim,
+            "delta_rate": net.value_heads,
+            "delta_decay": net.value_heads,
+        }
+        inputs, gate, rate, decay = self._projections(x, features)
         kernel = self.param("delta_kernel", nn.initializers.lecun_normal(-1, 0), (net.channels, 1, net.kernel))
 
         def log_of_uniform(key: Array, shape: tuple[int, ...]) -> Array:
@@ -215,8 +252,8 @@ class Block(nn.Module):
 
         speed = jnp.exp(self.param("delta_log_speed", log_of_uniform, (net.value_heads,)))
         bias = self.param("delta_bias", nn.initializers.ones, (net.value_heads,))
-        rate = nn.sigmoid(self._dense(x, net.value_heads, "delta_rate").astype(jnp.float32))
-        decay = -speed * nn.softplus(self._dense(x, net.value_heads, "delta_decay").astype(jnp.float32) + bias)
+        rate = nn.sigmoid(rate.astype(jnp.float32))
+        decay = -speed * nn.softplus(decay.astype(jnp.float32) + bias)
         outputs = []
         for section, *arrays in zip(sections, *(cut(y, shapes) for y in (inputs, rate, decay)), strict=True):
             output, state = self._recurred(section, *arrays, kernel, state)
@@ -226,7 +263,7 @@ class Block(nn.Module):
         mixed = mixed.reshape(gate.shape) * nn.silu(gate.astype(jnp.float32))
         rows, _ = _stream_axes_of(sections)
         mixed = constrain(mixed.astype(self.dtype), rows, "tensor")
-        return self._dense(mixed, self.config.hidden_size, "delta_output"), state
+        return self._dense(mixed, "delta_output", self.config.hidden_size), state
 
     def _recurred(self, section, inputs, rate, decay, kernel, state):
         """The recurrence over a section: outputs [batch * time, value_heads, value_dim], and the state after it."""
@@ -255,9 +292,9 @@ class Block(nn.Module):
         config = self.config
         rows, _ = _stream_axes_of(sections)
         if config.experts is None:
-            gate, up = (self._dense(x, config.intermediate_size, name) for name in ("gate", "up"))
+            gate, up = self._projections(x, {"gate": config.intermediate_size, "up": config.intermediate_size})
             gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
-            return self._dense(gated, config.hidden_size, "down")
+            return self._dense(gated, "down", config.hidden_size)
         real = joined([section.ids.reshape(-1) > 0 for section in sections], _shapes(sections))
         run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
         return run_experts(x, real, recorded_experts)

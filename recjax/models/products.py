@@ -2,10 +2,12 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -14,6 +16,11 @@ PRODUCT = "product"  # checkpoint name of the projections' outputs
 
 # Platforms on which XLA's aᵀ b is slow in float32 and missing in bfloat16.
 WRITE_TRANSPOSED = ("cpu",)
+
+# Platforms on which matmuls of the same rows are faster as one, and the number of rows from which joining the kernels
+# costs little.
+JOIN = ("cuda", "rocm")
+LEAST_JOINED = 1024
 
 
 def product(subscripts: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
@@ -72,19 +79,71 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
     return jax.lax.platform_dependent(a, b, default=usual, **dict.fromkeys(WRITE_TRANSPOSED, transposed))
 
 
-def dense_product(
-    x: Float[Array, "rows inputs"], kernel: Float[Array, "inputs units"], dimensions: tuple, **options
-) -> Float[Array, "rows units"]:
-    """The `dot_general` of flax.linen.Dense.
+# --- Matmuls of the same rows with several kernels.
+
+
+def products(x: Float[Array, "rows inputs"], kernels: Sequence[Array]) -> list[Float[Array, "rows ..."]]:
+    """`product` of the rows with each kernel, in the dtype of `x`; all as one matmul where that is faster.
 
     XLA on the CPU has fast bfloat16 matmuls with a float32 result; with a bfloat16 result, it computes in float32.
+
+    Args:
+        kernels: [inputs, units] each; `units` may differ.
     """
-    return product("mk,kn->mn", x, kernel, x.dtype)
+    # Where units are split over devices, joined units would move between them.
+    is_split = jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1
+    if len(kernels) == 1 or len(x) < LEAST_JOINED or is_split:
+        return [product("mk,kn->mn", x, kernel, x.dtype) for kernel in kernels]
+    return list(_products(x, tuple(kernels)))
 
 
-def all_but_kernel(x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeLike) -> tuple:
-    """The `promote_dtype` of flax.linen.Dense, which leaves the kernel to `product`."""
-    return x.astype(dtype), kernel, None if bias is None else bias.astype(dtype)
+@jax.custom_vjp
+def _products(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
+    def joined(x, kernels):
+        whole = _summed_in_float32("mk,kn->mn", x, _joined(x, kernels)).astype(x.dtype)
+        return tuple(_split(whole, kernels))
+
+    def apart(x, kernels):
+        return tuple(_product("mk,kn->mn", x.dtype, x, kernel) for kernel in kernels)
+
+    return jax.lax.platform_dependent(x, kernels, default=apart, **dict.fromkeys(JOIN, joined))
+
+
+def _products_forward(x: Array, kernels: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple]:
+    return _products(x, kernels), (x, kernels)  # the kernels themselves, as joined kernels would be a copy
+
+
+def _products_backward(kept: tuple, gradients: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    def joined(x, kernels, gradients):
+        gradient = jnp.concatenate(gradients, axis=-1)
+        of_x = _summed_in_float32("mn,kn->mk", gradient, _joined(x, kernels)).astype(x.dtype)
+        of_kernels = _split(_summed_over_rows(x, gradient), kernels)
+        return of_x, tuple(one.astype(kernel.dtype) for one, kernel in zip(of_kernels, kernels, strict=True))
+
+    def apart(x, kernels, gradients):
+        pairs = [
+            _backward("mk,kn->mn", x.dtype, (x, kernel), gradient)
+            for kernel, gradient in zip(kernels, gradients, strict=True)
+        ]
+        # The last is first, as without this function, where JAX adds them.
+        of_x = functools.reduce(jnp.add, [of_x for of_x, _ in reversed(pairs)])
+        return of_x, tuple(of_kernel for _, of_kernel in pairs)
+
+    return jax.lax.platform_dependent(*kept, gradients, default=apart, **dict.fromkeys(JOIN, joined))
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _joined(x: Array, kernels: Sequence[Array]) -> Array:
+    """The kernels side by side, in the dtype of `x`."""
+    return jnp.concatenate([kernel.astype(x.dtype) for kernel in kernels], axis=-1)
+
+
+def _split(whole: Array, kernels: Sequence[Array]) -> list[Array]:
+    """The units of each kernel."""
+    ends = np.cumsum([kernel.shape[-1] for kernel in kernels])
+    return jnp.split(whole, ends[:-1], axis=-1)
 
 
 # --- Matmuls of groups of rows; each group has its own kernel.

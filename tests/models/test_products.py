@@ -1,11 +1,15 @@
 """Products in low precision: sums in float32, gradients as those of the plain product."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.models.products import product
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig, Lora
+from recjax.models.products import product, products
+from recjax.models.unrolling import params_for
 
 
 def operands(subscripts, dtype):
@@ -65,3 +69,86 @@ def test_all_three_products_are_of_bfloat16_arrays_with_weights_in_float32_too()
     both = jax.jit(jax.grad(lambda a, b: product("mk,kn->mn", a, b, jnp.float32).sum(), argnums=(0, 1)))
     products = [line for line in both.lower(a, b.astype(jnp.float32)).as_text().splitlines() if "dot_general" in line]
     assert len(products) >= 2 and all(line.split("->")[-2].count("xbf16>") == 2 for line in products)
+
+
+# --- Products of the same rows with several kernels.
+
+UNITS = (6, 2, 3)
+
+
+def rows_and_kernels(dtype, of_weights=jnp.float32):
+    x = jax.random.normal(jax.random.key(0), (5, 700)).astype(dtype)
+    keys = jax.random.split(jax.random.key(1), len(UNITS))
+    return x, [jax.random.normal(key, (700, units)).astype(of_weights) for key, units in zip(keys, UNITS, strict=True)]
+
+
+def weighed_products(x, kernels):
+    outputs = products(x, kernels)
+    return sum(jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in outputs), outputs
+
+
+def joined_on(monkeypatch, *platforms, rows=1):
+    monkeypatch.setattr("recjax.models.products.JOIN", platforms)
+    monkeypatch.setattr("recjax.models.products.LEAST_JOINED", rows)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_weights", "tolerance"),
+    [(jnp.float32, jnp.float32, 1e-5), (jnp.bfloat16, jnp.bfloat16, 1e-2), (jnp.bfloat16, jnp.float32, 1e-2)],
+)
+def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeypatch, dtype, of_weights, tolerance):
+    x, kernels = rows_and_kernels(dtype, of_weights)
+    graded = jax.value_and_grad(weighed_products, argnums=(0, 1), has_aux=True)
+
+    def found():
+        (_, outputs), gradients = jax.jit(lambda: graded(x, kernels))()
+        return jax.tree.leaves((outputs, gradients))
+
+    apart = found()
+    joined_on(monkeypatch, "cpu")
+    joined = found()
+    assert [y.shape[-1] for y in joined[: len(UNITS)]] == list(UNITS)
+    for one, other in zip(joined, apart, strict=True):
+        assert one.dtype == other.dtype
+        one, other = (np.asarray(y, np.float32) for y in (one, other))
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "tensor", "matmuls"),
+    [("cuda", 5, 1, 3), ("cuda", 6, 1, 9), ("cuda", 5, 2, 9), ("cpu", 5, 1, 9), ("tpu", 5, 1, 9)],
+)
+def test_products_of_many_rows_are_one_matmul_on_a_gpu(monkeypatch, platform, rows, tensor, matmuls):
+    joined_on(monkeypatch, "cuda", rows=rows)
+    graded = jax.jit(jax.value_and_grad(lambda *given: weighed_products(*given)[0], argnums=(0, 1)))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, tensor), ("data", "tensor"))):
+        lowered = graded.trace(*rows_and_kernels(jnp.bfloat16)).lower(lowering_platforms=(platform,)).as_text()
+    assert lowered.count("dot_general") == matmuls
+
+
+def test_joined_kernels_are_not_kept_for_the_backward_pass(monkeypatch):
+    joined_on(monkeypatch, "cpu")
+    x, kernels = rows_and_kernels(jnp.bfloat16)
+    _, backward = jax.vjp(products, x, kernels)
+    assert sorted(leaf.size for leaf in jax.tree.leaves(backward)) == sorted([x.size, *(k.size for k in kernels)])
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_a_decoder_has_the_gradients_of_products_apart(monkeypatch, unrolled):
+    lora = Lora(2, 1.0, ("query", "up"))
+    config = DecoderConfig(16, 8, 12, 2, 2, 1, 4, qkv_bias=True, lora=lora)
+    decoder = Decoder(config, unrolled=unrolled)
+    params = jax.tree.map(lambda leaf: leaf + 0.1, init_params(config, jax.random.key(0)))  # no bias or adapter is 0
+    tokens = jnp.arange(6).reshape(2, 3)
+    positions = jnp.arange(3) + jnp.zeros_like(tokens)
+
+    def gradients():
+        def total(params):
+            hidden, _ = decoder.apply({"params": params_for(decoder, params)}, tokens, positions, tokens >= 0)
+            return jnp.sum(hidden * jnp.cos(jnp.arange(hidden.size)).reshape(hidden.shape))
+
+        return jax.jit(jax.grad(total))(params)
+
+    apart = gradients()
+    joined_on(monkeypatch, "cpu")
+    chex.assert_trees_all_close(gradients(), apart, rtol=1e-4, atol=1e-5)
