@@ -32,14 +32,10 @@ from absl import flags
 from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
 from recjax.console import command, progress_bar, start
 from recjax.training.run_folder import is_finished
+from recjax.workers import cores
 
 FLAGS = flags.FLAGS
 LOOK_SECONDS = 1.0  # between two looks at the metrics of the active runs
-
-
-def cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:

@@ -32,6 +32,11 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+def cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class CallFailed(Exception):
     """A call that has no result; `reason` is timeout, crash or error."""
 

@@ -73,7 +73,7 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
     Args:
         most: largest set to record as ids; 0: no record.
     """
-    if not most or not sampling.has_cuts:
+    if not TokenRecord(kept_ids=most).under(sampling).kept_ids:
         return {}
     scores = sampling_logits(scores, sampling)
     keep = jnp.isfinite(scores)
@@ -92,7 +92,7 @@ def top_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, count: i
     their log-probs under the sampling distribution, NaN at these places. Both are [batch, count], or [batch, vocab] for
     a smaller vocabulary.
     """
-    if not count or sampling.temperature == 0:
+    if not TokenRecord(top_k=count).under(sampling).top_k:
         return {}
     distribution = jax.nn.log_softmax(sampling_logits(scores, sampling), axis=-1)
     logprobs, ids = jax.lax.top_k(distribution, min(count, scores.shape[-1]))

@@ -17,6 +17,15 @@ class TokenRecord(NamedTuple):
     kept_ids: int = 0
     top_k: int = 0
 
+    def under(self, sampling: "Sampling") -> "TokenRecord":
+        """The record without arrays that a distribution does not have.
+
+        Programs have the record as a static option, so equal programs need equal records.
+        """
+        kept_ids = self.kept_ids if sampling.has_cuts else 0
+        top_k = self.top_k if sampling.temperature > 0 else 0
+        return TokenRecord(kept_ids, top_k)
+
 
 NOTHING_RECORDED = TokenRecord()
 

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_each_after
-from recjax.models.placement import DeviceClock, on_host
+from recjax.models.placement import DeviceClock, laid_out_by_rules, on_host
 from recjax.models.sampling import Sampling
+from recjax.rollout.device import CompilingDevice
 from recjax.rollout.engine import Engine
+from recjax.rollout.plan import abstract_weights
 from recjax.rollout.requests import Request, Sampled, Weights
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import FAILURES, Grading, Scores
@@ -56,18 +59,46 @@ def sample_groups(
         clock: see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "recording": policy.recording}
-    engine = Engine(policy.decoder, policy.stop_ids, **sizes, newer=newer, clock=clock)
+    engine = _engine_for(policy, prompts, newer=newer, clock=clock)
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
-    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
-    tickets = engine.admit(requests, group_size)
+    tickets = engine.admit(_requests(prefixes, keys, group_size, max_tokens, sampling), group_size)
     finished = engine.drain()
     sampled = [finished[ticket] for ticket in tickets]
     of_each = [prefix for prefix in prefixes for _ in range(group_size)]
     completions = sampled_completions(of_each, sampled, policy, sampling, source)
     of_groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
     return problem_groups(name, prompts.problems, of_groups)
+
+
+def compile_first_round(
+    policy: Policy, prompts: Prompts, group_size: int, max_tokens: int, sampling: Sampling, device: CompilingDevice
+) -> None:
+    """Compiles the programs of `sample_groups` up to a batch's first round of tokens.
+
+    The later programs, for a longer cache or fewer slots, depend on the lengths of the completions.
+
+    Args:
+        prompts: any prompts in the number and width of the batch's.
+    """
+    engine = _engine_for(policy, prompts, device=device)
+    engine.replace_weights(laid_out_by_rules(jax.sharding.get_mesh(), abstract_weights(policy.decoder)), 0)
+    prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
+    keys = device.read(_row_keys.eval_shape(jax.random.key(0), group_size * len(prefixes)))
+    engine.admit(_requests(prefixes, keys, group_size, max_tokens, sampling), group_size)
+    engine.round()
+
+
+def _engine_for(policy: Policy, prompts: Prompts, **options: Any) -> Engine:
+    """A new engine for a batch of prompts."""
+    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "recording": policy.recording}
+    return Engine(policy.decoder, policy.stop_ids, **sizes, **options)
+
+
+def _requests(
+    prefixes: Sequence[np.ndarray], keys: np.ndarray, group_size: int, max_tokens: int, sampling: Sampling
+) -> list[Request]:
+    return [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
 
 
 def sampled_completions(

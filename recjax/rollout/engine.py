@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
-from recjax.models.placement import DeviceClock, moved_params, on_host
+from recjax.models.placement import DeviceClock, moved_params
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
-from recjax.models.unrolling import made_for_sampling, unrolled_arrays
+from recjax.models.unrolling import made_for_sampling
 from recjax.rollout import decoding, plan
 from recjax.rollout.decoding import RoundOptions, SlotContents
+from recjax.rollout.device import RUNNING, Device
 from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
 from recjax.rollout.requests import (
     Admitted,
@@ -48,6 +49,7 @@ class Engine:
         newer: Callable[[], Weights | None] | None = None,
         recording: TokenRecord = NOTHING_RECORDED,
         clock: DeviceClock | None = None,
+        device: Device = RUNNING,
     ):
         """Creates an engine without weights.
 
@@ -59,6 +61,7 @@ class Engine:
                 updates.
             recording: the arrays that the engine records of the distribution of each token.
             clock: clock to tell of programs; None: no clock.
+            device: runs the programs.
         """
         self._decoder = made_for_sampling(decoder)
         self._mesh = sampling_mesh(self._decoder)
@@ -68,6 +71,7 @@ class Engine:
         self._newer = newer
         self._recording = recording
         self._clock = clock or DeviceClock()
+        self._device = device
         self._stacked: dict | None = None
         self._params: dict | None = None
         self._version = 0
@@ -75,7 +79,7 @@ class Engine:
         self._line: deque[Admitted] = deque()
         self._begun: Begun | None = None
         self._finished: dict[int, Sampled] = {}
-        self._slots = Slots(self._decoder.cache_dtype)
+        self._slots = Slots(self._decoder.cache_dtype, device)
         self._plan = EnginePlan(0, prefix_time, [0], 0, ())
 
     def replace_weights(self, params: dict, version: int) -> None:
@@ -149,7 +153,7 @@ class Engine:
                 # Layers are unrolled once for all rounds until the next weights, as a GPU copies them for it.
                 self._params = self._stacked
                 if self._decoder.unrolled:
-                    self._params = unrolled_arrays(self._decoder.config, self._stacked)
+                    self._params = self._device.unrolled(self._decoder.config, self._stacked)
             self._fill_slots()
             if self._slots.live.any():
                 self._fit()
@@ -202,7 +206,7 @@ class Engine:
         jobs, group_size = self._line[0]
         if group_size:
             # A batch's programs fit it exactly, so its memory begins empty and not in the shapes of earlier requests.
-            self._slots = Slots(self._decoder.cache_dtype)
+            self._slots = Slots(self._decoder.cache_dtype, self._device)
             count = len(jobs)
         else:
             jobs = [job for admitted in self._line for job in admitted.jobs]
@@ -225,7 +229,7 @@ class Engine:
             tokens, mask = self._whole_prefixes(jobs, group_size)
             held = None
         self._clock.call()
-        cache, scores = decoding.prefill(self._params, tokens, mask, held, decoder=self._decoder)
+        cache, scores = self._device.run(decoding.prefill, self._params, tokens, mask, held, decoder=self._decoder)
         self._sample_first_tokens(scores, jobs)
         started = []
         ended = []
@@ -272,7 +276,7 @@ class Engine:
         tokens, mask = _padded(runs, count, time)
         return tokens, mask, self._slots.contents(slots[np.arange(count) % len(slots)])
 
-    def _sample_first_tokens(self, scores: Array, jobs: list[EngineJob]) -> None:
+    def _sample_first_tokens(self, scores: Array | jax.ShapeDtypeStruct, jobs: list[EngineJob]) -> None:
         """Samples the first token of each completion; in memory are the scores of as many as there are slots."""
         keys = np.stack([job.request.key for job in jobs])
         rows = np.array([job.row for job in jobs], np.int32)
@@ -282,11 +286,12 @@ class Engine:
             for chunk in np.split(numbers, range(most, len(numbers), most)):
                 # Completions repeat up to the size of the program, which has few sizes; repetitions are not read.
                 repeated = chunk[np.arange(size) % len(chunk)]
-                options = {"sampling": sampling, "recording": self._recording}
+                options = {"sampling": sampling, "recording": self._recording.under(sampling)}
                 self._clock.call()
-                tokens, logprobs, recorded = on_host(
-                    decoding.first_tokens(scores, rows[repeated], keys[repeated], **options)
+                first_tokens = self._device.run(
+                    decoding.first_tokens, scores, rows[repeated], keys[repeated], **options
                 )
+                tokens, logprobs, recorded = self._device.read(first_tokens)
                 self._clock.end()
                 versions = np.full(size, self._version, np.int32)
                 # The pass over its prefix predicts a first token, and an update routes prompts again.
@@ -345,12 +350,12 @@ class Engine:
             paused = len(live_slots) - len(chosen)
             # Below the number of slots that sample, or the round would end before its first token.
             enough = np.clip(slots.count - free - paused, 0, len(chosen) - 1).astype(np.int32)
-            options = RoundOptions(sampling, self._stop_ids, time, self._recording)
+            options = RoundOptions(sampling, self._stop_ids, time, self._recording.under(sampling))
             arguments = self._params, slots.memory, slots.rows(mine), enough
             self._clock.call()
-            slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, options=options)
+            slots.memory, state = self._device.run(decoding.decode, *arguments, decoder=self._decoder, options=options)
             # One transfer of all arrays; the round has ended when the host has them.
-            state = on_host(state)
+            state = self._device.read(state)
             self._clock.end()
             slots.record(mine, state, self._version)
             self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int, UInt32
 from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
 from recjax.rollout.decoding import Decoded, SlotContents, SlotState
+from recjax.rollout.device import RUNNING, Device
 from recjax.rollout.keys_values import Memory
 from recjax.rollout.requests import Begun, EngineJob, Sampled, completions_of
 
@@ -39,15 +40,17 @@ class SlotColumns(NamedTuple):
 class Slots:
     """A number of slots and their memory; a new object has neither."""
 
-    def __init__(self, dtype: DTypeLike | None = None):
+    def __init__(self, dtype: DTypeLike | None = None, device: Device = RUNNING):
         """Creates an object without slots.
 
         Args:
             dtype: dtype of the memory for new tokens; None: the dtype of the keys and values given.
+            device: runs the programs.
         """
         self.columns = _columns(0)
         self.memory = None
         self._dtype = dtype
+        self._device = device
 
     @property
     def count(self) -> int:
@@ -77,7 +80,7 @@ class Slots:
     # --- The number of slots, and their room.
 
     def _room(self, like: tuple, count: int, time: int) -> tuple:
-        return keys_values.empty(like, rows=count, time=time, dtype=self._dtype)
+        return self._device.run(keys_values.empty, like, rows=count, time=time, dtype=self._dtype)
 
     @property
     def fewest(self) -> int:
@@ -143,7 +146,9 @@ class Slots:
             self.columns = _columns(count)
             self.columns.lengths[:] = np.repeat(lengths, group_size)
             self.memory = Memory(
-                cache, self._room(cache, count, time), states and keys_values.empty(states, rows=count)
+                cache,
+                self._room(cache, count, time),
+                states and self._device.run(keys_values.empty, states, rows=count),
             )
         else:
             self._provide(count, cache, states, time)
@@ -172,7 +177,7 @@ class Slots:
         if self.memory is None:
             self.columns = _columns(count)
             rooms = (self._room(cache, count, tokens) for tokens in (prompt_time, time))
-            self.memory = Memory(*rooms, states and keys_values.empty(states, rows=count))
+            self.memory = Memory(*rooms, states and self._device.run(keys_values.empty, states, rows=count))
         count = max(count, self.count)
         if count != keys_values.cache_rows(self.memory.prompts):
             self.change_number(count, self.time)
@@ -186,7 +191,9 @@ class Slots:
         if jobs:
             places = np.zeros((3, self.count), np.int32)
             places[:, : len(jobs)] = np.broadcast_arrays(slots, [job.row for job in jobs], tokens)
-            copied = keys_values.put_started(getattr(self.memory, part), cache, places, np.int32(len(jobs)))
+            copied = self._device.run(
+                keys_values.put_started, getattr(self.memory, part), cache, places, np.int32(len(jobs))
+            )
             self.memory = self.memory._replace(**{part: copied})
 
     # --- Sampling in slots.

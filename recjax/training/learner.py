@@ -179,7 +179,8 @@ class Learner:
             return evaluate_policy(
                 config,
                 setup.policy,
-                self.current_params(state),
+                # As the sampler has them, which shares its programs with the evaluation.
+                combine(in_compute_dtype(setup.policy.decoder, state.trained.params, copy=False), self.frozen),
                 setup.held_out,
                 setup.grading,
                 state.step,

@@ -11,16 +11,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax import hosts
 from recjax.config import Config, to_yaml
+from recjax.console import under_way
 from recjax.experience.batch import to_learn_from, with_part_weights
 from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
 from recjax.host_memory import settling_memory
+from recjax.hub.policy import Policy
 from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import recorded_shapes
+from recjax.models.sampling import NOTHING_RECORDED
+from recjax.models.trainable import adapted
+from recjax.rollout.collecting import compile_first_round
+from recjax.rollout.device import CompilingDevice
+from recjax.tasks.prompts import Prompts
 from recjax.training import checkpoint, loop, run_lock
 from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
@@ -36,6 +44,7 @@ from recjax.training.run_folder import check_processes, check_run_folder, open_r
 from recjax.training.signs import Watched, look
 from recjax.training.sources import PolicySource, check_source, source_of
 from recjax.training.tracking import Trackers
+from recjax.workers import cores
 
 STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
 
@@ -77,11 +86,15 @@ def train(
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
         trackers = stack.enter_context(contextlib.closing(Trackers(config)))
         lock = stack.enter_context(run_lock.held(output))
-        begun, state = begin(config, overwrite, reward, sources, learner)
+        ahead = CompilingDevice()
+        stack.callback(ahead.stop)
+        begun, state = begin(config, overwrite, reward, sources, learner, ahead)
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)
         compile_ahead(begun.setup, run, state)
+        with under_way("compiling evaluation and sampler", ahead.begun is not None):
+            ahead.wait()
         first = [state]
         del state  # another reference would keep its weights in memory during the loop
         loop.train_steps(run, first.pop())
@@ -89,6 +102,37 @@ def train(
             run.log.finish()
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+
+def compile_sampling_ahead(config: Config, policy: Policy, train: Prompts, device: CompilingDevice) -> None:
+    """Starts to compile the first rounds of evaluation and sampler in threads, at the time when weights are read.
+
+    Two cores are busy without this: one reads or evaluates, and the other compiles the update.
+    """
+    is_split = jax.sharding.get_mesh().size > 1 or jax.process_count() > 1
+    if config.task.agent or not train.texts or is_split or cores() <= 2:
+        return
+    if config.model.lora:
+        decoder = policy.decoder.clone(config=adapted(policy.decoder.config, config.model.lora))
+        policy = policy._replace(decoder=decoder)
+    longest = config.rollout.max_completion_tokens
+
+    def compile_for_shapes() -> None:
+        settings = config.evaluation
+        prompts = first_prompts(config.rollout.prompts_per_step)
+        compile_first_round(
+            policy._replace(recording=NOTHING_RECORDED), prompts, settings.samples, longest, settings.sampling(), device
+        )
+        if config.samples_training_data and config.regime.mode == "sync" and config.rollout.engine is None:
+            count, group_size = config.own_counts
+            sampling = config.rollout.sampling()
+            compile_first_round(policy, first_prompts(count), group_size, longest, sampling, device)
+
+    def first_prompts(count: int) -> Prompts:
+        return train.take(np.arange(count) % len(train.texts))
+
+    logger.info("compiling evaluation and sampler while weights are read")
+    device.begin(compile_for_shapes)
 
 
 def compile_ahead(setup: Setup, run: Run, state: State) -> None:
@@ -227,18 +271,28 @@ def begin(
     reward: Callable | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
+    ahead: CompilingDevice | None = None,
 ) -> tuple[Started, State]:
     """The run and its state, on the mesh in context, also if the run was on another mesh before.
 
     Args:
         overwrite: delete the run that the folder holds.
         reward, sources, learner: see `train`.
+        ahead: compiles the programs of a new run's evaluation and sampler; None: they are compiled when called.
     Raises:
         ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
         Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
     learner = learner or Learner()
-    setup, params = prepare(config, learner.initial_policy, reward)
+    is_new = overwrite or not checkpoint.steps_of(Path(config.output) / "checkpoints")
+    compiles = ahead is not None and is_new and sources is source_of and type(learner).evaluate is Learner.evaluate
+
+    def make_policy(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
+        if compiles:
+            compile_sampling_ahead(config, policy, train, ahead)
+        return learner.initial_policy(config, policy, train)
+
+    setup, params = prepare(config, make_policy, reward)
     check_source(config)
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(setup) if regrades else {}

@@ -19,9 +19,11 @@ from recjax.models.logprobs import (
     completion_logprobs,
     kept_tokens,
     logprobs_and_entropy,
+    recorded_shapes,
     sampling_logits,
     top_tokens,
 )
+from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
 PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
@@ -181,6 +183,14 @@ def test_nothing_is_recorded_without_cuts():
     scores = jnp.zeros((1, 9))
     assert not any(kept_tokens(scores, one, 4) for one in (Sampling(), Sampling(0.7), Sampling(0.0, top_k=2)))
     assert not kept_tokens(scores, Sampling(top_k=2), 0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.7, top_k=2), Sampling(0.0, top_k=2)])
+def test_a_record_under_a_distribution_has_the_same_arrays_and_is_empty_without_arrays(sampling):
+    for recording in (TokenRecord(), TokenRecord(4), TokenRecord(0, 3), TokenRecord(4, 3)):
+        shapes = recorded_shapes(9, sampling, recording)
+        assert recorded_shapes(9, sampling, recording.under(sampling)) == shapes
+        assert bool(shapes) == (recording.under(sampling) != NOTHING_RECORDED)
 
 
 def test_sets_of_a_reply_are_recorded_if_each_has_its_token():

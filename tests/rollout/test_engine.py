@@ -16,6 +16,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
+from recjax.models.sampling import TokenRecord
 from recjax.rollout import collecting, decoding, keys_values, plan
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
@@ -182,6 +183,21 @@ def test_batches_of_any_lengths_share_few_programs():
     assert all(now <= limit for now, limit in zip(counts_after(range(8, 20)), most, strict=True))
 
 
+def test_an_engine_that_records_nothing_of_a_distribution_shares_the_programs_of_one_that_cannot_record():
+    programs = (decoding.prefill, decoding.first_tokens, decoding.decode)
+    options = {"group_size": 3, "max_tokens": 5, "sampling": PLAIN_SAMPLING}
+    decoder, params, prompts, mask = problem(PLAIN)
+
+    def entries_after(recording):
+        engine = Engine(decoder, LATE, slots=None, prefix_time=max(LENGTHS), recording=recording)
+        engine.replace_weights(params, 0)
+        sample_completions(engine, prompts, mask, row_keys(jax.random.key(3), 3 * len(prompts)), **options)
+        return [program._cache_size() for program in programs]
+
+    # A run's evaluation records nothing, and its training samples would record sets if the distribution had cuts.
+    assert entries_after(TokenRecord()) == entries_after(TokenRecord(kept_ids=128))
+
+
 @pytest.fixture
 def sizes(monkeypatch):
     """What is decoded and gathered from here on: (slots, tokens in the cache), and what it becomes where it changes."""
@@ -249,7 +265,7 @@ def test_texts_of_a_batch_go_on_where_their_prompts_end(monkeypatch):
     tokens = [tokenizer.convert_tokens_to_ids(pieces) for pieces in (["▁42"], ["42"], ["4", "</s>"], ["▁Yes"])]
     kinds = np.float32, np.int32
     done = [Sampled(np.int32(ids), *(np.zeros(len(ids), kind) for kind in kinds), ids[-1] != 2) for ids in tokens]
-    engine = mock.MagicMock(admit=lambda *_: range(4), drain=lambda: dict(enumerate(done)))
+    engine = mock.MagicMock(spec=Engine, admit=lambda *_: range(4), drain=lambda: dict(enumerate(done)))
     monkeypatch.setattr(collecting, "Engine", lambda *_, **__: engine)
     asked = encode_problems([Problem("x=", "4"), Problem("x", "4")], tokenizer, None)
     keys, names = row_keys(jax.random.key(1), 4), {"name": "batch", "source": "policy", "version": 3}

@@ -1,5 +1,6 @@
 """The real loop, small: regimes, on-policy ratios, resume, failures."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.models import unrolling
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
 from recjax.training import learner, loop, sampling, start
@@ -57,19 +59,53 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     ids=["padded", "packed", "sets", "minibatches"],
 )
 def test_the_update_is_compiled_once_and_next_to_the_sampler_where_its_shapes_are_known(tiny, options, threads):
+    with compilations() as compiled:
+        train(tiny("run", "training.steps=2", "evaluation.every=0", *options))
+    assert [thread for name, thread in compiled if name == "jit(update)"] == threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cores", "options"),
+    [
+        (2, ["training.tokens_per_micro_batch=64", "regime.sync_interval=2"]),
+        (2, ["model.dtype=bfloat16"]),
+        (8, []),
+        (8, ["model.lora.rank=2", "model.dtype=bfloat16", "rollout.top_k=3"]),
+    ],
+)
+def test_large_programs_are_compiled_once_and_side_by_side_where_there_are_cores(tiny, monkeypatch, cores, options):
+    """Evaluations and batches have the same shapes here, and all steps the same as the first."""
+    monkeypatch.setattr(start, "cores", lambda: cores)
+    monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
+    is_cut = "rollout.top_k=3" in options  # evaluation and sampler then have programs of their own
+    with compilations() as compiled:
+        train(tiny("run", "training.steps=3", "evaluation.every=2", "evaluation.samples=4", *options))
+    threads = {}
+    for name, thread in compiled:
+        threads.setdefault(name, []).append(thread)
+    by_cores = "MainThread" if cores == 2 else "compile ahead"
+    assert threads["jit(prefill)"] == [by_cores]
+    for name in ("first_tokens", "decode"):
+        assert threads[f"jit({name})"] == [by_cores] * (1 + is_cut)
+    assert len(threads["jit(update)"]) == len(threads["jit(_rates_of)"]) == 1
+
+
+@contextlib.contextmanager
+def compilations():
+    """Name and thread of each program that JAX compiles from here on, also of programs that other tests compiled."""
     compiled = []
 
     def heard(event, seconds, fun_name="", **_):
-        if event.endswith("backend_compile_duration") and fun_name == "jit(update)":
-            compiled.append(threading.current_thread().name.rpartition("_")[0] or "MainThread")
+        if event.endswith("backend_compile_duration"):
+            compiled.append((fun_name, threading.current_thread().name.rpartition("_")[0] or "MainThread"))
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     try:
-        jax.clear_caches()  # of other tests with the same programs
-        train(tiny("run", "training.steps=2", "evaluation.every=0", *options))
+        jax.clear_caches()
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(heard)
-    assert compiled == threads
 
 
 def assert_ratios_are_one(rows, sampling):
