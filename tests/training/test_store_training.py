@@ -1,5 +1,6 @@
 """Offline training from a store equals an offline run, whoever wrote the store."""
 
+import itertools
 import json
 import shutil
 import sqlite3
@@ -372,9 +373,10 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
 def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.experience.sources._presets_without", lambda: ["red_weight"])  # it builds all presets
     rows = read_columns(drawn)
+    numbers = itertools.count()
 
     def refused(message, *options, of=None):
-        folder = tmp_path / f"store {len(list(tmp_path.iterdir()))}"
+        folder = tmp_path / f"store {next(numbers)}"
         if of is not None:
             append_columns(folder, of)
         # Later overrides win.
