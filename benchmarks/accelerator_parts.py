@@ -5,6 +5,7 @@
 A part writes its findings after each one, so that a stopped part leaves its earlier findings.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +56,7 @@ from recjax.experience.layout import Layout, batch_logprobs, choose_layout
 from recjax.experience.packing import TILE, RowShape, pack, row_shape
 from recjax.hub.policy import attention_kernel
 from recjax.models import products, unrolling
-from recjax.models.attention import attend
+from recjax.models.attention import attend, self_attention_mask
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
@@ -129,7 +131,15 @@ def packed(shape: Shape) -> None:
 def update_sizes(shape: Shape) -> None:
     """The update by micro-batch and by what the forward pass saves, from what a run takes to the largest."""
     ways = {"default": Way()}
-    for remat, prompts in (("dots", 2), ("dots", 4), ("none", 4), ("full", 4), ("dots", 8)):
+    for remat, prompts in (
+        ("attention", 4),
+        ("dots", 4),
+        ("none", 4),
+        ("attention", 8),
+        ("full", 4),
+        ("dots", 8),
+        ("dots", 2),
+    ):
         ways[f"{remat}_{prompts}"] = Way(None, (f"training.micro_batch_prompts={prompts}", f"model.remat={remat}"))
     ways_of(shape, None, random_batch(shape), {"default": Way()} if REHEARSAL else ways)
 
@@ -283,7 +293,8 @@ def decoding() -> None:
 def attention() -> None:
     """Milliseconds of each kernel that runs here, forward and with gradients, causal over whole rows."""
     heads, kv_heads, width, tokens = (4, 2, 16, 256) if REHEARSAL else (12, 2, 128, 16384)
-    kernels = {"plain", attention_kernel("auto", decoder_of(LARGE, BFLOAT16).config, BFLOAT16)}
+    fitting = attention_kernel("auto", decoder_of(LARGE, BFLOAT16).config, BFLOAT16)
+    kernels = {"plain", fitting}
     for length in (64, 128) if REHEARSAL else (512, 1024, 2048):
         random = jax.random.split(jax.random.key(0), 3)
         rows = tokens // length
@@ -297,52 +308,54 @@ def attention() -> None:
 
                 def mixed(queries, keys, values, kernel=kernel, ids=ids, length=length):
                     mask = (ids > 0)[:, None, None, None, None, :] & jnp.tril(jnp.ones((length, length), bool))
-                    return attend(queries, [(keys, values, mask)], width**-0.5, ids=ids, kernel=kernel)
+                    return attend(queries, [(keys, values, mask)], width**-0.5, ids=(ids,), kernel=kernel)
 
                 forward = jax.jit(mixed)
                 backward = jax.jit(jax.grad(lambda *given: mixed(*given).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
                 note(**{f"{kernel}_{length}": kernel_times(forward, backward, arrays) | {"rows": rows}})
         with attempt(f"shared_{length}"):
-            shared_prompts(length, heads, kv_heads, width, tokens // length)
+            through_xla = functools.partial(_through_xla, jax.nn.dot_product_attention)
+            stand_in = mock.patch.object(jax.nn, "dot_product_attention", through_xla)
+            with stand_in if REHEARSAL else contextlib.nullcontext():
+                shared_prompts(length, "cudnn" if REHEARSAL else fitting, heads, kv_heads, width)
 
 
-def shared_prompts(length: int, heads: int, kv_heads: int, width: int, rows: int) -> None:
-    """Completions of half the length after prompts that eight share: today's way, and one call on copied prompts.
+def _through_xla(dot_product_attention: Callable, *arrays: jax.Array, implementation: str, **options) -> jax.Array:
+    """The call for cuDNN, for a rehearsal without a GPU."""
+    return dot_product_attention(*arrays, implementation="xla", **options)
 
-    The second way is not in the package. It is the same attention: the difference of its gradients is noted.
+
+def shared_prompts(length: int, kernel: str, heads: int, kv_heads: int, width: int) -> None:
+    """Completions of half the length after prompts that eight share: by plain attention, and by a kernel.
+
+    The difference of their gradients is noted.
     """
+    rows = (256 if REHEARSAL else 16384) // length
     half = length // 2
     prompts = max(rows // 8, 1)
     rows = 8 * prompts
     random = jax.random.split(jax.random.key(0), 5)
     shapes = [(rows, heads, half, width)] + 2 * [(prompts, kv_heads, half, width)] + 2 * [(rows, kv_heads, half, width)]
     arrays = [jax.random.normal(key, shape, BFLOAT16) for key, shape in zip(random, shapes, strict=True)]
-    causal = jnp.tril(jnp.ones((half, half), bool))
-    seen = jnp.concatenate([jnp.ones((half, half), bool), causal], axis=1)[None, None]
+    ids = tuple(jnp.ones((count, half), bool) for count in (prompts, rows))
+    masks = ids[0][:, None, None, None, None, :], self_attention_mask(ids[1])
 
-    def in_two_segments(queries, prompt_keys, prompt_values, keys, values):
-        every = jnp.ones((1, 1, 1, 1, 1, half), bool)
-        segments = [(prompt_keys, prompt_values, every), (keys, values, causal[None, None, None, None])]
-        return attend(queries, segments, width**-0.5)
-
-    def on_copied_prompts(queries, prompt_keys, prompt_values, keys, values):
-        pairs = ((prompt_keys, keys), (prompt_values, values))
-        joined = [jnp.concatenate([jnp.repeat(prompt, 8, axis=0), own], axis=2) for prompt, own in pairs]
-        by_time = [x.swapaxes(1, 2) for x in (queries, *joined)]
-        kernel = "xla" if REHEARSAL else "cudnn"
-        mixed = jax.nn.dot_product_attention(*by_time, mask=seen, scale=width**-0.5, implementation=kernel)
-        return mixed.reshape(rows * half, heads * width)
+    def mixed(queries, prompt_keys, prompt_values, keys, values, *, kernel):
+        segments = [(prompt_keys, prompt_values, masks[0]), (keys, values, masks[1])]
+        return attend(queries, segments, width**-0.5, ids=ids, kernel=kernel)
 
     gradients = {}
-    for name, mixed in (("plain", in_two_segments), ("copied", on_copied_prompts)):
+    for name in ("plain", kernel):
         with attempt(f"shared_{name}_{length}"):
+            of_kernel = functools.partial(mixed, kernel=name)
             backward = jax.jit(
-                jax.grad(lambda *given, mixed=mixed: jnp.square(mixed(*given)).sum(dtype=jnp.float32), range(5))
+                jax.grad(lambda *given, call=of_kernel: jnp.square(call(*given)).sum(dtype=jnp.float32), range(5))
             )
-            found = kernel_times(jax.jit(mixed), backward, arrays)
+            found = kernel_times(jax.jit(of_kernel), backward, arrays)
             gradients[name] = [np.asarray(gradient, np.float32) for gradient in backward(*arrays)]
             note(**{f"shared_{name}_{length}": found | {"rows": rows}})
-    apart = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*gradients.values(), strict=True)]
+    both = zip(gradients["plain"], gradients[kernel], strict=True)
+    apart = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in both]
     note(**{f"shared_largest_difference_{length}": apart})
 
 

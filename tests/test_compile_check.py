@@ -98,13 +98,13 @@ def test_changes_come_cheapest_first_and_concern_what_is_too_large(planned):
     every = names(planned("rollout.prompts_per_step=8"), "update")
     assert [name.split("=")[0] for name in every] == [
         "mesh.data",
-        "model.remat",
-        "model.remat",
+        *["model.remat"] * 3,
         "training.micro_batch_prompts",
         "rollout.max_completion_tokens",
         "model.lora.rank",
     ]
-    assert every[:3] == ["mesh.data=1 mesh.fsdp=4", "model.remat=dots", "model.remat=full"]
+    assert every[:2] == ["mesh.data=1 mesh.fsdp=4", "model.remat=attention"]
+    assert every[2:4] == ["model.remat=dots", "model.remat=full"]
     shorter = ["mesh.data=1 mesh.fsdp=4", "rollout.max_completion_tokens=1"]
     assert names(planned(), "sample") == [*shorter, "model.lora.rank=16"]
     assert names(planned("model.freeze=[embedding]"), "sample") == shorter

@@ -115,7 +115,7 @@ CASES = [
     # Choices.
     ("optimizer.schedule=cosin", "optimizer.schedule = 'cosin'", "did you mean 'cosine'?"),
     ("model.attention=flash", "model.attention = 'flash'", "auto, plain, cudnn, splash"),
-    ("model.remat=true", "model.remat = True", "none, dots, full"),
+    ("model.remat=true", "model.remat = True", "none, attention, dots, full"),
     ("model.dtype=float16", "model.dtype = 'float16'", "did you mean 'bfloat16'?"),
     ("model.lora={targets: [qeury]}", "model.lora.targets = ['qeury']", "takes some of query"),
     ("model.lora={targets: all-linear}", "model.lora.targets = 'all-linear'", "takes some of query, key, value"),

@@ -46,7 +46,7 @@ Targets = Annotated[
         lambda names: [_OF_PEFT.get(str(name), name) for name in names] if isinstance(names, list) else names
     ),
 ]
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "attention", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
@@ -130,7 +130,8 @@ class ModelConfig(ConfigBlock):
     )
     remat: Remat = key(
         "none",
-        "Activations that the backward pass recomputes to save memory: none, all but projections, or full layers",
+        "Activations that the backward pass recomputes to save memory: none, all but projections and attention, all but"
+        " projections, or full layers",
         may_change=True,
     )
     attention: Attention = key(

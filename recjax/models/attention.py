@@ -1,9 +1,11 @@
 """Attention over several key-value segments under one softmax, with an accelerator's own kernel where one fits."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, PartitionSpec
@@ -12,6 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.placement import ROWS, dividing_axes
 
 KERNELS = ("plain", "cudnn", "splash")
+ATTENTION = "attention"  # checkpoint name of the outputs of attention, and of what splash's backward pass reads
+CUDNN_FORWARD = "dot_product_attention_fwd"  # beginning of the names of the primitives of cuDNN's forward pass
+# Longest prompt, in lengths of the completions, that the kernels repeat for each completion. cuDNN computes rows of
+# both; by an estimate of FLOPs and memory traffic on an H200, rows of eight lengths take as long as "plain".
+LONGEST_PROMPT = 4
 LANES = 128  # smallest block of splash attention, in tokens
 LEAST_ROWS = 16  # least rows of a matmul in `one_token_attention`
 KEYS = 64  # keys of a block there
@@ -38,7 +45,7 @@ def attend(
     scale: float,
     cap: float | None = None,
     *,
-    ids: Array | None = None,
+    ids: tuple[Array, ...] | None = None,
     kernel: str = "plain",
     is_sampling: bool = False,
 ) -> Array:
@@ -50,10 +57,12 @@ def attend(
             the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
         scale: factor on the scores.
         cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
-        ids: the tokens' own mask, if the only segment's mask follows from it and causality; None otherwise. The splash
-            kernel reads it as the sequences' ids, so they must not share tokens.
-        kernel: one of KERNELS, for self-attention of several tokens. Attention over contexts and options that the
-            kernel lacks use "plain". Results at padding are undefined.
+        ids: the segments' own masks, each [rows, length], if the masks of all segments follow from them and causality:
+            one for the tokens themselves, or two for a prompt and completions. Boolean masks are of right-padded rows.
+            The splash kernel reads integers as the sequences' ids, so sequences must not share tokens. None, or fewer
+            than segments: the masks do not follow from them.
+        kernel: one of KERNELS, for self-attention of several tokens and for completions over a shared prompt.
+            Attention over contexts and options that the kernel lacks use "plain". Results at padding are undefined.
         is_sampling: True in a sampling loop, which needs no gradient: with "cudnn", a single token on one device then
             uses `one_token_attention`.
     Returns:
@@ -61,17 +70,22 @@ def attend(
     """
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
+    follow_from_ids = ids is not None and len(ids) == len(segments)
+    are_padded = follow_from_ids and all(tokens.dtype == bool for tokens in ids)
     is_whole_sequence = len(segments) == 1 and time > 1
+    has_prompt = len(segments) == 2 and time > 1 and are_padded and keys.shape[2] <= LONGEST_PROMPT * time
     # Pallas compiles for no mesh and for no absent GPU.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
-    if is_whole_sequence and kernel == "cudnn" and cap is None:
-        mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
+    if kernel == "cudnn" and cap is None and (has_prompt or (is_whole_sequence and are_padded)):
+        mixed = _on_each_device(functools.partial(_cudnn_of_parts, scale=scale), queries, segments, ids)
+    elif kernel == "cudnn" and cap is None and is_whole_sequence:
+        mixed = cudnn_attention(queries, keys, values, scale, mask=mask.reshape(-1, 1, time, time))
     elif is_sampling and kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
-    elif is_whole_sequence and kernel == "splash" and ids is not None:
-        mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
+    elif kernel == "splash" and (has_prompt or (is_whole_sequence and follow_from_ids)):
+        mixed = _on_each_device(functools.partial(_splash_of_parts, scale=scale, cap=cap), queries, segments, ids)
     else:
-        mixed = plain_attention(queries, segments, scale, cap)
+        mixed = checkpoint_name(plain_attention(queries, segments, scale, cap), ATTENTION)
     return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
 
 
@@ -126,20 +140,65 @@ def cudnn_attention(
     queries: Float[Array, "batch heads time head_dim"],
     keys: Float[Array, "batch kv_heads time head_dim"],
     values: Float[Array, "batch kv_heads time head_dim"],
-    mask: Bool[Array, "batch 1 time time"],
     scale: float,
+    *,
+    mask: Bool[Array, "batch 1 time time"] | None = None,
+    lengths: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch heads time head_dim"]:
     """Causal attention by cuDNN's flash attention, in bfloat16 on an NVIDIA GPU.
 
     Args:
-        mask: True where a query may attend; must not allow later tokens.
+        mask: True where a query may attend; must not allow later tokens. cuDNN reads it as a bias in memory.
+        lengths: tokens of right-padded rows, at least one a row, in place of a mask.
     """
     time = queries.shape[2]
-    # cuDNN takes even numbers of tokens.
+    # With a mask, cuDNN takes even numbers of tokens.
     padded = [_lengthened(x.swapaxes(1, 2), 1, 2) for x in (queries, keys, values)]
-    mask = _lengthened(_lengthened(mask, 2, 2), 3, 2)
-    mixed = jax.nn.dot_product_attention(*padded, mask=mask, scale=scale, is_causal=True, implementation="cudnn")
+    mask = None if mask is None else _lengthened(_lengthened(mask, 2, 2), 3, 2)
+    mixed = jax.nn.dot_product_attention(
+        *padded,
+        mask=mask,
+        scale=scale,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
     return mixed[:, :time].swapaxes(1, 2)
+
+
+def _cudnn_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float) -> Array:
+    """`cudnn_attention` of right-padded rows, or of completions over the prompts that they share.
+
+    cuDNN masks by lengths only what is behind a row's tokens. Each completion therefore gets a row of its own, with its
+    tokens right behind the prompt's; in the prompt's places, queries are zeros.
+
+    Args:
+        pairs: (keys, values) of each part.
+        ids: boolean masks of the parts.
+    """
+    lengths = ids[-1].sum(-1, dtype=jnp.int32)
+    if len(pairs) == 1:
+        return cudnn_attention(queries, *pairs[0], scale, lengths=jnp.maximum(lengths, 1))
+    batch, time = ids[-1].shape
+    starts = jnp.repeat(ids[0].sum(-1, dtype=jnp.int32), batch // len(ids[0]))
+    put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+    empty = jnp.zeros((*queries.shape[:2], ids[0].shape[1], queries.shape[3]), queries.dtype)
+    rows = [
+        put(jnp.concatenate([prompt, jnp.zeros_like(completion)], axis=2), completion, starts)
+        for prompt, completion in ((empty, queries), *_with_prompts(pairs))
+    ]
+    mixed = cudnn_attention(*rows, scale, lengths=jnp.maximum(starts + lengths, 1))
+    return jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=time, axis=1))(mixed, starts)
+
+
+def _with_prompts(pairs: list) -> list[tuple[Array, Array]]:
+    """Keys, and values, of the prompt of each completion, and of the completion."""
+    prompts, completions = pairs
+    group = len(completions[0]) // len(prompts[0])
+    # The gradient of a prompt sums over its completions in float32.
+    repeated = [jnp.repeat(x.astype(jnp.float32), group, axis=0).astype(x.dtype) for x in prompts]
+    return [*zip(repeated, completions, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # a scan over layers takes no kernel outside of jit
@@ -218,9 +277,9 @@ def one_token_attention(
 
 def splash_attention(
     queries: Float[Array, "batch heads time head_dim"],
-    keys: Float[Array, "batch kv_heads time head_dim"],
-    values: Float[Array, "batch kv_heads time head_dim"],
-    ids: Int[Array, "batch time"],
+    keys: Float[Array, "batch kv_heads length head_dim"],
+    values: Float[Array, "batch kv_heads length head_dim"],
+    ids: Int[Array, "batch length"],
     scale: float,
     cap: float | None,
     interpret: bool = False,
@@ -228,41 +287,68 @@ def splash_attention(
     """Causal attention between tokens with equal ids, by splash attention on a TPU, which skips masked blocks.
 
     Args:
+        queries: of the last tokens; the number of keys before them is a multiple of LANES.
         scale, cap: see `attend`.
         interpret: run the kernel step by step, on any device.
     """
+    time = queries.shape[2]
+    earlier = keys.shape[2] - time
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
-    length = padded[0].shape[2]
-    block = next(size for size in (512, 256, LANES) if length % size == 0)
+    shape = padded[0].shape[2], padded[1].shape[2]
+    block = next(size for size in (512, 256, LANES) if not any(length % size for length in shape))
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * queries.shape[1]),
+        splash_attention_mask.MultiHeadMask(
+            [splash_attention_mask.CausalMask(shape, offset=earlier)] * queries.shape[1]
+        ),
         block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=cap,
+        residual_checkpoint_name=ATTENTION,
         interpret=interpret,
     )
     ids = _lengthened(ids, 1, LANES)
-    mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids, ids))
-    return mixed[:, :, : queries.shape[2]]
+    mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids[:, earlier:], ids))
+    return mixed[:, :, :time]
 
 
-def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):
-    """`splash_attention` on each device's own rows and heads, as XLA cannot split the kernel over a mesh."""
+def _splash_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float, cap: float | None) -> Array:
+    """`splash_attention` of rows, or of completions over the prompts that they share; see `_cudnn_of_parts`.
+
+    Splash attention masks padding anywhere, so that no token moves and the prompt has no queries.
+    """
+    if len(pairs) == 1:
+        keys_values = pairs[0]
+        tokens = ids[0]
+    else:
+        keys_values = [
+            jnp.concatenate([_lengthened(prompt, 2, LANES), completion], axis=2)
+            for prompt, completion in _with_prompts(pairs)
+        ]
+        of_prompts = jnp.repeat(_lengthened(ids[0], 1, LANES), len(ids[1]) // len(ids[0]), axis=0)
+        tokens = jnp.concatenate([of_prompts, ids[1]], axis=1)
+    return splash_attention(queries, *keys_values, tokens.astype(jnp.int32), scale, cap)
+
+
+def _on_each_device(of_parts: Callable, queries: Array, segments: list, ids: tuple[Array, ...]) -> Array:
+    """`of_parts(queries, pairs, ids)` on each device's own rows and heads, as XLA cannot split the kernels over a mesh.
+
+    Padding of right-padded rows is zero before and after, also in the gradients: kernels may leave anything there.
+    """
+
+    def zeroed(x: Array, real: Array) -> Array:
+        return jnp.where(real[:, None, :, None], x, 0) if real.dtype == bool else x
+
+    queries = zeroed(queries, ids[-1])
+    pairs = [(zeroed(keys, real), zeroed(values, real)) for (keys, values, _), real in zip(segments, ids, strict=True)]
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return splash_attention(queries, keys, values, ids, scale, cap)
-
-    rows = dividing_axes(ROWS, len(ids), mesh.shape)
-    heads = PartitionSpec(rows, dividing_axes(("tensor",), keys.shape[1], mesh.shape))
-    local = jax.shard_map(
-        lambda *arrays: splash_attention(*arrays, scale, cap),
-        in_specs=(heads, heads, heads, PartitionSpec(rows)),
-        out_specs=heads,
-        check_vma=False,
-    )
-    return local(queries, keys, values, ids)
+    if not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        rows = dividing_axes(ROWS, len(ids[0]), mesh.shape)
+        heads = PartitionSpec(rows, dividing_axes(("tensor",), pairs[0][0].shape[1], mesh.shape))
+        specs = {"in_specs": (heads, heads, PartitionSpec(rows)), "out_specs": heads}
+        of_parts = jax.shard_map(of_parts, **specs, check_vma=False)
+    return zeroed(of_parts(queries, pairs, ids), ids[-1])
 
 
 def _lengthened(x: Array, axis: int, multiple: int) -> Array:

@@ -1,7 +1,7 @@
 """One decoder for Llama and its relatives: RMSNorm, rotary positions, attention or delta nets, gated MLP."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.attention import capped, pairs, self_attention_mask
+from recjax.models.attention import ATTENTION, CUDNN_FORWARD, capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
 from recjax.models.experts import NO_RECORD
 from recjax.models.layer import PRODUCT, Block, Period, PerLayer, RMSNorm, Section, cut, joined, run_layers
@@ -18,9 +18,18 @@ from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
 from recjax.models.rotary import turns_of
 
+
+def _is_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    """True for cuDNN's forward pass: its backward pass reads the outputs, and JAX gives them no checkpoint name."""
+    return primitive.name.startswith(CUDNN_FORWARD)
+
+
 # Activations that the forward pass saves in addition to a layer's input; the backward pass recomputes all others.
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
+    "attention": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION), _is_of_cudnn
+    ),
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -181,7 +190,9 @@ class Decoder(nn.Module):
         """
         sources = [(context.mask, context.positions) for context in contexts]
         sections = []
+        ids = ()
         for tokens in parts:
+            ids += (tokens.mask,)
             if not is_in_context:
                 sources.append((tokens.mask, tokens.positions))
             masks = [mask[:, None, None, None, None, :] for mask, _ in sources]
@@ -191,7 +202,7 @@ class Decoder(nn.Module):
             if self.config.windows:
                 distances = [jnp.subtract(*pairs(tokens.positions, positions)) for _, positions in sources]
             section_turns = self.turns(tokens.positions) if turns is None else turns
-            sections.append(Section(tokens.positions, section_turns, masks, distances, tokens.mask))
+            sections.append(Section(tokens.positions, section_turns, masks, distances, ids))
         return sections
 
     def _per_layer(self, parts: tuple[Tokens, ...]) -> PerLayer:

@@ -84,14 +84,14 @@ class Section(NamedTuple):
     """Tokens that attend to the same sources: contexts, earlier sections, and themselves.
 
     `masks` and `distances` have one entry for each source. `turns` is the argument of `rotate`, or None if layers
-    differ; `ids` is the argument of `attend`.
+    differ; `ids` is the argument of `attend`: masks of the parts, its own last.
     """
 
     positions: Array
     turns: tuple[Array, Array] | None
     masks: list[Array]
     distances: list[Array]
-    ids: Array | None
+    ids: tuple[Array, ...]
 
 
 class Block(nn.Module):
@@ -269,7 +269,7 @@ class Block(nn.Module):
         """The recurrence over a section: outputs [batch * time, value_heads, value_dim], and the state after it."""
         net = self.config.delta
         batch, time = section.positions.shape
-        real = section.ids > 0
+        real = section.ids[-1] > 0
         if state is None:
             recurrent = jnp.zeros((batch, net.value_heads, net.key_dim, net.value_dim))
             state = DeltaState(recurrent, jnp.zeros((batch, 1, net.kernel - 1, net.channels), self.dtype))
@@ -295,7 +295,7 @@ class Block(nn.Module):
             gate, up = self._projections(x, {"gate": config.intermediate_size, "up": config.intermediate_size})
             gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
             return self._dense(gated, "down", config.hidden_size)
-        real = joined([section.ids.reshape(-1) > 0 for section in sections], _shapes(sections))
+        real = joined([section.ids[-1].reshape(-1) > 0 for section in sections], _shapes(sections))
         run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
         return run_experts(x, real, recorded_experts)
 

@@ -376,7 +376,11 @@ def smaller(
         change = f"mesh.data=1 mesh.fsdp={sizes['data'] * sizes['fsdp']}"
         changes.append((change, "devices exchange weights more often"))
     if {*too_large} - {"sample"}:
-        costs = {"dots": "recomputes all but projections", "full": "recomputes every layer"}
+        costs = {
+            "attention": "recomputes all but projections and attention",
+            "dots": "recomputes all but projections",
+            "full": "recomputes every layer",
+        }
         later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
         changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
         prompts = config.rollout.prompts_per_step // config.training.minibatches

@@ -72,22 +72,24 @@ def test_auto_means_bfloat16_and_cudnn(gpu):
     assert attention_kernel("auto", CONFIG, HALF) == "cudnn"
 
 
+@pytest.mark.parametrize("are_packed", [True, False])
 @pytest.mark.parametrize("time", [256, 333])
-def test_cudnn_attention_is_the_plain_one(gpu, time):
+def test_cudnn_attention_is_the_plain_one(gpu, time, are_packed):
     random = np.random.default_rng(0)
     shapes = [(3, 4, time, 64), (3, 2, time, 64), (3, 2, time, 64)]
     arrays = [jnp.array(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
-    # Two sequences a row and padding after them; a row without any.
+    # Two sequences a row and padding after them; a row without any. Or right-padded rows, one empty.
     places = np.arange(time)
     two = [np.where(places < first, first, np.where(places < last, last, 0)) for first, last in ((90, 200), (10, time))]
     ids = jnp.array([*two, 0 * places], jnp.int32)
+    ids = ids if are_packed else ids > 0
     mask = self_attention_mask(ids)
     real = (ids > 0).reshape(-1)
 
     @functools.partial(jax.jit, static_argnums=1)
     def mixed_and_gradients(arrays, kernel):
         def total(queries, keys, values):
-            mixed = attend(queries, [(keys, values, mask)], 0.125, ids=ids, kernel=kernel).astype(jnp.float32)
+            mixed = attend(queries, [(keys, values, mask)], 0.125, ids=(ids,), kernel=kernel).astype(jnp.float32)
             mixed = jnp.where(real[:, None], mixed, 0.0)
             return jnp.sum(jnp.sin(mixed)), mixed
 
@@ -99,6 +101,44 @@ def test_cudnn_attention_is_the_plain_one(gpu, time):
     for one, other in zip(gradients, expected, strict=True):
         assert np.isfinite(one.astype(jnp.float32)).all()
         np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.1)
+
+
+@pytest.mark.parametrize(("prompt_time", "time"), [(128, 200), (77, 301)])
+def test_cudnn_attention_over_a_shared_prompt_is_the_plain_one(gpu, prompt_time, time):
+    random = np.random.default_rng(0)
+    shapes = [(6, 4, time, 64), *2 * [(2, 2, prompt_time, 64)], *2 * [(6, 2, time, 64)]]
+    masks = [
+        jnp.asarray(np.arange(longest) < np.array(lengths)[:, None])
+        for longest, lengths in ((prompt_time, [prompt_time, 3]), (time, [time, 1, 0, 90, time - 1, 2]))
+    ]
+    own, of_prompt = (mask[:, None, :, None] for mask in masks[::-1])
+    reals = [own, of_prompt, of_prompt, own, own]
+    arrays = [jnp.array(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    arrays = [jnp.where(real, x, jnp.nan) for x, real in zip(arrays, reals, strict=True)]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def mixed_and_gradients(arrays, kernel):
+        def total(arrays):
+            queries, *prompt, keys, values = arrays
+            segments = [
+                (*prompt, masks[0][:, None, None, None, None, :]),
+                (keys, values, self_attention_mask(masks[1])),
+            ]
+            mixed = attend(queries, segments, 0.125, ids=tuple(masks), kernel=kernel).astype(jnp.float32)
+            return jnp.sum(jnp.where(masks[1].reshape(-1, 1), jnp.sin(mixed), 0.0)), mixed
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    (_, by_cudnn), gradients = mixed_and_gradients(arrays, "cudnn")
+    exact = [jnp.where(real, x, 0).astype(jnp.float32) for x, real in zip(arrays, reals, strict=True)]
+    (_, plain), expected = mixed_and_gradients(exact, "plain")
+    np.testing.assert_allclose(by_cudnn, jnp.where(masks[1].reshape(-1, 1), plain, 0.0), atol=0.03)
+    for one, other in zip(gradients, expected, strict=True):
+        one = one.astype(jnp.float32)
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max())
+    text = mixed_and_gradients.lower(arrays, "cudnn").compile().as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text and "fmhaScaleBias" not in text
 
 
 def test_the_kernel_for_one_token_is_the_plain_attention(gpu):

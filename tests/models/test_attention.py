@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from unittest import mock
 
 import jax
@@ -12,9 +13,11 @@ import pytest
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
-from recjax.models.decoder import Decoder, Tokens, init_params
+from recjax.models.decoder import REMAT, Decoder, Tokens, init_params
 from recjax.models.decoder_config import DecoderConfig
-from tests.marks import campaign_except
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.sampling import Sampling
+from tests.marks import campaign_except, slow_except
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
@@ -80,7 +83,15 @@ def kernels_here(monkeypatch):
 
     def cudnn(*arguments, implementation, **options):
         ran.append(implementation)
-        return dot_product_attention(*arguments, implementation="xla", **options)
+        by_lengths = options["query_seq_lengths"] is not None and options["key_value_seq_lengths"] is not None
+        assert options["is_causal"] and by_lengths == (options["mask"] is None), "a mask, which is a bias, or lengths"
+        mixed = dot_product_attention(*arguments, implementation="xla", **options)
+        lengths = options["query_seq_lengths"]
+        # A kernel may leave anything at padding.
+        if lengths is None:
+            return mixed
+        real = jnp.arange(mixed.shape[1]) < lengths[:, None]
+        return jnp.where(real[..., None, None], mixed, jnp.nan)
 
     monkeypatch.setattr(attention, "splash_attention", splash)
     monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
@@ -93,7 +104,7 @@ def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
     options = {"window": None, "cap": None, "scale": 0.5, "kv_heads": 2} | CASES[case]
     ids, window, cap, scale = (options[name] for name in ("ids", "window", "cap", "scale"))
     arrays = inputs(kv_heads=options["kv_heads"])
-    given = None if window else jnp.asarray(ids)
+    given = None if window else (jnp.asarray(ids),)
     real = np.asarray(ids).reshape(-1) != 0
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -110,6 +121,153 @@ def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
         np.testing.assert_allclose(one, other, atol=2e-5)
     left_to_plain = {"splash": window, "cudnn": cap, "plain": True}[kernel]
     assert set(kernels_here) == (set() if left_to_plain else {kernel})
+
+
+PROMPT_TIME = 5
+PROMPT_MASK = np.arange(PROMPT_TIME) < np.array([5, 2])[:, None]
+# Two completions of each prompt: of all, one and no tokens, the last to fill up a batch, and one with padding.
+OWN_MASK = np.arange(TIME) < np.array([7, 1, 0, 4])[:, None]
+
+
+def shared_prompts(padding=None):
+    """Queries, a prompt's keys and values, a completion's own keys and values; padding has a value instead of noise."""
+    queries, keys, values = inputs(batch=4)
+    _, *prompt = inputs(batch=2, time=PROMPT_TIME, seed=1)
+    arrays = [queries, *prompt, keys, values]
+    masks = [OWN_MASK, PROMPT_MASK, PROMPT_MASK, OWN_MASK, OWN_MASK]
+    if padding is not None:
+        arrays = [jnp.where(mask[:, None, :, None], x, padding) for x, mask in zip(arrays, masks, strict=True)]
+    return arrays, masks
+
+
+def over_prompts(queries, prompt_keys, prompt_values, keys, values, *, kernel, is_packed=False, **options):
+    """Attention of completions over their prompts."""
+    segments = [
+        (prompt_keys, prompt_values, jnp.asarray(PROMPT_MASK)[:, None, None, None, None, :]),
+        (keys, values, kernel_mask(OWN_MASK)),
+    ]
+    ids = tuple(jnp.asarray(mask, int if is_packed else bool) for mask in (PROMPT_MASK, OWN_MASK))
+    return attend(queries, segments, 0.5, **({"ids": ids, "kernel": kernel} | options))
+
+
+def mixed_over_prompts(kernel):
+    """A function of the arrays: attention at real tokens, and the gradients of a sum over it."""
+
+    def mixed(*arrays):
+        return jnp.where(OWN_MASK.reshape(-1, 1), over_prompts(*arrays, kernel=kernel), 0.0)
+
+    gradients = jax.grad(lambda arrays: jnp.sum(jnp.sin(mixed(*arrays))))
+    return jax.jit(lambda arrays: (mixed(*arrays), gradients(arrays), over_prompts(*arrays, kernel=kernel)))
+
+
+@pytest.mark.parametrize("kernel", slow_except(KERNELS, "plain", "cudnn"))
+def test_completions_over_a_shared_prompt_are_attention_by_definition(kernels_here, kernel):
+    by_kernel = mixed_over_prompts(kernel)
+    arrays, masks = shared_prompts()
+    queries, *prompt, keys, values = arrays
+    mixed, gradients, _ = by_kernel(arrays)
+    own = np.tril(np.ones((TIME, TIME), bool)) & OWN_MASK[:, None]
+    look = np.concatenate([np.repeat(PROMPT_MASK, 2, 0)[:, None].repeat(TIME, 1), own], axis=-1)
+    whole = [np.concatenate([np.repeat(x, 2, 0), y], axis=2) for x, y in zip(prompt, (keys, values), strict=True)]
+    real = OWN_MASK.reshape(-1)
+    np.testing.assert_allclose(mixed[real], by_definition(queries, *whole, look, 0.5)[real], atol=2e-5)
+    for one, other in zip(gradients, mixed_over_prompts("plain")(arrays)[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert set(kernels_here) == {kernel} - {"plain"}
+
+    junk, _ = shared_prompts(padding=1e3 if kernel == "plain" else np.nan)
+    for_junk, of_junk, whole = by_kernel(junk)
+    np.testing.assert_array_equal(for_junk, mixed)
+    assert np.isfinite(whole).all(), "a later layer's weight gradients multiply padding by zero"
+    for one, other, mask in zip(of_junk, gradients, masks, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert not np.where(mask[:, None, :, None], 0.0, one).any()
+
+
+@pytest.mark.parametrize("kernel", slow_except(KERNELS[1:], "cudnn"))
+def test_nothing_in_padding_of_a_row_matters_to_a_kernel(kernels_here, kernel):
+    arrays = inputs()
+    ids = jnp.asarray(MASK & (np.arange(BATCH) != 1)[:, None])  # a row without any token
+
+    @jax.jit
+    def mixed_and_gradients(arrays):
+        def total(arrays):
+            mixed = attend(arrays[0], [(*arrays[1:], kernel_mask(ids))], 0.5, ids=(ids,), kernel=kernel)
+            return jnp.sum(jnp.where(ids.reshape(-1, 1), jnp.sin(mixed), 0.0)), mixed
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    junk = [jnp.where(ids[:, None, :, None], x, np.nan) for x in arrays]
+    ((_, expected), gradients), ((_, mixed), of_junk) = (mixed_and_gradients(given) for given in (arrays, junk))
+    np.testing.assert_array_equal(mixed, expected)
+    for one, other in zip(of_junk, gradients, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.isfinite(one).all() and np.abs(one).max() > 0
+
+
+TAKEN = {  # options, and whether completions over a prompt then take the kernel
+    "right-padded": ({}, True),
+    "sequences' ids": ({"is_packed": True}, False),
+    "masks that ids do not determine": ({"ids": None}, False),
+    "a context before the prompt": ({"ids": (jnp.asarray(OWN_MASK),)}, False),
+    "a bound on scores": ({"cap": 2.0}, {"cudnn": False, "splash": True}),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_completions_over_a_prompt_take_a_kernel_that_fits(monkeypatch, kernel):
+    ran = []
+    for name in ("plain_attention", "cudnn_attention", "splash_attention"):
+        monkeypatch.setattr(attention, name, lambda queries, *_, name=name, **__: ran.append(name) or queries)
+    arrays, _ = shared_prompts()
+    for case, (options, expected) in TAKEN.items():
+        jax.eval_shape(functools.partial(over_prompts, kernel=kernel, **options), *arrays)
+        takes_it = expected if isinstance(expected, bool) else expected[kernel]
+        assert ran.pop() == f"{kernel if takes_it else 'plain'}_attention", case
+    # A prompt of four lengths of the completions is the longest; a completion of one token is plain.
+    for prompt_time, time, name in ((12, 3, kernel), (13, 3, "plain"), (1, 1, "plain")):
+        (queries, *own), (_, *prompt) = inputs(batch=4, time=time), inputs(batch=2, time=prompt_time)
+        ids = tuple(jnp.ones(shape, bool) for shape in ((2, prompt_time), (4, time)))
+        segments = [(*prompt, ids[0][:, None, None, None, None, :]), (*own, self_attention_mask(ids[1]))]
+        jax.eval_shape(lambda x, given=segments, of=ids: attend(x, given, 0.5, ids=of, kernel=kernel), queries)
+        assert ran.pop() == f"{name}_attention", (prompt_time, time)
+    # A layer with a window is plain over a prompt, and by cuDNN reads a mask in the prompt itself.
+    decoder = Decoder(DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=(2, None)), attention=kernel)
+    params = init_params(decoder.config, jax.random.key(0))
+    ran.clear()
+    jax.eval_shape(functools.partial(completions_of, decoder), params)
+    assert set(ran) == {"plain_attention"} | ({"cudnn_attention"} if kernel == "cudnn" else set())
+
+
+def completions_of(decoder, params):
+    """Log-probs of ragged completions of two prompts: several tokens, one, none, and all."""
+    tokens = np.random.default_rng(1)
+    prompts, completions = (tokens.integers(0, 11, mask.shape) for mask in (PROMPT_MASK, OWN_MASK))
+    arrays = map(jnp.asarray, (prompts, PROMPT_MASK, completions, OWN_MASK))
+    logprobs, _ = completion_logprobs(decoder, params, *arrays, sampling=Sampling(), chunk=64)
+    return jnp.where(OWN_MASK, logprobs, 0.0)
+
+
+@pytest.mark.parametrize("kernel", slow_except(KERNELS[1:], "cudnn"))
+@pytest.mark.parametrize("remat", slow_except(["attention", "none"], "attention"))
+def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_here, monkeypatch, kernel, remat):
+    config = DecoderConfig(11, 16, 32, 2, 4, 2, 8)
+    params = init_params(config, jax.random.key(0))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradient(params, decoder):
+        def total(params):
+            logprobs = completions_of(decoder, params)
+            return jnp.sum(jnp.sin(logprobs)), logprobs
+
+        return jax.grad(total, has_aux=True)(params)
+
+    with monkeypatch.context() as without_plain:
+        without_plain.setattr(attention, "plain_attention", None)
+        found = gradient(params, Decoder(config, remat=remat, attention=kernel))
+    assert set(kernels_here) == {kernel}
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(params, Decoder(config))), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -138,7 +296,7 @@ def test_a_single_token_is_plain(kernels_here, kernel):
     @jax.jit
     def mixed(queries, keys, values):
         segments = [(keys, values, kernel_mask(MASK)[..., :1, :1])]
-        return attend(queries, segments, 0.5, ids=jnp.asarray(MASK[:, :1]), kernel=kernel)
+        return attend(queries, segments, 0.5, ids=(jnp.asarray(MASK[:, :1]),), kernel=kernel)
 
     expected = np.repeat(values, 2, 1).reshape(BATCH, -1)
     np.testing.assert_allclose(mixed(queries, keys, values), expected, atol=1e-6)
@@ -160,7 +318,7 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
     @jax.jit
     def gradients(arrays):
         def total(queries, keys, values):
-            return jnp.sin(attend(queries, [(keys, values, kernel_mask(ids))], 0.5, ids=ids, kernel="splash")).sum()
+            return jnp.sin(attend(queries, [(keys, values, kernel_mask(ids))], 0.5, ids=(ids,), kernel="splash")).sum()
 
         return jax.value_and_grad(total, argnums=(0, 1, 2))(*arrays)
 
@@ -170,6 +328,23 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
         for one, other in zip(jax.tree.leaves(gradients(arrays)), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)
     assert parts == [(batch, 4), part]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here, monkeypatch, kernel):
+    parts = []
+    name = f"{kernel}_attention"
+    run = getattr(attention, name)
+    shape_of = lambda queries, keys, *_, **__: parts.append((len(queries), keys.shape[1]))  # noqa: E731
+    monkeypatch.setattr(attention, name, lambda *given, **options: (shape_of(*given), run(*given, **options))[1])
+    arrays, _ = shared_prompts()
+    alone = mixed_over_prompts(kernel)(arrays)
+    mesh = jax.make_mesh((2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        for one, other in zip(jax.tree.leaves(mixed_over_prompts(kernel)(arrays)), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    assert set(parts) == {(4, 2), (2, 1)}  # all completions and heads, and those of a device with one prompt
 
 
 @pytest.mark.slow
@@ -233,7 +408,7 @@ def lowered(kernel, platform, dtype=jnp.bfloat16):
     mask, ids = kernel_mask(IDS), jnp.asarray(IDS)
 
     def loss(queries, keys, values):
-        return attend(queries, [(keys, values, mask)], 0.5, ids=ids, kernel=kernel).astype(jnp.float32).sum()
+        return attend(queries, [(keys, values, mask)], 0.5, ids=(ids,), kernel=kernel).astype(jnp.float32).sum()
 
     gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     return gradients.trace(queries, keys, values).lower(lowering_platforms=(platform,)).as_text()
@@ -251,6 +426,53 @@ def test_cudnn_becomes_its_flash_attention_forwards_and_backwards(monkeypatch):
     text = lowered("cudnn", "cuda")
     assert "__cudnn$fmhaScaleBiasSoftmax" in text and "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
     assert f"tensor<{BATCH}x8x4x{HEAD_DIM}xbf16>" in text, "an even number of tokens"
+
+
+def lowered_update(platform, **options):
+    """The gradient of a decoder's log-probs over shared prompts, as a device of another kind would compile it."""
+    config = DecoderConfig(11, 16, 32, 3, 4, 2, 8)
+    dtype = jnp.float32 if platform == "tpu" else jnp.bfloat16
+    params = init_params(config, jax.random.key(0))
+    decoder = Decoder(config, dtype, **options)
+    gradient = jax.jit(jax.grad(lambda params: completions_of(decoder, params).sum()))
+    return gradient.trace(params).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_cudnn_has_no_scores_of_a_shared_prompt_in_memory(monkeypatch):
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    text = lowered_update("cuda", attention="cudnn")
+    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
+    assert "fmhaScaleBias" not in text and "PADDING_CAUSAL" in text
+    rows = PROMPT_TIME + TIME - 1  # the last token predicts none
+    rows += rows % 2
+    assert f"tensor<4x{rows}x4x8xbf16>" in text, "queries of a row for each completion"
+    scores = {(TIME - 1, PROMPT_TIME), (TIME - 1, TIME - 1), (rows, rows), (PROMPT_TIME, PROMPT_TIME)}
+    shapes = {tuple(map(int, shape.split("x"))) for shape in re.findall(r"tensor<([0-9x]+)x(?:f32|bf16)>", text)}
+    assert not [shape for shape in shapes if len(shape) >= 3 and shape[-2:] in scores]
+    plain = lowered_update("cuda", attention="plain")
+    assert f"x{TIME - 1}x{PROMPT_TIME}xf32>" in plain
+
+
+@pytest.mark.parametrize("unrolled", slow_except([False, True], False))
+def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    kernels, products = {}, {}
+    for remat in REMAT:
+        text = lowered_update("cuda", attention="cudnn", remat=remat, unrolled=unrolled)
+        kernels[remat] = text.count("@__cudnn$fmhaSoftmax(")
+        products[remat] = lowered_update("cpu", remat=remat, unrolled=unrolled).count("dot_general")
+    layers = 3 if unrolled else 1
+    once = 2 * layers  # the prompts', and the completions'
+    assert kernels == {"none": once, "attention": once, "dots": 2 * once, "full": 2 * once}
+    # Plain attention multiplies weights and values once for a prompt and twice for completions.
+    assert products["dots"] - products["attention"] == 3 * layers
+    assert products["none"] < products["attention"] < products["dots"] < products["full"]
+
+
+def test_remat_that_keeps_attention_runs_splash_once():
+    for remat, count in (("attention", 2), ("dots", 4)):
+        text = lowered_update("tpu", attention="splash", remat=remat)
+        assert len(re.findall(r'kernel_name = "splash_mha_fwd', text)) == count, remat
 
 
 def contexts_of_one_token(heads, kv_heads, head_dim, lengths, seed=0):

@@ -197,7 +197,7 @@ def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
     exact = sampled._replace(decoder=sampled.decoder.clone(dtype=jnp.float32))
     replayed, fresh = (exact.log_ratios(params, replay=replay)[1] for replay in (True, False))
     assert np.abs(replayed - fresh).max() > 0.05, "the weights change no expert"
-    for form in ({"unrolled": True}, {"remat": "full"}, {"remat": "dots"}):
+    for form in ({"unrolled": True}, {"remat": "full"}, {"remat": "dots"}, {"remat": "attention"}):
         one = exact._replace(decoder=exact.decoder.clone(**form))
         np.testing.assert_allclose(one.log_ratios(params, packed=True)[1], replayed, atol=1e-5)
 

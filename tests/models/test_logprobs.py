@@ -55,6 +55,8 @@ def value_and_gradient(params, prompts, prompt_mask, *options):
     ("chunk", "remat", "unrolled"),
     [
         (7, "dots", False),
+        (7, "attention", False),
+        (64, "attention", True),
         (64, "none", True),
         (1, "none", False),
         (1024, "full", True),

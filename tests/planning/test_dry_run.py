@@ -13,6 +13,7 @@ from recjax.config import RegimeConfig, load_config
 from recjax.experience.batch import sampled_shape
 from recjax.experience.layout import Layout
 from recjax.hub import policy
+from recjax.models.decoder import REMAT
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
 from recjax.planning import dry_run as planning
@@ -235,9 +236,9 @@ def test_activations_grow_with_what_they_are_of(tiny):
     assert activations("rollout.max_completion_tokens=6") > 1.4 * plain
     for dtype in ("float32", "bfloat16"):
         deep = ("model.decoder.num_layers=4", f"model.dtype={dtype}")
-        recomputed = {remat: activations(*deep, f"model.remat={remat}") for remat in ("none", "dots", "full")}
+        recomputed = {remat: activations(*deep, f"model.remat={remat}") for remat in REMAT}
         assert recomputed == dry_run(tiny(*deep)).activations
-        assert recomputed["full"] < recomputed["dots"] < recomputed["none"]
+        assert recomputed["full"] < recomputed["dots"] < recomputed["attention"] < recomputed["none"]
         assert recomputed["full"] < recomputed["none"] / 2
     packed = [activations(f"training.tokens_per_micro_batch={budget}") for budget in (14, 28)]
     assert 1.5 * packed[0] < packed[1] < 2.5 * packed[0]
@@ -371,7 +372,7 @@ def test_a_run_that_does_not_fit_is_told_what_needs_less(tiny, tmp_path, monkeyp
         (75 * 2**30, "h100-80", 1, "the next larger topology is h100-80:2; mesh.fsdp=-1 splits weights and"),
         (75 * 2**30, "v5p-95", 0, "it fits one v5p-95"),
     ):
-        shares = {"none": size, "dots": size - 1, "full": size // 8}
+        shares = {"none": size, "attention": size - 1, "dots": size - 2, "full": size // 8}
         monkeypatch.setattr(planning, "_activations", lambda *given, shares=shares: shares[given[3]])
         assert print_dry_run(path, ["model.decoder.num_layers=2"], device) == status
         last = capsys.readouterr().out
