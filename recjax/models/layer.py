@@ -54,7 +54,7 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
     return (activated * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-class Weights(nn.Module):
+class Projection(nn.Module):
     """The kernel and the bias of a projection; the bias is None without one."""
 
     inputs: int
@@ -146,24 +146,20 @@ class Block(nn.Module):
     def _projections(self, x, features, use_bias=False):
         """Projections of one input to several numbers of features, by name; each with its adapter if it has one."""
         x = x.astype(self.dtype)
-        weights = {name: Weights(x.shape[-1], count, use_bias, name=name)() for name, count in features.items()}
+        lora = self.config.lora
+        weights = {name: Projection(x.shape[-1], count, use_bias, name=name)() for name, count in features.items()}
         outputs = products(x, [kernel for kernel, _ in weights.values()])
         for number, (name, (_, bias)) in enumerate(weights.items()):
             y = outputs[number]
             y = checkpoint_name(y if bias is None else y + bias.astype(self.dtype), PRODUCT)
-            outputs[number] = self._adapted(x, y, name)
+            if lora is not None and name in lora.targets:
+                into, _ = Projection(x.shape[-1], lora.rank, name=f"{name}_lora_a")()
+                out_of, _ = Projection(lora.rank, features[name], name=f"{name}_lora_b")()
+                (low,) = products(x, [into])
+                (added,) = products(low, [out_of])
+                y = y + added * (lora.alpha / lora.rank)
+            outputs[number] = y
         return outputs
-
-    def _adapted(self, x, y, name):
-        """A projection's output `y`, with the output of its adapter added if it has one."""
-        lora = self.config.lora
-        if lora is None or name not in lora.targets:
-            return y
-        into, _ = Weights(x.shape[-1], lora.rank, name=f"{name}_lora_a")()
-        out_of, _ = Weights(lora.rank, y.shape[-1], name=f"{name}_lora_b")()
-        (low,) = products(x, [into])
-        (added,) = products(low, [out_of])
-        return y + added * (lora.alpha / lora.rank)
 
     # --- Attention.
 
