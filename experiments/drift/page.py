@@ -176,14 +176,16 @@ def claimed(question: Question) -> str:
 
 
 def cells_table(ends: pd.Series) -> str:
-    """Every cell that was run: mean over seeds, and number of seeds."""
+    """Every cell that was run: mean over seeds, and number of seeds. Rows without a run are left out."""
     by_cell = ends.groupby(["engine", "age", "algorithm"])
     means, counts = by_cell.mean(), by_cell.count()
     rows = []
     for engine, shown in ENGINES.items():
         for age in AGES:
             cells = [(engine, age, algorithm) for algorithm in NAMES]
-            rows.append([shown, age, *(f"{means[c]:.3f} ({counts[c]})" if c in means.index else "–" for c in cells)])
+            if any(cell in means.index for cell in cells):
+                texts = (f"{means[cell]:.3f} ({counts[cell]})" if cell in means.index else "–" for cell in cells)
+                rows.append([shown, age, *texts])
     return markdown_table(["engine", "age", *NAMES.values()], rows)
 
 
@@ -235,6 +237,7 @@ TASKS = {"bandit": "bandit", "quickstart": "addition", "smollm2": "SmolLM2"}
 SUMMARIZED = ("age", "noise", "wrong")  # causes in the table of verdicts
 COMPARED_KL = 0.05  # nats, near which the page's table compares the causes' gradients
 NOT_RUN = "Not run.\n"
+TOO_FEW = "Too few runs for a check.\n"
 
 
 def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
@@ -347,7 +350,7 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None
             draw_map(ends[task], tables[task]).savefig(pictures / f"{task}.png", dpi=100)
             parts["maps"] += f"![{TASKS[task]}: results by age and engine for each algorithm](drift/{task}.png)\n\n"
     for task in TASKS:
-        parts[f"{task}_checks"] = checks_table(found[task]) if task in ends else NOT_RUN
+        parts[f"{task}_checks"] = checks_table(found[task]) if task in compared else TOO_FEW
         parts[f"{task}_cells"] = cells_table(ends[task]) if task in ends else NOT_RUN
         parts[f"{task}_runs"] = str(len(ends.get(task, ())))
         parts[f"{task}_all"] = str(len(all_cells(task)))
