@@ -187,8 +187,17 @@ def test_nothing_is_recorded_without_cuts():
     assert not kept_tokens(scores, Sampling(top_k=2), 0)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.7, top_k=2), Sampling(0.0, top_k=2)])
-def test_a_record_under_a_distribution_has_the_same_arrays_and_is_empty_without_arrays(sampling):
+@pytest.mark.parametrize(
+    ("sampling", "whole"),
+    [
+        (Sampling(), TokenRecord(0, 3)),
+        (Sampling(0.0), TokenRecord()),
+        (Sampling(0.7, top_k=2), TokenRecord(4, 3)),
+        (Sampling(0.0, top_k=2), TokenRecord()),
+    ],
+)
+def test_a_record_under_a_distribution_has_the_same_arrays_and_is_empty_without_arrays(sampling, whole):
+    assert TokenRecord(4, 3).under(sampling) == whole
     for recording in (TokenRecord(), TokenRecord(4), TokenRecord(0, 3), TokenRecord(4, 3)):
         shapes = recorded_shapes(9, sampling, recording)
         assert recorded_shapes(9, sampling, recording.under(sampling)) == shapes
