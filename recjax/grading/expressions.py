@@ -20,9 +20,11 @@ from recjax.grading.syntax import (
     Unreadable,
     contains,
     difference,
+    inverse,
     names,
     number,
     parse_math,
+    walk,
 )
 from recjax.grading.units import NOTHING, Unit
 
@@ -74,6 +76,10 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
     got_tree = parse_math(got, _marks(got, wanted))
     if wanted_tree is None or got_tree is None:
         return False
+    wanted_tree = _in_factors(wanted, wanted_tree, got_tree)
+    got_tree = _in_factors(got, got_tree, wanted_tree)
+    if wanted_tree is None or got_tree is None:
+        return False
     if factors and factors[0] != 1:
         got_tree = Node("mul", (number(factors[0]), got_tree))
     if (
@@ -83,7 +89,8 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
         and wanted_tree.kind != "relation"
     ):
         value = values.decimal(wanted_tree)
-        return value is not None and (is_rounding(stated, value) or stated.value == value)
+        can_be_rounded = not values.is_ending_decimal(wanted_tree)
+        return value is not None and (stated.value == value or (can_be_rounded and is_rounding(stated, value)))
     return _same(wanted_tree, got_tree, "°" in truth or r"\pi" in truth)
 
 
@@ -97,6 +104,18 @@ def _marks(text: str, other_text: str) -> frozenset[tuple[str, str]]:
         return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
     has_units = len({*UNIT_VECTOR.findall(other_text)}) > 1
     return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
+
+
+def _in_factors(text: str, tree: Node, other_tree: Node) -> Node | None:
+    """The tree with letters as factors if they are factors on the second side: those of GMR, and h in h(M-m)."""
+    factors = names(other_tree)
+    runs = [name for name in names(tree) if re.fullmatch("[A-Z]{3,}", name) and factors.issuperset(name)]
+    calls = {node.args[0].removesuffix("()") for node in walk(tree) if node.kind == "call"}
+    if not runs and not calls & factors:
+        return tree
+    for run in runs:
+        text = re.sub(rf"(?<![A-Za-z]){run}(?![A-Za-z])", " ".join(run), text)
+    return parse_math(text, frozenset((name, name) for name in calls & factors))
 
 
 def is_constant(text: str) -> bool:
@@ -138,8 +157,8 @@ def _same(wanted: Node, got: Node, is_periodic: bool) -> bool:
         return value is not None and value.kind != "relation" and _same(value, got, is_periodic)
     if got.kind == "relation":
         (operators, sides) = got.args
-        if {*operators} != {"="} or not _is_name(sides[0]):
-            return False
+        if {*operators} != {"="} or not _is_name(sides[0]) or sides[0].args[0] in names(sides[1:]):
+            return False  # x = 2x+1 does not state 2x+1
         return all(_same(wanted, side, is_periodic) for side in sides[1:])
     return values.equal(wanted, got) or _same_renamed(wanted, got, is_periodic)
 
@@ -147,11 +166,12 @@ def _same(wanted: Node, got: Node, is_periodic: bool) -> bool:
 def _value_of(relation: Node) -> Node | None:
     """The right-hand side of y = … or y ∈ …."""
     operators, sides = relation.args
-    return sides[1] if operators in (("=",), (r"\in",)) and _is_name(sides[0]) else None
+    is_value = operators in (("=",), (r"\in",)) and _is_name(sides[0]) and sides[0].args[0] not in names(sides[1:])
+    return sides[1] if is_value else None
 
 
 def _is_name(node: Node) -> bool:
-    return node.kind == "name" or (node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "transpose"})
+    return node.kind == "name" or (node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "^-1", "transpose"})
 
 
 def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
@@ -293,6 +313,8 @@ def _symbolic(node: Node) -> sympy.Expr:
         return function(_symbolic(node.args[1]))
     if node.kind == "call" and node.args[0] == "cross":  # of letters that are numbers
         node = Node("mul", node.args[1:])
+    if node.kind == "call" and node.args[0] == "^-1":
+        node = inverse(node.args[1])
     if node.kind not in ("add", "mul", "pow"):
         raise Unreadable(node.kind)
     parts = [_symbolic(each) for each in node.args]

@@ -162,7 +162,8 @@ def parse_math(text: str, marks: frozenset[tuple[str, str]] = frozenset()) -> No
     """Parses a whole text into a tree; None if any part of the text is unknown.
 
     Args:
-        marks: letters of the text and the names of vectors that they stand for: i and \\hat{i}.
+        marks: letters of the text and the names that they stand for: a vector, such as i and \\hat{i}, or
+            themselves for letters that are never functions.
     """
     try:
         reader = _Reader(text, marks)
@@ -314,6 +315,8 @@ class _Reader:
         power = signed(self.accept("-"), self.primary())
         if (power == number(0) and names(base)) or (base in (number(0), number(1)) and names(power)):
             raise Unreadable("0 and 1 as powers hide the other part")
+        if power == number(-1) and _is_matrix_name(base) and all(map(CAPITAL.match, names(base))):
+            return Node("call", ("^-1", base))  # may be a matrix; a denominator is a number
         return Node("pow", (base, power))
 
     # --- Single operands.
@@ -382,7 +385,8 @@ class _Reader:
                 return Node("call", ("binomial", *chosen))
             self.position = start
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
-        if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
+        is_applied = token in APPLIED and token not in self.marks
+        if self.token == "(" and (is_applied or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
         return Node("name", (name,))
 

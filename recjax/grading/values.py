@@ -2,7 +2,11 @@
 
 Expressions that differ at one point are not equal. Differences are relative to the magnitude of the values. Values are
 real numbers: an even root or a logarithm of a negative number is undefined, and points with an undefined side are
-skipped. Expressions that contain i, or are real at no point, are compared as complex numbers.
+skipped. Expressions that contain i, or are real at too few points, are compared as complex numbers.
+
+Some nodes have borders, at which a value jumps, bends or ends: bars, roots, logarithms, floors, maxima. Expressions
+with such nodes are tested at more points: on both sides of the borders and beyond them, and at whole numbers for
+letters that count.
 """
 
 import functools
@@ -17,7 +21,7 @@ from typing import Any, NamedTuple
 
 import mpmath
 
-from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, names, number, walk
+from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, difference, names, walk
 
 # Digits: of the first comparison, of the second one at two points, and of the second one with a constant.
 _DIGITS = 50
@@ -28,6 +32,10 @@ _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS = 25_000
 _MANY_TERMS = 300
 _AGREEMENTS = 4
+_FEW_POINTS = 14
+_MOST_POINTS = 300  # tested until _AGREEMENTS points define both expressions
+_ONE_SIDED = 3  # points at which only the side with bars, or only the side without them, is defined
+_MOST_BORDERS = 8
 _MOST_TERMS = 3000  # in a sum or product
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # of _MANY_DIGITS
@@ -43,6 +51,26 @@ UNIT_VECTORS = {
     r"\hat{j}": [[0, 0, 1], [0, 0, 0], [0, 0, 0]],
     r"\hat{k}": [[0, -1, 0], [0, 0, 0], [0, 0, 0]],
 }
+_COUNTS = {"floor", "ceil", "factorial", "factorial2", "binomial", "gcd", "lcm", r"\bmod"}
+_BORDERED = {
+    "abs",
+    "norm",
+    "sign",
+    "floor",
+    "ceil",
+    "binomial",
+    "gcd",
+    "lcm",
+    r"\bmod",
+    "ln",
+    "log",
+    "lg",
+    "lb",
+    "log_",
+}
+_BORDERED |= {"arcsin", "arccos", "arcsec", "arccsc", "arccosh", "arcsech", "arctanh", "arccoth"}
+# Letters that are lengths, masses or speeds in formulas of several letters with roots: c in the root of 1-v²/c².
+_POSITIVE = {*"cdghklmrCDEGHLMNPRSTVW", r"\lambda", r"\mu", r"\rho", r"\sigma", r"\omega", r"\ell", r"\hbar"}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
 
@@ -53,40 +81,47 @@ def equal(a: Node, b: Node) -> bool:
 
 
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
-    """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
+    """`equal` with real or complex arithmetic; None if too few tested points define both expressions."""
     unknown = names(a) | names(b)
     agreed = 0
+    one_sided = 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    matrices = ordered(a, b)
-    if not matrices:
-        # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
-        capitals = {*filter(CAPITAL.match, unknown)}
-        nodes = list(walk((a, b)))
-        if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-            capitals = capitals.union(*map(names, transposed))
-        else:
-            bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
-            inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
-            capitals = capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
-        matrices = dict.fromkeys(capitals, False)
-    for point in _points(unknown, matrices):
+    matrices = ordered(a, b) or _inverted(a, b)
+    points = _Points(a, b, matrices, is_complex)
+    for index, point in enumerate(points):
         for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted = evaluation.defined(a)
                 got = evaluation.defined(b)
                 if wanted is None or got is None:
-                    if only_one_has_bars and not is_complex and wanted is not got:
-                        return False  # ln x does not equal ln|x|
+                    one_sided += wanted is not got
                     break
                 if not evaluation.close(wanted, got, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
                 if evaluation.is_slow:
                     break
+        if only_one_has_bars and not is_complex and one_sided == _ONE_SIDED:
+            return False  # ln x does not equal ln|x|
         agreed += wanted is not None and got is not None
-        if evaluation.is_slow and agreed >= _AGREEMENTS:
+        if agreed >= _AGREEMENTS and (evaluation.is_slow or index + 1 >= points.least):
             break
-    return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
+        if evaluation.is_slow and index + 1 >= _FEW_POINTS:
+            break
+    if agreed >= (_AGREEMENTS if unknown else 1):
+        return True
+    return False if agreed and is_complex else None
+
+
+def _inverted(a: Node, b: Node) -> dict[str, bool]:
+    """The unknowns that stand for matrices because they are transposed, or because all are capitals with an inverse."""
+    nodes = list(walk((a, b)))
+    unknown = names(a) | names(b)
+    capitals = {*filter(CAPITAL.match, unknown)}
+    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+        return dict.fromkeys(capitals.union(*map(names, transposed)), False)
+    is_product = contains((a, b), "^-1") and capitals == unknown and len(capitals) > 1
+    return dict.fromkeys(capitals if is_product else (), False)
 
 
 def ordered(a: Node, b: Node) -> dict[str, bool]:
@@ -108,10 +143,10 @@ def ordered(a: Node, b: Node) -> dict[str, bool]:
 
 def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
-    unknown = names(a) | names(b)
     quotients = []
     with mpmath.workdps(_DIGITS):
-        for point in _points(unknown, {}):
+        points = _Points(a, b, {}, is_complex=False)
+        for index, point in enumerate(points):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over = evaluation.defined(a)
             under = evaluation.defined(b)
@@ -121,9 +156,18 @@ def ratio(a: Node, b: Node) -> int | None:
             quotients.append(over / under if is_exact else floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
-    if not unknown or len(quotients) < _AGREEMENTS:
+            if index + 1 >= points.least and len(quotients) >= _AGREEMENTS:
+                break
+    if len(quotients) < _AGREEMENTS:
         return None
     return 1 if quotients[0].real > 0 else -1
+
+
+def is_ending_decimal(node: Node) -> bool:
+    """True if a constant is a whole number or an ending decimal."""
+    with mpmath.workdps(_DIGITS):
+        value = _Evaluation({}, is_complex=False).defined(node)
+    return isinstance(value, Fraction) and pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def decimal(node: Node) -> Fraction | None:
@@ -135,25 +179,153 @@ def decimal(node: Node) -> Fraction | None:
         return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
 
 
-def _points(unknown: set[str], matrices: Mapping[str, bool]) -> Iterator[dict[str, Any]]:
-    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
-    for index in range(14 if unknown else 1):
-        point = {}
-        for name in sorted(unknown):
-            draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
-            if name in matrices:
-                rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
-                point[name] = mpmath.matrix(rows)
-                if matrices[name]:
-                    point[name] -= point[name].T
-                continue
-            odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
-            sign = draw.choice((-1, 1))
-            kinds = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
-            whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
-            whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
-            point[name] = [*kinds, *kinds, *map(Fraction, whole)][index]
-        yield point
+# --- Points.
+
+
+class _Points:
+    """Points, as values of the unknowns of two expressions.
+
+    The first points are positive, of both signs, small and large, fractions and whole numbers. If the expressions have
+    borders, the next points lie around and beyond these borders. The last points are for expressions that most points
+    leave undefined: `least` points are enough for others.
+    """
+
+    def __init__(self, a: Node, b: Node, matrices: Mapping[str, bool], is_complex: bool):
+        nodes = list(walk((a, b)))
+        self.trees = (a, b)
+        self.unknown = sorted(names(a) | names(b))
+        self.matrices = matrices
+        self.counting = set().union(*map(_counted, nodes))
+        self.positive = set()
+        if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial"):
+            self.positive |= self.counting  # a sum without terms is 0, but its closed form may differ
+        self.least = _FEW_POINTS if self.unknown else 1
+        self.most = _MOST_POINTS if self.unknown else 1
+        borders = [border for node in nodes for border in _borders(node) if names(border) & {*self.unknown}]
+        if not borders:
+            return
+        has_steps = contains((a, b), "floor", "ceil", r"\bmod")
+        self.around = {name: _around_borders(name, borders, name in self.counting, has_steps) for name in self.unknown}
+        self.least += max(map(len, self.around.values())) * min(2, len(self.unknown))
+        if len(self.unknown) > 1 and not matrices and not is_complex:
+            # h and g are positive in the root of 2h/g: no path through its domain leads to negative values of both.
+            self.positive.update([name for name in self.unknown if not self._can_be_negative(name)])
+            if not {"x", "y", "z"} & {*self.unknown} and not contains((a, b), "abs", "sign", "max", "min"):
+                self.positive |= {name for name in self.unknown if name.partition("_")[0] in _POSITIVE}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.most):
+            yield {name: self._value(name, index) for name in self.unknown}
+
+    def _value(self, name: str, index: int) -> Any:
+        if name in self.matrices:
+            return _matrix(name, index, self.matrices[name])
+        if index < _FEW_POINTS:
+            value = _first_value(name, index, name in self.counting)
+        elif index < self.least:
+            values = self.around[name]
+            value = values[(index - _FEW_POINTS) % len(values)]
+        else:
+            value = _any_value(name, index, name in self.counting)
+        return abs(value) or Fraction(1) if name in self.positive else value
+
+    def _can_be_negative(self, name: str) -> bool:
+        """True if an expression is defined for a negative value while all other unknowns are positive."""
+        for index in range(_FEW_POINTS):
+            point = {other: abs(self._value(other, index)) for other in self.unknown}
+            evaluation = _Evaluation(point | {name: -point[name]}, is_complex=False)
+            if any(evaluation.defined(tree) is not None for tree in self.trees):
+                return True
+        return False
+
+
+def _borders(node: Node) -> list[Node]:
+    """The expressions whose sign, or whose whole part, decides how a node is computed."""
+    name = node.args[0]
+    if node.kind == "pow" and not (node.args[1].kind == "number" and node.args[1].args[0].denominator == 1):
+        return [name]
+    if node.kind != "call":
+        return []
+    differences = [difference(*pair) for pair in itertools.combinations(node.args[1:5], 2)]
+    if name in ("max", "min"):
+        return differences
+    return [*node.args[1:], *differences] if name in _BORDERED else []
+
+
+def _counted(node: Node) -> set[str]:
+    """The unknowns that a node makes whole numbers: n in n! and in the floor of n/2, but not x in the floor of x."""
+    if node.kind in ("sum", "product"):
+        return names(node.args[1:3])
+    if node.kind == "pow" and node.args[0].kind == "number" and node.args[0].args[0] < 0:
+        return names(node.args[1])
+    if node.kind != "call" or node.args[0] not in _COUNTS:
+        return set()
+    if node.args[0] in ("floor", "ceil"):
+        parts = set()
+        for index in range(_FEW_POINTS):
+            point = {name: _first_value(name, index, counts=True) for name in names(node)}
+            value = _Evaluation(point, is_complex=False).defined(node.args[1])
+            parts |= set() if value is None else {mpmath.nstr(floating(value) % 1, 10)}
+        return names(node) if len(parts) > 1 else set()
+    return names(node)
+
+
+def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: bool) -> list[Fraction]:
+    """Values of an unknown on both sides of borders and beyond all of them, in a random order.
+
+    Borders are the zeros of linear expressions, and the constants of all expressions.
+    """
+    zeros = []
+    for border in borders:
+        if names(border) == {name}:
+            low, high = (_Evaluation({name: Fraction(each)}, False).defined(border) for each in (0, 1))
+            if isinstance(low, Fraction) and isinstance(high, Fraction) and low != high:
+                zeros.append(low / (low - high))
+    constants = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
+    constants = sorted(constants, reverse=True)
+    found = [*dict.fromkeys([*zeros, *constants, *(-each for each in constants)])][:_MOST_BORDERS]
+    largest = 1 + max(map(abs, found), default=Fraction(0))
+    draw = random.Random(name)
+    odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
+    values = [sign * largest * (1 + 16 * each) for sign in (1, -1) for each in odd[:3]]
+    if counts:
+        values = [Fraction(round(each)) for each in values] + [*map(Fraction, range(-5, 25))]
+        multiples = [times * math.floor(each) for each in found for times in (1, 2, 3)]
+        values += [Fraction(each + more) for each in multiples for more in (-1, 0, 1)]
+    else:
+        values += [sign * 4 * each for sign in (1, -1) for each in odd[3:8]]
+        values += [zero + sign * each for zero in found for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
+        values += [*found, *map(Fraction, range(-4, 5))] if has_steps else []
+    draw.shuffle(values)
+    return values
+
+
+def _first_value(name: str, index: int, counts: bool) -> Fraction:
+    draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
+    if counts:
+        return Fraction(1 + random.Random(name).sample(range(_FEW_POINTS), _FEW_POINTS)[index])
+    odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
+    sign = draw.choice((-1, 1))
+    kinds = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
+    whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
+    whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
+    return [*kinds, *kinds, *map(Fraction, whole)][index]
+
+
+def _any_value(name: str, index: int, counts: bool) -> Fraction:
+    """A random value; unknowns of one point have different magnitudes."""
+    draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
+    if counts:
+        return Fraction(draw.randrange(1, 50))
+    scale = draw.choice((64, 1024, 4096, 32768, -512))
+    return Fraction(2 * draw.randrange(1, 512) + 1, scale)
+
+
+def _matrix(name: str, index: int, is_vector: bool) -> Any:
+    draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
+    rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
+    matrix = mpmath.matrix(rows)
+    return matrix - matrix.T if is_vector else matrix
 
 
 # --- Functions.
@@ -243,6 +415,8 @@ _EXACT: dict[str, Callable] = {
     "binomial": _binomial,
     "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
     "abs": _magnitude,
+    "^-1": lambda value: value**-1,
+    r"\bmod": lambda value, modulus: value - modulus * (value / modulus).__floor__(),
     "max": max,
     "min": min,
     "floor": lambda value: Fraction(value.__floor__()),
@@ -252,7 +426,11 @@ _EXACT: dict[str, Callable] = {
 }
 FUNCTIONS: dict[str, Callable] = {
     **_EXACT,
-    **{name: getattr(mpmath, name) for name in "sign floor ceil erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
+    # A logarithm of 8 to base 2 may be a little less than 3.
+    "floor": lambda value: mpmath.floor(value + mpmath.mpf(10) ** (10 - mpmath.mp.dps)),
+    "ceil": lambda value: mpmath.ceil(value - mpmath.mpf(10) ** (10 - mpmath.mp.dps)),
+    r"\Gamma()": mpmath.gamma,
+    **{name: getattr(mpmath, name) for name in "sign erf re im arg det".split() + _CIRCULAR + _HYPERBOLIC},
     **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
     "log": lambda value, base=10: _logarithm(value, base),
     "lg": lambda value: _logarithm(value, 10),
