@@ -16,6 +16,10 @@ _CHOICE = re.compile(
 _CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2})(?::(\d\d))? ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
 _SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
 _SUBSCRIPT = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?\(?(\d+)\)?\}?")
+_BASE = re.compile(
+    r"\(?(?P<digits>[0-9A-Fa-f]+)\)? ?(?:_ ?\{? ?\(?(?:base[ -]*)?|[,~(]* ?(?:in )?base[ -]*)(?P<base>\w+)[ )}]*"
+)
+_STATEMENTS = re.compile("[\u2460-\u2473]+")
 TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
@@ -36,16 +40,29 @@ _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]
 
 def decided(truth: str, answer: str) -> bool | None:
     """True if an answer matches a choice, time, formula, word, congruence or based digits; None for other truths."""
-    kinds = (_as_choices, _as_clock, _as_formula, _as_words, _as_congruence)
+    kinds = (_as_choices, _as_statements, _as_clock, _as_formula, _as_words, _as_congruence)
     if (verdict := next((verdict for kind in kinds if (verdict := kind(truth, answer)) is not None), None)) is not None:
         return verdict
-    # Digits with a base in the subscript, as written; base 10 also equals a plain number.
-    wanted = _SUBSCRIPT.fullmatch(truth)
-    got = _SUBSCRIPT.fullmatch(answer)
+    # Digits with a base, as written; base 10 also equals a plain number.
+    wanted = _SUBSCRIPT.fullmatch(_with_subscript(truth))
+    got = _SUBSCRIPT.fullmatch(_with_subscript(answer))
     if wanted:
         digits = got[1] if got else answer
         return digits.casefold() == wanted[1].casefold() and (not got or int(got[2]) == int(wanted[2]))
     return int(got[2]) == 10 and _is_number(truth, got[1]) if got and quantity(truth) else None
+
+
+def _with_subscript(text: str) -> str:
+    """Digits with a base in words, such as "1011 base 2" or 1011_{five}, as digits with a subscript."""
+    match = _BASE.fullmatch(TEXT.sub(r" \1 ", text))
+    base = quantity(match["base"]) if match else None
+    return f"{match['digits']}_{{{base.value}}}" if base else text
+
+
+def _as_statements(truth: str, answer: str) -> bool | None:
+    """Compares numbers of statements, such as ①③, without order."""
+    wanted, got = (re.sub(r"\\text|[{}\s,;]|\band\b|[和与]", "", text) for text in (truth, answer))
+    return sorted({*wanted}) == sorted({*got}) if _STATEMENTS.fullmatch(wanted) else None
 
 
 def _as_choices(truth: str, answer: str) -> bool | None:
@@ -120,11 +137,14 @@ def _hours(clock: re.Match) -> set[int]:
 def _as_words(truth: str, answer: str) -> bool | None:
     marked = r"\text" in truth
     bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
-    pattern = r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*"
+    if _is_date(bare):
+        return _date(answer) == _date(truth)
+    is_foreign = not bare.isascii()  # letters of other scripts and letters with accents are no unknowns
+    pattern = r"[^\W\d_][\w ,.'/&-]*" if marked or is_foreign else r"[A-Za-z][A-Za-z ,.'-]*"
     if not re.fullmatch(pattern, bare) or quantity(truth) is not None:
         return None
     words = re.findall(r"[A-Za-z]+", bare)
-    if not marked:
+    if not marked and not is_foreign:
         longest = max(map(len, words))
         if longest < 2 or (len(words) > 1 and longest < 3 and re.search("[,-]", bare)):
             return None
@@ -132,9 +152,15 @@ def _as_words(truth: str, answer: str) -> bool | None:
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)):
             return None  # abc may be the product a·b·c, but cat is not act
-    if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
-        return _date(answer) == _date(truth)
     return words_of(answer) == words_of(truth)
+
+
+def _is_date(text: str) -> bool:
+    """True for a month with a day, a year or both: 4 July 2020."""
+    fields = _date(text)
+    months = [field for field in fields if _MONTH.fullmatch(field)]
+    numbers = [field for field in fields if field.isdigit()]
+    return len(months) == 1 and len(numbers) in (1, 2) and len(fields) == 1 + len(numbers)
 
 
 def _date(text: str) -> list[str]:

@@ -11,19 +11,35 @@ from typing import Any
 
 from recjax.grading.math_equality import Explanation, explanation, is_equal, unnamed, without_thousands
 from recjax.grading.notation import braced, depths, plain
-from recjax.grading.quantities import quantity
+from recjax.grading.quantities import quantity, same_quantity
 from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, whole_reply
 
 # limits of an answer: characters, and nested brackets
 LONGEST = 2000
 DEEPEST = 16
 
-_BEHIND = 100  # the longest text behind a box that may belong to it
+_BEHIND = 100  # the longest text before or behind a box that may belong to it
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BARE = re.compile(r"([A-Za-z\d])(?=[.,;:!?]?(?:\s|$)|\s*(?:\$|\\[)\]]))")
+_OPENED = re.compile(r"\\+$|\\boxed ?\{$")  # a backslash that was written twice, and a box around the box
+_STYLES = (
+    "displaystyle textstyle tiny small normalsize large Large LARGE huge Huge centering quad qquad left big Big bf"
+    " approx therefore because to implies iff in Rightarrow rightarrow Longrightarrow longrightarrow Leftrightarrow"
+    " Longleftrightarrow leftrightarrow"
+)
+_STEP = re.compile(  # what stands before it is no part of the answer
+    r"\\(?:text\w*|mathrm|mbox|begin)\s*\{[^{}]*\}|\\(?:text\w*|math\w\w|boldsymbol|bm|underline)\s*\{$"
+    r"|\$+|\\[()\[\],;! ]|(?:^|\n) *>?|\\\\|&|(?<![<>!])=|[:→⇒⟹⟺⇔∴≈]|</?\w+>"
+    rf"|\\(?:{'|'.join(_STYLES.split())})(?![A-Za-z])"
+)
+_WORDS = re.compile(r".*(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])|^ *\(?\w[.)] ", re.S)
+_TOUCHING = re.compile(r"(?:[\d)\]}]|[+*/×·^<>≤≥≠±] ?|(?<![A-Za-z])[(\[|]|\\[A-Za-z]+ ?|(?<![A-Za-z])[A-Za-z])$")
+_SEPARATOR = re.compile(r" ?(?:[,;]|\\text ?\{ ?(?:or|and) ?\}|\b(?:or|and)\b) ?")
 _PART = re.compile(r"(?:\^ ?\{?|_ ?\{|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?\{|\\sqrt ?(?:\[[^]]*\] ?)?\{)\s*$")
 _MINUS = re.compile(r"(?:(?:^|[\s:({]|\\[(\[])|[=$] ?)[-−]$|[=$] ?[-−] $")
 _RAISED = re.compile(
     r"\s?(?:\\?%|°|\\degree(?![a-z])|\^ ?(?:\{[^{}]*\}|\\circ|\w))|[A-Za-z\d]+"
-    r"|(?:[+/]|\\(?:sqrt|pi|[dt]?frac|cdot|times|pm)(?![a-z]))[^=]*$"
+    r"|(?:[+/]|- ?\d|\\(?:sqrt|pi|[dt]?frac|cdot|times|pm)(?![a-z]))[^=]*$"
 )
 _TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
 _ANSWER_TAG = re.compile("</?answer>")
@@ -124,21 +140,61 @@ def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
 
 
 def boxed(completion: str) -> str | None:
-    r"""The content of the last \boxed{…}; None without a box, or if the box is empty or never closed.
+    r"""The content of the last \boxed{…} or \fbox{…}; None without a box, or if the box is empty or never closed.
 
-    A minus right before the box, and a unit, a power or a factor right behind it, belong to the answer. A box in a
-    power, index, root or fraction is no answer. Text up to `</think>`, and after a `<think>` that is never closed,
-    cannot contain the answer.
+    A sign, number, factor, bracket or relation right before the box, and a unit, power, factor, bracket or further
+    values right behind it, belong to the answer. A box in a power, index, root or fraction is no answer. Text up to
+    `</think>`, and after a `<think>` that is never closed, cannot contain the answer.
     """
-    before, mark, after = after_thoughts(completion).rpartition("\\boxed")
-    content = braced(after.lstrip()) if mark else None
+    text = after_thoughts(completion)
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    before = text[: boxes[-1].start()]
+    after = text[boxes[-1].end() :].lstrip()
+    content = braced(after)
+    length = len(content or "") + 2
+    if content is None and (bare := _BARE.match(after)):  # \boxed 5
+        content = bare[1]
+        length = len(content)
     if _short(content) is None or _PART.search(before):
         return None
-    behind = re.split(r"\$|\\[)\]]|\n", after.lstrip()[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
+    behind = re.split(r"\$|\\[)\]]|\n", after[length:][:_BEHIND])[0].rstrip(" .,;*_")
+    prefix = "" if behind.lstrip().startswith("=") else _prefix(before)  # 7-5=2 with a blank that was filled
     raised = _RAISED.match(behind)
-    if raised or (behind and quantity(plain(content + behind)) is not None):
+    if [0, *depths(prefix)][-1] > 0:  # (5, 6) with a box around the 5
+        return _short(f"{prefix}{content}{behind}")
+    if raised or (behind and (quantity(plain(content + behind)) is not None or _goes_on(content, behind))):
         content += raised.group() if raised else behind
+    if prefix:
+        return _short(f"{prefix}({content})")
     return _short(f"-({content})" if _MINUS.search(before) else content)
+
+
+def _prefix(before: str) -> str:
+    """The part of the answer right before a box, except a minus; empty for words, names and earlier steps."""
+    *earlier, statement = _STEP.split(_OPENED.sub("", before[-_BEHIND:]))
+    words = _WORDS.match(statement)
+    prefix = statement[words.end() if words else 0 :].lstrip("{").strip(" *`~")
+    if words or not re.search(r"[$(\[]$", before[: len(before) - len(statement)].rstrip()):
+        # Outside of mathematics, only what touches the box belongs to the answer.
+        return prefix if _TOUCHING.search(statement) else ""
+    if "," in prefix and not re.search(r"[(\[{]", prefix) and any("=" in each for each in before.split("$")[-1:]):
+        prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
+    return "" if re.fullmatch(r"[-−,.]?", prefix) else prefix
+
+
+def _goes_on(content: str, behind: str) -> bool:
+    """True if a list or "or" behind a box has further numbers, other than the box's number itself."""
+    before, *others = _SEPARATOR.split(behind)
+    numbers = [quantity(plain(each)) for each in others]
+    first = quantity(plain(content))
+    return (
+        bool(numbers)
+        and not before
+        and None not in numbers
+        and not all(first is not None and same_quantity(first, each) for each in numbers)
+    )
 
 
 def tagged(completion: str) -> str | None:
@@ -147,7 +203,7 @@ def tagged(completion: str) -> str | None:
     answers = _ANSWER.findall(text)
     if answers:
         return boxed(answers[-1]) or _short(answers[-1])
-    if "\\boxed" in text:
+    if _BOX.search(text):
         return boxed(text)
     hashes = _HASHES.findall(text)
     return _short(hashes[-1]) if hashes else None
@@ -165,7 +221,7 @@ def answer_line(completion: str) -> str | None:
     marks = len(line) - len(line.rstrip("*_"))
     if marks and line.count(line[-1]) == marks:  # the closing marks of **Answer: 5**
         line = line[:-marks].rstrip()
-    if "\\boxed" in line:
+    if _BOX.search(line):
         return boxed(line)
     brackets = _BRACKETS.fullmatch(line.removesuffix("."))
     return _short(brackets[brackets.lastindex] if brackets else line)

@@ -16,10 +16,12 @@ from recjax.grading.notation import depths, plain, rows_of, split_outside_bracke
 from recjax.grading.quantities import Quantity, quantity, same_quantity
 from recjax.grading.syntax import names, parse_math
 
+_INDEX = r"_ ?(?:\{(?:[^{}=,]|\{[^{}]*\})+\}|\\m(?:in|ax)|\w+)"
+_LETTER = rf"(?:[A-Za-z]|\\[a-z]+) ?'?(?:{_INDEX})?"
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
-    r"|[A-Z]{1,3}|[A-Za-z](?:'|_(?:\{\w+\}|\w+))?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_(?:\{\w+\}|\w+))?"
-    r"|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
+    rf"|[A-Z]{{1,3}}|(?:\\m(?:in|ax) ?)?{_LETTER}(?: ?\([^()=,]*\)(?:{_INDEX})?)?"
+    rf"|\({_LETTER}(?: ?, ?{_LETTER}){{1,3}}\)"
     r"|\\text ?\{[A-Za-z ]{1,40}\}(?:_\w)?)"
 )
 _NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<value>[^=]+(?:=[^=]+)*)")
@@ -29,18 +31,30 @@ _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
-_COUNTING = re.compile(
-    r"(?!.*(?:[<>]|\\[lg]e(?![a-z])))(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?)"
-    r" ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$"
+_KIND = r"(?:(?:an?|positive|natural|non-?negative|real) )*(?:integers?|numbers?|real)"
+_SET = r"\\in ?(?:\\math(?:bb|bf)\{)?(?P<set>[NZR])\}?(?: ?[_^] ?\{?(?P<part>[*+]|>0|\d)\}?)*"
+_DOMAIN = re.compile(
+    r"(?P<before>(?:(?![<>]|\\[lg]e(?![a-z])).)+?)[ ,;]*\(?"
+    r"(?:(?:where|with|when) |(?:for )?(?P<all>all|any|every|each|\\forall) ?|for )?"
+    rf"(?:(?P<kind>{_KIND}) )?(?P<name>[a-z])"
+    rf"(?: (?:is )?(?P<kinds>{_KIND})| ?{_SET}| ?(?P<least>\\ge ?[01]|> ?0|= ?1,.*\\ldots)"
+    r"| ?(?P<signed>= ?0 ?, ?\\pm.*))?"
+    r"[) ]*"
 )
 _BOLD = re.compile(r"\\mathbf\{\w\}")
-_TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
+_TUPLE = re.compile(rf"^\(({_LETTER}(?: ?, ?{_LETTER})+)\) ?= ?\(((?:[^()]|\([^()]*\))*)\)$")
+_MAPPED = re.compile(r"^([A-Za-z]) ?: ?([a-z]) ?\\mapsto ?")
+_TEXT_ANSWER_IS = re.compile(r"^\\text ?\{ ?(?:the )?(?:final )?answer(?: is|:)? ?:? ?([^{}]*)\}", re.I)
+_LABELED = re.compile(
+    r"(?:\\text ?\{ ?(?=\(|.[.:])\(?(?P<marked>[A-J])\)?[.:]? ?\} ?|\((?P<label>[A-J])\) )(?P<value>.+)"
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
 _CASES = re.compile(r"\\begin\{(d?cases|aligned)\}(.*)\\end\{\1\}")
 _CONDITION = re.compile(r"^(?:\\text ?\{ ?(?:if|for|when|where)? ?\}|if|for|when) ?|[,;.] ?$", re.I)
-_WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
+_AND = re.compile(r",? ?(?:\\text ?\{ ?and ?\}|\band\b) ?")
+_OR = re.compile(r",? ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee(?![a-z])) ?")
 _ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
@@ -103,6 +117,14 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
     if squeezed(truth) == squeezed(answer):
         return True, "the same text"
     truth, answer = _in_one_form(truth.strip(), answer.strip())
+    if (label := _LABELED.fullmatch(truth)) and quantity(truth) is None:
+        got = _LABELED.fullmatch(answer)  # the truth is a choice and its text; an answer may omit one of them
+        letter = label["marked"] or label["label"]
+        is_choice = literal.decided(f"({letter})", answer)
+        if got is not None and letter not in (got["marked"], got["label"]):
+            return False, "compared as a choice with its text"
+        is_same = is_choice or _same(label["value"].strip(), got["value"] if got else answer, finished)
+        return bool(is_same), "compared as a choice with its text"
     if (decided := literal.decided(truth, answer)) is not None:
         return decided, "compared as written: choices, words, times, dates, chemical formulas, residues, bases"
     if (decided := _as_named(truth, answer, finished)) is not None:
@@ -138,7 +160,8 @@ def _as_vector(text: str, other_text: str) -> str:
 
 def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
     """Removes parts that one side may omit: "the answer is", set builders, domains, thousands separators."""
-    texts = [truth, _ANSWER_IS.sub("", answer, count=1).strip()]
+    answer = _TEXT_ANSWER_IS.sub(lambda match: match[1].strip(" .") and rf"\text{{{match[1].strip(' .')}}}", answer)
+    texts = [truth, _ANSWER_IS.sub("", answer.strip(), count=1).strip()]
     if any(map(_BUILDER.fullmatch, texts)):
         # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
@@ -146,7 +169,7 @@ def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
         texts = [
             match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
-    texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    texts = _without_domains([_MAPPED.sub(r"\1(\2)=", text) for text in texts])
     if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
         texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
 
@@ -159,6 +182,38 @@ def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
     truth, answer = texts
     is_list = "," in truth and _THOUSANDS.fullmatch(answer)  # 1,234 may be two items if the truth has several
     return without_thousands(truth), answer if is_list else without_thousands(answer)
+
+
+def _without_domains(texts: list[str]) -> list[str]:
+    """Removes the domains of letters, such as "k is an integer", if they do not differ.
+
+    One side may omit a domain. If the letter counts periods, the omitted domain is the set of all integers.
+    """
+    cores = []
+    domains = []
+    for text in texts:
+        match = _DOMAIN.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split()))
+        domain = _domain(match) if match else ""
+        core = match["before"] if domain else text
+        is_whole = [*depths(core)][-1:] == [0] and text.startswith(core)
+        is_used = domain and is_whole and re.search(rf"(?<![A-Za-z\\]){match['name']}(?![A-Za-z])", core)
+        cores.append(core if is_used else text)
+        domains.append(domain if is_used else "")
+    is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
+    differ = all(domains) and domains[0] != domains[1]
+    return texts if differ or (is_periodic and "" in domains and {"N", "R"} & {*domains}) else cores
+
+
+def _domain(match: re.Match) -> str:
+    """N, Z or R, "all" for any value, or nothing if the text has no domain."""
+    kind = match["kind"] or match["kinds"] or ""
+    if match["least"] and match["name"] in "xyz":
+        return ""
+    if match["least"] or match["set"] == "N" or match["part"] or re.search("positive|natural|negative", kind):
+        return "N"
+    if kind or match["signed"]:
+        return "Z" if "integer" in kind or match["signed"] else "R"
+    return match["set"] or ("all" if match["all"] else "")
 
 
 def without_thousands(text: str) -> str:
@@ -222,7 +277,10 @@ def _is_number(truth: str, number: Quantity, answer: str, finished: bool) -> boo
 
 
 class Structure(NamedTuple):
-    """Items and their brackets: `kind` is "list" (no brackets), "2 rows", "{}", or others such as "[)" or "<>"."""
+    """Items and their brackets.
+
+    `kind` is "list" or "or" for items without brackets, "2 rows", "{}", or another pair such as "[)" or "<>".
+    """
 
     kind: str
     items: list
@@ -230,7 +288,7 @@ class Structure(NamedTuple):
     @property
     def is_unordered(self) -> bool:
         """True for a set, and for a list without brackets."""
-        return self.kind in ("{}", "list")
+        return self.kind in ("{}", "list", "or")
 
 
 def _spread(text: str) -> Structure | None:
@@ -249,6 +307,8 @@ def _same_structure(truth: Structure, got: Structure | None, answer: str, finish
     if names[0] and len(names[0]) == len(truth.items):  # assignments such as x=2, y=3, or x=2, x=3
         if len({*names[0]}) == 1:
             return _same_items(truth, got, finished)
+        if (truth.kind == "or") is not (got.kind == "or"):
+            return False  # x=1 or y=2 is not x=1, y=2
         if len({*names[0]}) == len(names[0]) == len(got.items) and sorted(names[0]) == sorted(names[1]):
             orders = [sorted(range(len(each)), key=each.__getitem__) for each in names]
             truth, got = (
@@ -258,7 +318,8 @@ def _same_structure(truth: Structure, got: Structure | None, answer: str, finish
         return _all_same(truth.items, got.items, finished)
     if truth.is_unordered:
         return got.is_unordered and _same_items(truth, got, finished)
-    others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", f"{len(truth.items)} rows")}.get(truth.kind, ())
+    column = f"{len(truth.items)} rows"
+    others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", column), column: ("<>",)}.get(truth.kind, ())
     return got.kind in (truth.kind, *others) and _all_same(truth.items, got.items, finished)
 
 
@@ -267,9 +328,12 @@ def _all_same(truths: list[str], answers: list[str], finished: bool) -> bool:
 
 
 def _same_items(truth: Structure, got: Structure, finished: bool) -> bool:
-    matches = [[_same(true_item, item, finished) for item in got.items] for true_item in truth.items]
-    if truth.kind == "list" and len(got.items) != len(truth.items):
-        return False
+    def are_same(true_item: str, item: str) -> bool:
+        return _same(true_item, item, finished)
+
+    if truth.kind != "{}":
+        return expressions.matched(truth.items, got.items, are_same)
+    matches = [[are_same(true_item, item) for item in got.items] for true_item in truth.items]
     return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not got.items
 
 
@@ -290,16 +354,21 @@ def structure(text: str) -> Structure | None:
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])
     # "x<1 or x>2" is one region and not a list.
-    items = split_outside_brackets(text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text))
+    is_region = re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text)
+    items = split_outside_brackets(text if is_region else _OR.sub(",", _AND.sub(",", text)))
     if len(items) > 1 and all(items):
-        return Structure("list", items)
+        return Structure("or" if _OR.search(text) else "list", items)
     if not (match := _ENCLOSED.fullmatch(text)):
         return None
     opening, inside, closing = match.groups()
     levels = [0, *depths(inside)]
     if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
         return None
-    items = split_outside_brackets(inside if opening == "{" else _WORDED.sub(",", inside))
+    if opening != "{":
+        inside = _AND.sub(",", inside)
+    if opening == r"\{":
+        inside = _OR.sub(",", inside)
+    items = split_outside_brackets(inside)
     match opening, closing, len(items):
         case (r"\{", r"\}", _):
             return Structure("{}", items)

@@ -32,6 +32,7 @@ _COMMANDS = _table(r"""
 varnothing \emptyset dfrac \frac tfrac \frac cfrac \frac leqslant \le leq \le geqslant \ge geq \ge lt < gt > ne \neq
 degree ^{\circ} degrees ^{\circ} lbrace \{ rbrace \} lbrack [ rbrack ] vert | lvert | rvert | colon : land \wedge
 lor \vee cdots \ldots dots \ldots dotsc \ldots backslash \setminus smallsetminus \setminus mod \pmod
+bigcup \cup sqcup \cup bigsqcup \cup bigcap \cap empty \emptyset nicefrac \frac sfrac \frac
 bar \overline mp \pm overrightarrow \vec euro € pounds £ cents ¢
 """)
 _WITHOUT_MEANING = """
@@ -53,6 +54,7 @@ _MARKUP = [
     (r"\\frac (\d+)/(\d+)", r"\\frac{\1}{\2}"),
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\\textcolor\s*\{[^{}]*\}", ""),
+    (r"\\mathrm\s+([A-Za-z])(?![A-Za-z])", r"\\text{\1}"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph|ce)\s*(?=\{)", r"\\text"),
     # Letters of vectors keep their mark, and unit vectors have one mark; other text may be bold.
     (r"\\(?:mathbf|boldsymbol|bm|pmb)(?![A-Za-z])\s*", r"\\mathbf"),
@@ -95,6 +97,7 @@ _NOTATION = [
     (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\\{ ?(\w) ?\\in ?(\\mathbb\{[ZN]\}) ?(?:\\mid|\\vert|\||:) ?(.*)\\\}", r"\\{\1 \\mid \3,\1\\in \2\\}"),
+    (r"P ?\(([^()|]*)\|([^()|]*)\)", r"P(\1\\mid \2)"),
     (r"\\mathcal\s*\{?O\}?\s*(?=\()", "O"),
     (r"_\{(\w)\}(?![\d.])", r"_\1"),
     (r"(?<=\d)i\b", " i"),
@@ -110,6 +113,11 @@ _NOTATION = [
     (r"(?<=[(\[]) | (?=[)\]])", ""),
 ]
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
+_ARGUMENT = r" ?(?:\{([^{}]*)\}|(\w))"
+_CHOSEN = re.compile(
+    rf"(?<![\w)\]}}'|^\\])(?:\\text ?\{{([CA])\}}|([CA])) ?(?:_{_ARGUMENT} ?\^{_ARGUMENT}|\^{_ARGUMENT} ?_{_ARGUMENT})"
+)
+_COUNT = re.compile(r"\d*[A-Za-z]?(?: ?[-+] ?\w)*")
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # most answers
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
@@ -123,9 +131,11 @@ def plain(text: str) -> str:
         visible = (character for character in text if unicodedata.category(character) != "Cf")
         runs = [(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag)]
         text = "".join(_FORMS[tag] % unicodedata.normalize("NFKC", run) if tag else run for tag, run in runs)
+        text = "".join(str(unicodedata.decimal(character, character)) for character in text)
     text = text.translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
+    text = re.sub(r"\\left ?<(.*?)\\right ?>", r"\\langle \1\\rangle ", text)
     # A double backslash ends a row of a matrix; it does not start a spacing command.
     text = re.sub(r"(\\\\)|\\[;:, >]|(?<=.)~", lambda match: match.group(1) or " ", text)
     text = re.sub(r"\\[hv]space\*?\s*\{[^{}]*\}", " ", text)
@@ -137,14 +147,28 @@ def plain(text: str) -> str:
         text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3 is two statements
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = _rewritten(text, _MARKUP)
-    text = text.replace(r"\bmod", r"\pmod ") if r"\equiv" in text else text
-    text = _rewritten(_inner(text), _NOTATION)
+    if r"\bmod" in text and r"\equiv" in text:
+        text = text.replace(r"\bmod", r"\pmod ")
+    elif r"\pmod" not in text:
+        text = re.sub(r"\) ?\\equiv(?![a-z])", ")=", text)  # of functions
+    text = _CHOSEN.sub(_binomial, _rewritten(_inner(text), _NOTATION))
 
     def matrix(listed: re.Match) -> str:
         rows = r"\\".join(re.split(r"\] ?, ?\[", listed[1][1:-1])).replace(",", "&")
         return rf"\begin{{matrix}}{rows}\end{{matrix}}"
 
     return _LISTED_MATRIX.sub(matrix, text).strip()
+
+
+def _binomial(match: re.Match) -> str:
+    """C_n^k and A_n^k, the numbers of combinations and of arrangements; the text itself for a power such as C_1^2."""
+    kind, lower, upper = (each for each in match.groups() if each is not None and each != "")
+    if match.group().find("^") < match.group().find("_"):
+        lower, upper = upper, lower
+    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper)
+    if not are_counts or (lower.isdigit() and not (upper.isdigit() and int(lower) >= int(upper))):
+        return match.group()
+    return rf"\binom{{{lower}}}{{{upper}}}" if kind == "C" else rf"\frac{{({lower})!}}{{({lower}-({upper}))!}}"
 
 
 def _tag(character: str) -> str:

@@ -3,7 +3,8 @@ r"""What completions are worth: (name, reward, completion, answer, verdict, reas
 Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more. THOUGHTS has the
 end of the prompt as well, after the reward.
 
-`math_cases.tsv` is graded by `math`. `math_kinds.tsv` and `math_review.tsv` name each row's reward and kind.
+`math_cases.tsv` is graded by `math`. `math_kinds.tsv`, `math_review.tsv` and `math_pairs.tsv` name each row's reward
+and kind; the reward "text" is `math` with an answer that is a whole completion.
 `math_truths.txt` has one truth a line, of which no digit may be changed.
 """
 
@@ -56,7 +57,7 @@ NUMBERS = [
     ("hundred_plain", "2.5 thousand", "2500", 1, "the same without TeX"),
     ("dozen", "5 dozen", "5", 0, "sixty, not five"),
     ("number_word", "five", "5", 1, "a number in words"),
-    ("arabic_digits", "٥", "5", 0, "a digit of another script is not the ASCII digit that data has"),
+    ("arabic_digits", "٥", "5", 1, "a digit of another script"),
     ("lookalike_letter", "l0", "10", 0, "the letter l is no one"),
     ("lookalike_o", "1O", "10", 0, "the letter O is no zero"),
     ("zero_width", "5\u200b", "5", 1, "an invisible character changes nothing"),
@@ -204,7 +205,9 @@ BOXES = [
     ("unclosed_last", r"\boxed{5} then \boxed{6", "5", 0, "the last box is unfinished"),
     ("empty_box", r"\boxed{}", "5", 0, "nothing is answered"),
     ("blank_box", r"\boxed{ }", "5", 0, "nothing is answered"),
-    ("no_brace", r"\boxed 5", "5", 0, "the box is not marked off"),
+    ("no_brace", r"So $\boxed 5$.", "5", 1, "TeX takes the next character"),
+    ("no_brace_digits", r"So $\boxed 56$.", "56", 0, "TeX takes the next character only"),
+    ("other_box", r"So \fbox{5}.", "5", 1, "the box for text"),
     ("prose", "The answer is 5.", "5", 0, "an answer is asked for in a box"),
     ("prose_dollars", "The answer is $5$.", "5", 0, "an answer is asked for in a box"),
     ("thought", r"<think>\boxed{5}</think> I do not know.", "5", 0, "a thought is no answer"),
@@ -245,6 +248,36 @@ BOXES = [
     ("factor_behind", r"$\boxed{5}\sqrt{2}$", "5", 0, "the answer has a factor more"),
     ("factor_behind_right", r"$\boxed{5}\sqrt{2}$", r"5\sqrt{2}", 1, "the factor belongs to the answer"),
     ("letter_behind", r"$\boxed{5}x$", "5", 0, "the answer has a factor more"),
+    ("factor_before", r"$2\boxed{5}$", "5", 0, "the factor before the box belongs to the answer"),
+    ("fraction_before", r"$\frac12\boxed{5}$", "5", 0, "the factor before the box belongs to the answer"),
+    ("constant_before", r"$\pi\boxed{5}$", "5", 0, "the factor before the box belongs to the answer"),
+    ("constant_before_right", r"$\pi\boxed{5}$", r"5\pi", 1, "the factor before the box belongs to the answer"),
+    ("factor_in_prose", r"The answer is 2\boxed{5}.", "5", 0, "the factor before the box belongs to the answer"),
+    ("difference_before", r"$10-\boxed{5}$", "5", 0, "the answer is a difference"),
+    ("sum_before", r"$1+\boxed{5}$", "5", 0, "the answer is a sum"),
+    ("plus_minus_before", r"$x=\pm\boxed{5}$", "5", 0, "two answers"),
+    ("plus_minus_before_right", r"$x=\pm\boxed{5}$", "-5, 5", 1, "two answers"),
+    ("logarithm_before", r"$\log\boxed{5}$", "5", 0, "the function before the box belongs to the answer"),
+    ("inequality_before", r"$x>\boxed{5}$", "5", 0, "an inequality"),
+    ("inequality_before_right", r"$x>\boxed{5}$", "x>5", 1, "an inequality"),
+    ("unequal_before", r"$x\neq\boxed{5}$", "5", 0, "another relation"),
+    ("pair_around", r"$(\boxed{5},6)$", "5", 0, "the box is a part of the answer"),
+    ("pair_around_right", r"$(\boxed{5},6)$", "(5,6)", 1, "the pair around the box"),
+    ("list_behind", r"$\boxed{5},6$", "5", 0, "two answers"),
+    ("list_before", r"$6,\boxed{5}$", "5", 0, "two answers"),
+    ("alternative_behind", r"\boxed{5} or 6", "5", 0, "two answers"),
+    ("same_number_behind", r"\boxed{0.5} or 1/2", "0.5", 1, "the same number in two forms"),
+    ("word_before", r"$\text{Answer: }\boxed{5}$", "5", 1, "words are no part of the answer"),
+    ("number_of_a_step", r"1. \boxed{5}", "5", 1, "the number of the line"),
+    ("number_in_prose", r"Problem 3 \boxed{5}", "5", 1, "the number of the problem"),
+    ("earlier_statement", r"$x=3, y=\boxed{5}$", "5", 1, "the statement before is another one"),
+    ("calculation_before", r"$2+3=\boxed{5}$", "5", 1, "the calculation ends with the answer"),
+    ("quote", r"> \boxed{5}", "5", 1, "a quotation in Markdown"),
+    ("style_before", r"{\Large \boxed{5}}", "5", 1, "a matter of type"),
+    ("environment", r"\begin{center}\boxed{5}\end{center}", "5", 1, "a matter of type"),
+    ("tag_before", r"<answer>\boxed{5}</answer>", "5", 1, "a tag is no relation"),
+    ("arrow_before", r"$\Rightarrow\boxed{5}$", "5", 1, "the answer follows"),
+    ("chinese_before", r"答案是\boxed{5}", "5", 1, "a word of another script"),
     ("bold_box", r"**\boxed{5}** is it.", "5", 1, "Markdown around the box"),
     ("end_of_text", r"\boxed{5}.</s>", "5", 1, "the end of a text"),
 ]
@@ -527,6 +560,11 @@ def lines_of(table: str) -> list[str]:
     return lines[table.endswith(".tsv") :]
 
 
+def completion_of(answer: str, reward: str) -> tuple[str, str]:
+    """The reward and the completion of a table's row."""
+    return ("math", answer) if reward == "text" else (reward, BOX % answer)
+
+
 def changed_digits(truth: str) -> Iterator[str]:
     """The truth with its first digit changed, and with its last digit changed."""
     digits = list(re.finditer(r"\d", truth))
@@ -539,9 +577,11 @@ def math_tables() -> dict[str, list[tuple[str, str, str, int]]]:
     """(reward, completion, truth, verdict) of all mathematical answers in a box, by table."""
     rows = [line.split("\t") for line in lines_of("math_cases.tsv") if not line.startswith("# ")]
     tables = {"math_cases.tsv": [("math", BOX % answer, truth, int(verdict)) for truth, answer, verdict, _ in rows]}
-    for table in ("math_kinds.tsv", "math_review.tsv"):
+    for table in ("math_kinds.tsv", "math_review.tsv", "math_pairs.tsv"):
         rows = [line.split("\t") for line in lines_of(table)]
-        tables[table] = [(reward, BOX % answer, truth, int(verdict)) for truth, answer, verdict, reward, _ in rows]
+        tables[table] = [
+            (*completion_of(answer, reward), truth, int(verdict)) for truth, answer, verdict, reward, _ in rows
+        ]
     tables["math_truths.txt"] = [
         ("guru_math", BOX % f" {answer} ", truth, int(answer == truth))
         for truth in lines_of("math_truths.txt")
