@@ -180,8 +180,10 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
     new = names(wanted) - names(got)
     if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
         for name in old:
-            got = _renamed(got, name, name.swapcase())
+            got = _replaced(got, name, name.swapcase())
         return values.equal(wanted, got)
+    if is_periodic and not old and not new:
+        return _same_period(wanted, got)
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}
@@ -190,15 +192,34 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
         for tree in (wanted, got)
     )
     counts = is_periodic and pair <= {*"klmn"}
-    return (constant or counts) and values.equal(wanted, _renamed(got, *old, *new))
+    renamed = _replaced(got, *old, *new)
+    return (constant or counts) and (values.equal(wanted, renamed) or (counts and _same_period(wanted, renamed)))
 
 
-def _renamed(node: Any, old: str, new: str) -> Any:
+def _same_period(wanted: Node, got: Node) -> bool:
+    """True if two sums with a multiple of k, an integer, have the same values: π/6+2kπ and 13π/6-2kπ."""
+    counter = Node("name", ("k",))
+    if "k" not in names(wanted) & names(got) or wanted.kind != "add":
+        return False
+    steps = [difference(_replaced(tree, counter, Node("add", (counter, number(1)))), tree) for tree in (wanted, got)]
+    if not all(values.equal(step, _replaced(step, counter, number(0))) for step in steps):
+        return False
+    offset = difference(*(_replaced(tree, counter, number(0)) for tree in (wanted, got)))
+    step = inverse(_replaced(steps[0], counter, number(0)))
+    ratios = [values.decimal(Node("mul", (_replaced(each, counter, number(0)), step))) for each in (steps[1], offset)]
+    if None in ratios:
+        return False
+    tiny = Fraction(1, 10**30)
+    return abs(abs(ratios[0]) - 1) < tiny and abs(ratios[1] - round(ratios[1])) < tiny
+
+
+def _replaced(node: Any, old: Any, new: Any) -> Any:
+    """A tree with each part `old`, a text or a node, replaced."""
+    if node == old:
+        return new
     if isinstance(node, Node):
-        return Node(node.kind, _renamed(node.args, old, new))
-    if isinstance(node, tuple):
-        return tuple(_renamed(each, old, new) for each in node)
-    return new if node == old else node
+        return Node(node.kind, _replaced(node.args, old, new))
+    return tuple(_replaced(each, old, new) for each in node) if isinstance(node, tuple) else node
 
 
 def _same_relation(wanted: Node, got: Node, is_periodic: bool) -> bool:
@@ -230,10 +251,10 @@ def _in_the_same_letters(wanted: Node, got: Node) -> Node:
     ):
         letters = [each.args[1].args[0] for each in (wanted_side, got_side) if each.args[1].kind == "name"]
         if len(letters) == 2 and letters[0] not in names(got):
-            return _renamed(got, letters[1], letters[0])
+            return _replaced(got, letters[1], letters[0])
     terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (wanted_side, got_side)]
     if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(got):  # a_k becomes a_n
-        return _renamed(_renamed(got, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
+        return _replaced(_replaced(got, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
     return got
 
 

@@ -24,6 +24,10 @@ TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
 )
+_PROGRESSION = re.compile(
+    r"(?:(?P<name>[^=,]*?) ?= ?)?"
+    r"(?:(?P<modulus>\d+)[klmnt](?: ?(?P<last>[-+] ?\d+))?|(?P<first>-?\d+) ?\+ ?(?P<step>\d+)[klmnt])"
+)
 _LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?(?:and )?| and | )?\(?([A-J])\)?)+")
 _ISO_DATE = re.compile(r"^(\d{4})-(\d\d)-(\d\d)$")
 _MONTHS = {f"{n:02}": name for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
@@ -87,6 +91,8 @@ def _as_choices(truth: str, answer: str) -> bool | None:
 
 def _as_congruence(truth: str, answer: str) -> bool | None:
     """Compares congruences such as 3 (mod 7), named or not; one side may omit the modulus of a single number."""
+    if r"\pmod" in truth or r"\pmod" in answer:  # n=3k+1 is 1 (mod 3)
+        truth, answer = map(_as_residue, (truth, answer))
     wanted = _CONGRUENCE.fullmatch(truth)
     got = _CONGRUENCE.fullmatch(answer)
     if not wanted and not (got and quantity(truth) and not got["name"]):
@@ -105,6 +111,16 @@ def _as_congruence(truth: str, answer: str) -> bool | None:
         return False
     classes = [{number.value % modulus for number in each} for each in residues]
     return classes[0] == classes[1]
+
+
+def _as_residue(text: str) -> str:
+    """The congruence that a progression such as n=3k+1 states; other texts unchanged."""
+    match = _PROGRESSION.fullmatch(text)
+    if match is None:
+        return text
+    name = rf"{match['name']}\equiv " if match["name"] else ""
+    residue = (match["first"] or match["last"] or "0").replace("+", "").replace(" ", "")
+    return rf"{name}{residue} \pmod{{{match['step'] or match['modulus']}}}"
 
 
 def _letter(match: re.Match) -> str:

@@ -43,6 +43,7 @@ _DOMAIN = re.compile(
 )
 _BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(rf"^\(({_LETTER}(?: ?, ?{_LETTER})+)\) ?= ?\(((?:[^()]|\([^()]*\))*)\)$")
+_CHAIN = re.compile(rf"^{_LETTER}(?: ?= ?{_LETTER})+ ?= ?[^=,]*\d[^=,]*$")
 _MAPPED = re.compile(r"^([A-Za-z]) ?: ?([a-z]) ?\\mapsto ?")
 _TEXT_ANSWER_IS = re.compile(r"^\\text ?\{ ?(?:the )?(?:final )?answer(?: is|:)? ?:? ?([^{}]*)\}", re.I)
 _LABELED = re.compile(
@@ -131,7 +132,11 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
         return decided, "compared as the value of a name, such as x = 5"
     number = quantity(truth)
     if number is not None:
-        return _is_number(truth, number, answer, finished), "compared as numbers with their units"
+        # The letters of 2mg, without a space, may be factors too.
+        are_factors = number.units and re.search(r"[\d}][A-Za-z]+", truth) and r"\text" not in truth
+        is_same = _is_number(truth, number, answer, finished)
+        is_same = is_same or (bool(are_factors) and expressions.same_expression(truth, answer, None))
+        return is_same, "compared as numbers with their units"
     if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
         # An answer may omit, but not change, an unknown unit or other words after the truth's number.
         if expressions.is_constant(match["core"]):
@@ -177,11 +182,18 @@ def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
         sides = map(split_outside_brackets, match.groups())
         return ",".join(map("=".join, itertools.zip_longest(*sides, fillvalue="")))
 
+    if "," in "".join(texts):  # a=b=2 is a=2, b=2
+        texts = [_CHAIN.sub(_each_assigned, text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):  # (x,y)=(1,2) is x=1,y=2
         texts = [_TUPLE.sub(assigned, text) for text in texts]
     truth, answer = texts
     is_list = "," in truth and _THOUSANDS.fullmatch(answer)  # 1,234 may be two items if the truth has several
     return without_thousands(truth), answer if is_list else without_thousands(answer)
+
+
+def _each_assigned(match: re.Match) -> str:
+    *named, value = split_outside_brackets(match.group(), "=")
+    return ",".join(f"{name}={value}" for name in named)
 
 
 def _without_domains(texts: list[str]) -> list[str]:

@@ -97,6 +97,7 @@ _NOTATION = [
     (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\\{ ?(\w) ?\\in ?(\\mathbb\{[ZN]\}) ?(?:\\mid|\\vert|\||:) ?(.*)\\\}", r"\\{\1 \\mid \3,\1\\in \2\\}"),
+    (r"(?<=\d) ?\\text\{ ?to ?\} ?(?=\d)", " to "),
     (r"P ?\(([^()|]*)\|([^()|]*)\)", r"P(\1\\mid \2)"),
     (r"\\mathcal\s*\{?O\}?\s*(?=\()", "O"),
     (r"_\{(\w)\}(?![\d.])", r"_\1"),

@@ -458,6 +458,8 @@ class _Reader:
                 power = None
         if self.token == "(":
             node = Node("call", (name, *self.arguments()))
+        elif name in ("max", "min", "gcd", "lcm") and self.token == r"\{":
+            node = Node("call", (name, *self.primary().args[1:]))
         else:
             factors = [self.power()]
             if self.tokens[self.position - 1] not in (")", "|"):

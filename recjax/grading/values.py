@@ -197,7 +197,7 @@ class _Points:
         self.matrices = matrices
         self.counting = set().union(*map(_counted, nodes))
         self.positive = set()
-        if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial"):
+        if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial", "gcd", "lcm"):
             self.positive |= self.counting  # a sum without terms is 0, but its closed form may differ
         self.least = _FEW_POINTS if self.unknown else 1
         self.most = _MOST_POINTS if self.unknown else 1
