@@ -19,6 +19,7 @@ _SUBSCRIPT = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?\(?(\d+)\)?\}?")
 _BASE = re.compile(
     r"\(?(?P<digits>[0-9A-Fa-f]+)\)? ?(?:_ ?\{? ?\(?(?:base[ -]*)?|[,~(]* ?(?:in )?base[ -]*)(?P<base>\w+)[ )}]*"
 )
+_CIRCLED_ZERO = 0x245F
 _STATEMENTS = re.compile("[\u2460-\u2473]+")
 TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
 _CONGRUENCE = re.compile(
@@ -64,9 +65,14 @@ def _with_subscript(text: str) -> str:
 
 
 def _as_statements(truth: str, answer: str) -> bool | None:
-    """Compares numbers of statements, such as ①③, without order."""
-    wanted, got = (re.sub(r"\\text|[{}\s,;]|\band\b|[和与]", "", text) for text in (truth, answer))
-    return sorted({*wanted}) == sorted({*got}) if _STATEMENTS.fullmatch(wanted) else None
+    """Compares numbers of statements, such as ①③ or (1)(3), without order; an answer may also be 1, 3."""
+    flat = [re.sub(r"\\text|[{}\s,;]|\band\b|[和与]", "", text) for text in (truth, answer)]
+    wanted, got = (re.sub(r"\((\d)\)", lambda digit: chr(_CIRCLED_ZERO + int(digit[1])), text) for text in flat)
+    if not _STATEMENTS.fullmatch(wanted) or (len(wanted) == 1 and flat[0] != wanted):
+        return None
+    if re.fullmatch(r"\d(?: ?[,;] ?\d)*", answer):
+        got = "".join(chr(_CIRCLED_ZERO + int(digit)) for digit in flat[1])
+    return sorted({*wanted}) == sorted({*got})
 
 
 def _as_choices(truth: str, answer: str) -> bool | None:

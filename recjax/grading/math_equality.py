@@ -31,7 +31,10 @@ _ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
-_KIND = r"(?:(?:an?|positive|natural|non-?negative|real) )*(?:integers?|numbers?|real)"
+_KIND = (
+    r"(?:(?:an?|any|all|some|arbitrary|positive|natural|non-?negative|real) )*"
+    r"(?:integers?|numbers?|reals?|constants?)"
+)
 _SET = r"\\in ?(?:\\math(?:bb|bf)\{)?(?P<set>[NZR])\}?(?: ?[_^] ?\{?(?P<part>[*+]|>0|\d)\}?)*"
 _DOMAIN = re.compile(
     r"(?P<before>(?:(?![<>]|\\[lg]e(?![a-z])).)+?)[ ,;]*\(?"
@@ -44,7 +47,7 @@ _DOMAIN = re.compile(
 _BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(rf"^\(({_LETTER}(?: ?, ?{_LETTER})+)\) ?= ?\(((?:[^()]|\([^()]*\))*)\)$")
 _CHAIN = re.compile(rf"^{_LETTER}(?: ?= ?{_LETTER})+ ?= ?[^=,]*\d[^=,]*$")
-_MAPPED = re.compile(r"^([A-Za-z]) ?: ?([a-z]) ?\\mapsto ?")
+_MAPPED = re.compile(r"^(?:([A-Za-z]) ?: ?)?([a-z]) ?\\mapsto ?")
 _TEXT_ANSWER_IS = re.compile(r"^\\text ?\{ ?(?:the )?(?:final )?answer(?: is|:)? ?:? ?([^{}]*)\}", re.I)
 _LABELED = re.compile(
     r"(?:\\text ?\{ ?(?=\(|.[.:])\(?(?P<marked>[A-J])\)?[.:]? ?\} ?|\((?P<label>[A-J])\) )(?P<value>.+)"
@@ -174,7 +177,8 @@ def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
         texts = [
             match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
-    texts = _without_domains([_MAPPED.sub(r"\1(\2)=", text) for text in texts])
+    texts = [_MAPPED.sub(lambda match: f"{match[1]}({match[2]})=" if match[1] else "", text) for text in texts]
+    texts = _without_domains(texts)
     if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
         texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
 
@@ -208,7 +212,7 @@ def _without_domains(texts: list[str]) -> list[str]:
         domain = _domain(match) if match else ""
         core = match["before"] if domain else text
         is_whole = [*depths(core)][-1:] == [0] and text.startswith(core)
-        is_used = domain and is_whole and re.search(rf"(?<![A-Za-z\\]){match['name']}(?![A-Za-z])", core)
+        is_used = domain and is_whole and (domain == "all" or match["name"] in re.sub(r"\\[A-Za-z]+", "", core))
         cores.append(core if is_used else text)
         domains.append(domain if is_used else "")
     is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
