@@ -153,14 +153,15 @@ def boxed(completion: str) -> str | None:
     before = text[: boxes[-1].start()]
     after = text[boxes[-1].end() :].lstrip()
     content = braced(after)
-    length = len(content or "") + 2
-    if content is None and (bare := _BARE.match(after)):  # \boxed 5
+    bare = _BARE.match(after)  # \boxed 5
+    if content is None and bare:
         content = bare[1]
-        length = len(content)
+        after = "{" + content + "}" + after[1:]
     if _short(content) is None or _PART.search(before):
         return None
-    behind = re.split(r"\$|\\[)\]]|\n", after[length:][:_BEHIND])[0].rstrip(" .,;*_")
-    prefix = "" if behind.lstrip().startswith("=") else _prefix(before)  # 7-5=2 with a blank that was filled
+    behind = re.split(r"\$|\\[)\]]|\n", after[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
+    is_blank = behind.lstrip().startswith("=")  # 7-5=2, and the box is around the 5
+    prefix = "" if is_blank else _prefix(before)
     raised = _RAISED.match(behind)
     if [0, *depths(prefix)][-1] > 0:  # (5, 6) with a box around the 5
         return _short(f"{prefix}{content}{behind}")
@@ -173,28 +174,25 @@ def boxed(completion: str) -> str | None:
 
 def _prefix(before: str) -> str:
     """The part of the answer right before a box, except a minus; empty for words, names and earlier steps."""
-    *earlier, statement = _STEP.split(_OPENED.sub("", before[-_BEHIND:]))
+    statement = _STEP.split(_OPENED.sub("", before[-_BEHIND:]))[-1]
     words = _WORDS.match(statement)
-    prefix = statement[words.end() if words else 0 :].lstrip("{").strip(" *`~")
+    prefix = _WORDS.sub("", statement, count=1).lstrip("{").strip(" *`~")
     if words or not re.search(r"[$(\[]$", before[: len(before) - len(statement)].rstrip()):
         # Outside of mathematics, only what touches the box belongs to the answer.
         return prefix if _TOUCHING.search(statement) else ""
-    if "," in prefix and not re.search(r"[(\[{]", prefix) and any("=" in each for each in before.split("$")[-1:]):
+    if "," in prefix and not re.search(r"[(\[{]", prefix) and "=" in before.rpartition("$")[2]:
         prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
     return "" if re.fullmatch(r"[-−,.]?", prefix) else prefix
 
 
 def _goes_on(content: str, behind: str) -> bool:
     """True if a list or "or" behind a box has further numbers, other than the box's number itself."""
-    before, *others = _SEPARATOR.split(behind)
-    numbers = [quantity(plain(each)) for each in others]
+    parts = _SEPARATOR.split(behind)
+    numbers = [quantity(plain(each)) for each in parts[1:]]
+    if parts[0] or not numbers or None in numbers:
+        return False
     first = quantity(plain(content))
-    return (
-        bool(numbers)
-        and not before
-        and None not in numbers
-        and not all(first is not None and same_quantity(first, each) for each in numbers)
-    )
+    return first is None or not all(same_quantity(first, each) for each in numbers)
 
 
 def tagged(completion: str) -> str | None:

@@ -35,7 +35,7 @@ _AGREEMENTS = 4
 _FEW_POINTS = 14
 _MOST_POINTS = 300  # tested until _AGREEMENTS points define both expressions
 _ONE_SIDED = 3  # points at which only the side with bars, or only the side without them, is defined
-_MOST_BORDERS = 8
+_MOST_BORDERS = 8  # whose surroundings are tested
 _MOST_TERMS = 3000  # in a sum or product
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # of _MANY_DIGITS
@@ -52,23 +52,8 @@ UNIT_VECTORS = {
     r"\hat{k}": [[0, -1, 0], [0, 0, 0], [0, 0, 0]],
 }
 _COUNTS = {"floor", "ceil", "factorial", "factorial2", "binomial", "gcd", "lcm", r"\bmod"}
-_BORDERED = {
-    "abs",
-    "norm",
-    "sign",
-    "floor",
-    "ceil",
-    "binomial",
-    "gcd",
-    "lcm",
-    r"\bmod",
-    "ln",
-    "log",
-    "lg",
-    "lb",
-    "log_",
-}
-_BORDERED |= {"arcsin", "arccos", "arcsec", "arccsc", "arccosh", "arcsech", "arctanh", "arccoth"}
+_BORDERED = set("abs norm sign floor ceil binomial gcd lcm ln log lg lb log_".split()) | {r"\bmod"}
+_BORDERED |= set("arcsin arccos arcsec arccsc arccosh arcsech arctanh arccoth".split())
 # Letters that are lengths, masses or speeds in formulas of several letters with roots: c in the root of 1-v²/c².
 _POSITIVE = {*"cdghklmrCDEGHLMNPRSTVW", r"\lambda", r"\mu", r"\rho", r"\sigma", r"\omega", r"\ell", r"\hbar"}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
@@ -227,14 +212,17 @@ class _Points:
             value = values[(index - _FEW_POINTS) % len(values)]
         else:
             value = _any_value(name, index, name in self.counting)
-        return abs(value) or Fraction(1) if name in self.positive else value
+        if name in self.positive:
+            return abs(value) if value != 0 else Fraction(1)
+        return value
 
     def _can_be_negative(self, name: str) -> bool:
         """True if an expression is defined for a negative value while all other unknowns are positive."""
         for index in range(_FEW_POINTS):
             point = {other: abs(self._value(other, index)) for other in self.unknown}
             evaluation = _Evaluation(point | {name: -point[name]}, is_complex=False)
-            if any(evaluation.defined(tree) is not None for tree in self.trees):
+            is_defined = any(evaluation.defined(tree) is not None for tree in self.trees)
+            if is_defined or evaluation.is_slow:
                 return True
         return False
 
@@ -265,7 +253,8 @@ def _counted(node: Node) -> set[str]:
         for index in range(_FEW_POINTS):
             point = {name: _first_value(name, index, counts=True) for name in names(node)}
             value = _Evaluation(point, is_complex=False).defined(node.args[1])
-            parts |= set() if value is None else {mpmath.nstr(floating(value) % 1, 10)}
+            if isinstance(value, Fraction | mpmath.mpf):
+                parts.add(mpmath.nstr(floating(value) % 1, 10))
         return names(node) if len(parts) > 1 else set()
     return names(node)
 
@@ -281,26 +270,30 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
             low, high = (_Evaluation({name: Fraction(each)}, False).defined(border) for each in (0, 1))
             if isinstance(low, Fraction) and isinstance(high, Fraction) and low != high:
                 zeros.append(low / (low - high))
-    constants = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
-    constants = sorted(constants, reverse=True)
-    found = [*dict.fromkeys([*zeros, *constants, *(-each for each in constants)])][:_MOST_BORDERS]
+    numbers = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
+    constants = sorted(numbers, reverse=True)
+    found = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
     largest = 1 + max(map(abs, found), default=Fraction(0))
     draw = random.Random(name)
     odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
     values = [sign * largest * (1 + 16 * each) for sign in (1, -1) for each in odd[:3]]
     if counts:
-        values = [Fraction(round(each)) for each in values] + [*map(Fraction, range(-5, 25))]
+        values = [Fraction(round(each)) for each in values]
+        values += [Fraction(each) for each in range(-5, 25)]
         multiples = [times * math.floor(each) for each in found for times in (1, 2, 3)]
         values += [Fraction(each + more) for each in multiples for more in (-1, 0, 1)]
     else:
         values += [sign * 4 * each for sign in (1, -1) for each in odd[3:8]]
         values += [zero + sign * each for zero in found for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
-        values += [*found, *map(Fraction, range(-4, 5))] if has_steps else []
+        if has_steps:
+            values += found
+            values += [Fraction(each) for each in range(-4, 5)]
     draw.shuffle(values)
     return values
 
 
 def _first_value(name: str, index: int, counts: bool) -> Fraction:
+    """A value of a kind that depends on the index: positive, of both signs, small, large or whole."""
     draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
     if counts:
         return Fraction(1 + random.Random(name).sample(range(_FEW_POINTS), _FEW_POINTS)[index])
