@@ -146,6 +146,19 @@ def test_a_share_of_every_batch_is_the_experts(tiny, expert):
     assert [row["staleness_rows"] for row in rows[1:]] == [{"0": 12}] + [{"1": 12}] * 6
 
 
+@pytest.mark.parametrize("of", ["group", "batch"])
+def test_mixed_rows_of_an_initial_policy_never_make_groups_stale(tiny, expert, tmp_path, of):
+    append_columns(tmp_path / "initial", [row._replace(policy_version=0) for row in read_columns(expert)])
+    options = [f"experience.mix={{store: {tmp_path / 'initial'}, share: 0.5, of: {of}}}", "algorithm.preset=red_weight"]
+    options += ["experience.missing_logprobs=unneeded", "evaluation.every=0"]
+    replay = "experience.replay={max_staleness: 2, max_reuse: 1, keep_no_signal: true}"
+    rows = count(tiny("run", *options, replay))[1:]
+    assert all(row["source_rows"]["expert"] >= 4 for row in rows)
+    # Only the rows that the run samples have an age, so that none is too old and no batch is sampled in its place.
+    assert [row["staleness_rows"] for row in rows] == [{"0": 8}] * 7
+    assert rows[-1]["experience/drawn_batches"] == 7 and rows[-1]["experience/left_out/stale"] == 0
+
+
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
     monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
