@@ -265,6 +265,7 @@ def choose_layout(
     batch: Batch,
     rows: Bool[np.ndarray, " batch"] | None = None,
     doublings: int | None = None,
+    teacher: Decoder | None = None,
 ) -> Layout:
     """The layout of an update.
 
@@ -275,6 +276,7 @@ def choose_layout(
         rows: rows of the update's minibatch; see `minibatch_rows`.
         doublings: the value of the first layout, so that all updates are one compiled program; None: choose the
             value that is least work for this batch.
+        teacher: decoder of the teacher, which reads the same rows; None without a teacher.
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
@@ -296,7 +298,7 @@ def choose_layout(
         return in_parts
     # Sequences that the algorithm compares, or of one completion, must meet in one micro-batch.
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
-    share = _shares_beginnings(decoder)
+    share = _shares_beginnings(decoder) and (teacher is None or _shares_beginnings(teacher))
     most = padded.prompts if compares and padded.group is not None else None
     shapes = [shape_for(config, padded, shards)]
     # Longer rows have room for several sequences with a common beginning, at the price of more attention.

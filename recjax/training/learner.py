@@ -102,7 +102,8 @@ class Learner:
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
         recipe = self._recipe
-        return choose_layout(self._setup.config, recipe.algorithm, recipe.decoder, batch, rows, doublings)
+        config = self._setup.config
+        return choose_layout(config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher)
 
     def proximal_logprobs(
         self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
