@@ -340,6 +340,19 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     return _with_ready(queue, remaining, used, "used_up"), groups
 
 
+def replaced(queue: Queue, before: Sequence[Group], after: Sequence[Group]) -> Queue:
+    """The queue with groups that `take` gave in another form, such as with log-probs, for their later uses.
+
+    Args:
+        before: the groups that `take` gave.
+        after: the new form of each.
+    """
+    # By identity: groups of a followed store may have equal ids.
+    new = {id(group): other for group, other in zip(before, after, strict=True)}
+    ready = tuple(entry._replace(group=new.get(id(entry.group), entry.group)) for entry in queue.ready)
+    return queue._replace(ready=ready)
+
+
 def queued_versions(queue: Queue, settings: Settings) -> list[int]:
     """The policy versions of groups that wait for training; excludes ready groups in replay, which have no order."""
     # A group that has left at its deadline is in training already; only its late completions still wait.
