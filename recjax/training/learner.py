@@ -79,7 +79,10 @@ class Learner:
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:
             folder, step = split_step(config.model.run)
-            trained = trained._replace(optimizer_state=optimizer_state_of(folder, int(step), trained.optimizer_state))
+            # A teacher that stays the initial policy is this run's, and not that of the earlier run.
+            is_constant = config.model.average_rate == 0
+            state = optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
+            trained = trained._replace(optimizer_state=state)
         return trained
 
     def behavior_params(self, state: State, copy: bool = False) -> dict:
