@@ -2,12 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
+from recjax.experience.group import (
+    Group,
+    group_staleness,
+    mean_absolute_advantage,
+    reward_spread,
+    rewards,
+    turn_rewards,
+)
 
 PRIORITIES: dict[str, Callable[[Group], float]] = {
     "none": lambda group: 1.0,
@@ -30,11 +37,17 @@ class Judge(NamedTuple):
     task: task settings; `task.truncated` decides how the update treats completions that reached the token limit.
     part_weights: weights of reward parts, by name, with default 1; None if the algorithm does not read parts.
     discount: discount factor for turn rewards; None if the algorithm does not read turn rewards.
+    signal: the groups that the algorithm learns from; see `AlgorithmConfig.signal`.
+    values_singletons: True if the advantage of a group's only completion is its reward.
+    imitates: True if the algorithm imitates completions of other models, whatever their rewards are.
     """
 
     task: TaskConfig = TaskConfig()
     part_weights: Mapping[str, float] | None = None
     discount: float | None = None
+    signal: Literal["difference", "reward", "any"] = "difference"
+    values_singletons: bool = False
+    imitates: bool = False
 
     def seen(self, group: Group) -> Group:
         """The group as an update sees it: without completions that have no tokens, and with `task.truncated` applied.
@@ -53,11 +66,19 @@ class Judge(NamedTuple):
         return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:
-        """True if a graded group's completions differ in a reward, reward part or return that the algorithm reads."""
+        """True if the algorithm learns something from a graded group.
+
+        With the signal `difference`, completions differ in a reward, reward part or return that the algorithm reads.
+        """
         group = self.seen(group)
-        if reward_spread(group) > 0:
+        if self.signal == "any":
+            return bool(group.completions)
+        if self.imitates and any(completion.policy_version is None for completion in group.completions):
             return True
-        columns = []
+        # Without a baseline, a reward teaches by itself, unless it is 0.
+        is_alone = self.values_singletons and len(group.completions) == 1
+        teaches = np.any if self.signal == "reward" or is_alone else lambda column: np.ptp(column) > 0
+        columns = [rewards(group)]
         if self.part_weights is not None:
             # Parts may differ where their sum is equal; a part of weight 0 teaches nothing.
             graded_parts = [completion.grade.reward_parts or {} for completion in group.completions]
@@ -66,12 +87,12 @@ class Judge(NamedTuple):
         if self.discount is not None:
             # The return of a turn is the discounted sum of its reward and all later rewards.
             discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(completion).tolist() for completion in group.completions]
-            returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in rewards]
+            given = [turn_rewards(completion).tolist() for completion in group.completions]
+            returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in given]
             turns = max(map(len, returns), default=0)
             # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
             columns += [[of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns] for turn in range(turns)]
-        return any(np.ptp(column) > 0 for column in columns)
+        return any(teaches(column) for column in columns if len(column))
 
 
 def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
@@ -79,7 +100,14 @@ def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
     algorithm = config.algorithm.build()
     options = getattr(algorithm.advantage, "keywords", {})
     discount = options.get("discount", 1.0) if algorithm.reads("turn_rewards") else None
-    return Judge(config.task, part_weights if algorithm.reads("reward_parts") else None, discount)
+    return Judge(
+        config.task,
+        part_weights if algorithm.reads("reward_parts") else None,
+        discount,
+        config.algorithm.signal(config.task),
+        algorithm.values_singletons,
+        algorithm.imitates,
+    )
 
 
 def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Entry]:

@@ -24,7 +24,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
-from recjax.experience.queue import Arrival, Queue, queued_versions
+from recjax.experience.queue import LEFT, LOST, Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Store
 from recjax.files import whole_folder
@@ -516,6 +516,7 @@ class FollowedSource(StoreSource):
     def begin_step(self, state: State) -> None:
         """Begins to count the groups and seconds of a step."""
         self._admitted = 0
+        self._before = state.queue.counts
         self._began = time.monotonic()
         self._said = time.monotonic() - LINE_SECONDS + 1
 
@@ -531,9 +532,14 @@ class FollowedSource(StoreSource):
             self._said = time.monotonic()
             waiting, completions, pending = follower.waiting
             rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
-            logger.info(
-                "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
-            )
+            removed = state.queue.counts - self._before
+            names = [name for name in (*LOST, *LEFT, *UNUSABLE) if removed[name] and name != "used_up"]
+            left_out = ", ".join(f"experience/left_out/{name} {removed[name]}" for name in names)
+            line = f"step {step} waits for {follower.name}: {ready} of {count} groups are ready; {rewards}"
+            if left_out:
+                logger.warning("%s; the run has left out others since the last step: %s", line, left_out)
+            else:
+                logger.info("%s", line)
         with self._setup.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.config import LateConfig, ReplayConfig, TaskConfig
+from recjax.config import Config, LateConfig, ReplayConfig, TaskConfig
 from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
     ONCE,
@@ -28,7 +28,7 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
-from recjax.experience.replay import Judge
+from recjax.experience.replay import Judge, judge_of
 from tests.experience.groups import grades, ids, make_group, next_round, same_groups, ungraded
 
 
@@ -298,3 +298,40 @@ def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them(
     # A reward at the last turn only, after two turns and after one: the same without a discount.
     late = with_turns((two, ()), ((), ()))
     assert not Judge(discount=1.0).has_signal(late) and Judge(discount=0.9).has_signal(late)
+
+
+@pytest.mark.parametrize(
+    ("options", "equal", "zero", "alone"),
+    [
+        ({"preset": "grpo"}, False, False, False),
+        ({"preset": "pairwise_consistency"}, False, False, False),
+        ({"preset": "reinforce", "advantage": {"singleton": "reward"}}, False, False, True),
+        ({"preset": "reinforce_pp"}, True, True, True),
+        ({"preset": "flash_reinforce"}, True, True, True),
+        ({"preset": "reinforce", "advantage": {"name": "raw_reward"}}, True, False, True),
+        ({"preset": "logit_distillation"}, True, True, True),
+        ({"preset": "sdpo"}, False, False, False),
+        ({"preset": "reinforce", "advantage": {"name": "tests.algorithms.mine:above_median"}}, True, True, True),
+    ],
+)
+def test_the_algorithm_says_what_teaches(options, equal, zero, alone):
+    taught = {"teacher": "policy", "teacher_rate": 0.5}
+    # The template of sdpo names {better}, which groups of equal rewards lack.
+    task = {"arithmetic": {}, "teacher_template": "{better}{prompt}", "teacher_tokens": 64}
+    blocks = {"sdpo": {"model": {"decoder": {}, **taught}, "task": task}}
+    blocks["logit_distillation"] = {"model": {"decoder": {}, "teacher": "another"}}
+    plain = {"model": {"decoder": {}}, "task": {"arithmetic": {}}}
+    config = Config(output="unused", algorithm=options, **(plain | blocks.get(options["preset"], {})))
+    judge = judge_of(config, {})
+    assert judge.has_signal(make_group(0, (0.0, 1.0)))
+    found = [judge.has_signal(make_group(0, rewards)) for rewards in ((1.0, 1.0), (0.0, 0.0), (1.0,))]
+    assert found == [equal, zero, alone]
+    assert not judge.has_signal(failed(make_group(0, (1.0,)), (True,))), "nothing to train on"
+
+
+def test_imitated_completions_of_others_are_a_signal():
+    group = make_group(0, (1.0, 1.0))
+    other = group._replace(completions=(group.completions[0]._replace(policy_version=None), group.completions[1]))
+    config = Config(output="x", model={"decoder": {}}, task={"arithmetic": {}}, algorithm={"preset": "chord"})
+    assert [judge_of(config, {}).has_signal(each) for each in (group, other)] == [False, True]
+    assert not Judge().has_signal(other)

@@ -204,6 +204,12 @@ def test_mixed_rows_of_an_initial_policy_never_make_groups_stale(tiny, expert, t
     assert rows[-1]["experience/drawn_batches"] == 7 and rows[-1]["experience/left_out/stale"] == 0
 
 
+def test_replay_keeps_single_completions_with_a_batch_baseline(tiny):
+    options = ["algorithm.preset=reinforce_pp", "rollout.group_size=1", "evaluation.every=0"]
+    rows = count(tiny("run", *options, "experience.replay={draw_every: 2, max_reuse: 2}"))
+    assert rows[-1]["experience/drawn_batches"] == 4 and rows[-1]["experience/left_out/no_signal"] == 0
+
+
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
     monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
