@@ -16,7 +16,7 @@ from recjax.experience.batch import Batch, Shape
 from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, is_packed, pack, row_shape, shape_for
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.experts import Load
+from recjax.models.experts import EXPERTS, Load
 from recjax.models.logprobs import SAMPLED, Compared, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import TOP_IDS, Sampling
@@ -222,6 +222,11 @@ def batch_logprobs(
 
 
 score_batch = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+
+
+def freely_routed(batch: Batch) -> Batch:
+    """The batch without recorded experts, for a model that did not sample it, such as a reference or a teacher."""
+    return batch._replace(recorded={name: values for name, values in batch.recorded.items() if name != EXPERTS})
 
 
 def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> Layout:
