@@ -320,10 +320,10 @@ CASES = [
     ),
     (["regime.offline=true", "experience.replay.max_staleness=5"], "must be at least 6", "regime.offline"),
     *(
-        ([*more, f"experience.replay.priority={kind}"], f"replay.priority = '{kind}': compares the total", "use none")
+        ([*more, f"experience.replay.priority={kind}"], f"replay.priority = '{kind}': compares a group's", "use none")
         for kind, more in (
-            ("reward_spread", ["algorithm.preset=gdpo"]),
-            ("reward_spread", [*AGENT, TURNS]),
+            ("reward_spread", ["algorithm.preset=reinforce_pp"]),
+            ("reward_spread", ["algorithm.advantage={name: raw_reward}"]),
             ("absolute_advantage", TEMPLATE),
             ("absolute_advantage", ["algorithm.advantage={singleton: reward}", "rollout.group_size=1"]),
         )

@@ -216,9 +216,8 @@ class ReplayConfig(ConfigBlock):
         problem = f"must be at least {minimum}, {why}"
         yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
         algorithm = config.algorithm.build()
-        compares = algorithm.baseline == "group" and not algorithm.reads("reward_parts", "turn_rewards")
-        compares = compares and (config.rollout.group_size > 1 or config.follows)
-        problem = "compares the total rewards of a group, from which this algorithm does not learn; use none"
+        compares = algorithm.baseline == "group" and (config.rollout.group_size > 1 or config.follows)
+        problem = "compares a group's rewards with each other, which this algorithm does not; use none"
         yield self.priority != "none" and not compares, "experience.replay.priority", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem

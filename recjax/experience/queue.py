@@ -320,12 +320,10 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     if len(ready) < count:
         return queue, None
     if settings.replay:
-        # Priorities come from the rewards that an update reads, which `task.truncated` may change.
-        seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
         chosen = [index for index, entry in enumerate(ready) if settings.replaces and not entry.used][:count]
         others = [index for index in range(len(ready)) if index not in chosen]
         sampled = replay.sample_entries(
-            [seen[index] for index in others], count - len(chosen), step, seed, settings.limits
+            [ready[index] for index in others], count - len(chosen), step, seed, settings.limits, settings.judge
         )
         chosen = sorted([*chosen, *(others[index] for index in sampled)])
     elif settings.oldest_first:

@@ -275,6 +275,30 @@ def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
         assert taken == set(first)
 
 
+def test_priorities_read_the_parts_and_turns_that_advantages_read():
+    def graded(*given):
+        group = make_group(0, (1.0,) * len(given))
+        pairs = zip(group.completions, given, strict=True)
+        return group._replace(completions=tuple(one._replace(grade=grade) for one, grade in pairs))
+
+    parts = [{"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.5, "b": 0.0, "c": 0.5}]
+    by_part = graded(*(Grade(1.0, part) for part in parts))
+    judge = Judge(part_weights={})
+    # The sums of the normalized parts are −0.19, −0.52 and 0.71.
+    np.testing.assert_allclose(judge.absolute_advantage(by_part), np.sqrt(2) / 3, rtol=1e-5)
+    assert judge.reward_spread(by_part) == 1.0 and Judge(part_weights={"a": 0, "b": 0}).reward_spread(by_part) == 0.5
+    assert Judge().absolute_advantage(by_part) == Judge().reward_spread(by_part) == 0.0
+    two = (Turn(0, 1), Turn(0, 3))
+    by_turn = graded(Grade(1.0, turns=(1.0, 0.0)), Grade(1.0, turns=(0.0, 1.0)))
+    by_turn = by_turn._replace(completions=tuple(one._replace(turns=two) for one in by_turn.completions))
+    # The returns are 1 and 1 from the first turn on, and 0 and 1 from the second.
+    assert Judge(discount=1.0).absolute_advantage(by_turn) == 0.25 and Judge(discount=1.0).reward_spread(by_turn) == 1
+    nothing = failed(by_part, (True, True, True))
+    assert [judge.absolute_advantage(nothing), judge.reward_spread(nothing), Judge().absolute_advantage(nothing)] == [
+        0
+    ] * 3
+
+
 def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them():
     parts = [Grade(1.0, {"right": 1.0, "form": 0.0}), Grade(1.0, {"right": 0.0, "form": 1.0})]
     group = make_group(0, (1.0, 1.0))
