@@ -11,6 +11,7 @@ AGENT = ["task.agent=tests.rollout.some_agents:one_turn", CONTEXT]
 STORE = "experience.store=somewhere"
 FOLLOW = [STORE, "experience.follow=true", CONTEXT]
 TURNS = "algorithm.advantage={name: turn_returns}"
+TWICE = ["training.updates_per_batch=2"]
 SHOWN = ["model={decoder: ~, path: base}", "warm_start.demonstrations=shown.jsonl"]
 TEMPLATE = ["task.teacher_template={answer}={prompt}", "algorithm.preset=sdpo"]
 TEMPLATE = [*TEMPLATE, "model.teacher=policy", "task.teacher_tokens=9"]
@@ -305,6 +306,28 @@ CASES = [
         ["experience.refill={}", "experience.replay={keep_no_signal: true}"],
         "keep_no_signal = True: keeps the groups that experience.refill replaces",
     ),
+    *(
+        ([f"algorithm.preset={preset}", *more, "experience.refill={}"], "replaces no group", "remove it")
+        for preset, more in (("reinforce_pp", []), ("logit_distillation", ["model.teacher=base"]))
+    ),
+    *(
+        (
+            ["regime.sync_interval=8", *more, f"experience.replay.max_staleness={limit}"],
+            f"must be at least {least}",
+            "8",
+        )
+        for more, limit, least in (([], 5, 6), (["training.steps=20"], 6, 7), ([*TWICE, "training.steps=99"], 14, 15))
+    ),
+    (["regime.offline=true", "experience.replay.max_staleness=5"], "must be at least 6", "regime.offline"),
+    *(
+        ([*more, f"experience.replay.priority={kind}"], f"replay.priority = '{kind}': compares a group's", "use none")
+        for kind, more in (
+            ("reward_spread", ["algorithm.preset=reinforce_pp"]),
+            ("reward_spread", ["algorithm.advantage={name: raw_reward}"]),
+            ("absolute_advantage", TEMPLATE),
+            ("absolute_advantage", ["algorithm.advantage={singleton: reward}", "rollout.group_size=1"]),
+        )
+    ),
     (["experience.refill={}", *ASYNC], "refill = {'batches': 10}: does not work with regime.mode = async"),
     (
         ["experience.record=true", "experience.missing_logprobs=initial"],
@@ -363,10 +386,27 @@ CASES = [
     ("training.profile_steps=[3]", "training.profile_steps = [3]", "takes [first, last]"),
     *(
         (["evaluation.temperature=0", f"evaluation.{key}"], f"evaluation.{key.split('=')[0]} = ", "temperature above 0")
-        for key in ("initial_kl=true", "top_k=3", "top_p=0.9", "min_p=0.1")
+        for key in ("initial_kl=true", "samples=8", "top_k=3", "top_p=0.9", "min_p=0.1")
     ),
     # Algorithm.
     ("rollout.group_size=1", "rollout.group_size = 1", "group_mean is always 0", "raw_reward"),
+    *(
+        ([f"algorithm.preset={preset}", "rollout.group_size=1"], "rollout.group_size = 1", "is always 0 for a group's")
+        for preset in ("reinforce_pp_baseline", "lite_ppo", "opo", "gpg", "maxrl", "oapl", "pairwise_consistency")
+    ),
+    *(
+        ([f"algorithm.advantage={{name: {name}}}", "rollout.group_size=1"], f"{name} is always 0 for a group's only")
+        for name in ("batch_whitened", "part_normalized", "log_mean_exp", "discounted")
+    ),
+    (
+        ["algorithm.preset=reinforce_pp", "rollout={group_size: 1, prompts_per_step: 1}"],
+        "rollout.prompts_per_step = 1: batch_whitened is always 0 for a batch's only completion",
+    ),
+    (
+        [*TEMPLATE, "task.teacher_template={better}{prompt}", "rollout.group_size=1"],
+        "task.teacher_template = '{better}{prompt}': names {better}",
+        "raise rollout.group_size",
+    ),
     ("algorithm.preset=rec_one_sided_nois", "algorithm.preset", "rec_one_sided_nois", "rec_one_side_nois"),
     ("algorithm.clip.epsilon_lo=0.3", "algorithm.clip.epsilon_lo", "0.3", "epsilon_low"),
     ("algorithm.clip.outer_low=0.3", "outer_low", "0.3", "one_side"),

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from recjax.algorithms.advantages import group_mean_advantages
+from recjax.algorithms.advantages import group_mean_advantages, raw_reward_advantages
+from recjax.algorithms.batch_advantages import no_advantages, turn_return_advantages
 from recjax.algorithms.ratios import behavior_anchor, token_ratio
-from recjax.algorithms.reading import RESCORED, SCORED, names_read
+from recjax.algorithms.reading import RESCORED, SCORED, base, names_read
 from recjax.algorithms.reduce import token_mean
 
 RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
@@ -93,6 +94,37 @@ class Algorithm:
     def compares_completions(self) -> bool:
         """True if the loss compares the completions of a group, which must then be in one micro-batch."""
         return self.objective is not None
+
+    @property
+    def baseline(self) -> Literal["group", "batch", "zero"] | None:
+        """What the algorithm compares a reward with: its group's rewards, the batch's, or 0; None: it reads no rewards.
+
+        A user's own advantage compares groups if it reads `group_ids`.
+
+        Examples:
+            >>> from recjax import algorithms
+            >>> [algorithms.build(name, {}).baseline for name in ("grpo", "reinforce_pp", "logit_distillation")]
+            ['group', 'batch', None]
+        """
+        if self.compares_completions:
+            return "group"
+        function = base(self.advantage)
+        if function is no_advantages:
+            return None
+        is_plain = getattr(self.advantage, "keywords", {}).get("baseline") == "none"
+        if function is raw_reward_advantages or (function is turn_return_advantages and is_plain):
+            return "zero"
+        return "group" if "group_ids" in names_read(function) and not is_plain else "batch"
+
+    @property
+    def values_singletons(self) -> bool:
+        """True if a group's only completion has its reward as its advantage."""
+        return getattr(self.advantage, "keywords", {}).get("singleton") == "reward"
+
+    @property
+    def imitates(self) -> bool:
+        """True if a term has completions of other models as its targets, whatever their rewards are."""
+        return "foreign" in names_read(self.regularizer)
 
     @property
     def relates_rows(self) -> bool:

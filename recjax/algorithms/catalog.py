@@ -216,7 +216,7 @@ FIELD = {
         "https://github.com/PrimeIntellect-ai/prime-rl/pull/3418",
         "min(ρ, 1e4)A, 0 where |π − μ| > 0.3",
         {"clip": "probability_distance", "weight": {"name": "truncated", "cap": 1e4}},
-        "as of #3586 (August 2026). prime-rl adds score centering by an option of the loss, here"
+        "as of #3586 (18 September 2026). prime-rl adds score centering by an option of the loss, here"
         " score_centering.coefficient",
     ),
     "kimi_k15": Preset(
@@ -399,9 +399,11 @@ FIELD = {
             "weight": {"name": "own", "share": 0.1},
             "regularizer": {"name": "expert_cross_entropy", "share": 0.1},
         },
-        "the share m stands on two axes; m = 0.1 is this package's, and stays constant. An expert's completions are"
-        " those without a policy version: experience.mix, with of: batch, so that they enter no mean of own rewards."
-        " The mean is over the tokens of both together; Trinity's `mix_chord` has a mean of each",
+        "the share m stands on two axes; m = 0.1 is Trinity's mu_peak = mu_valley, and stays constant. An expert's"
+        " completions are those without a policy version: experience.mix, with of: batch, so that they enter no mean of"
+        " own rewards. The mean is over the tokens of both together. Trinity's `mix_chord` has a mean of each, and so a"
+        " larger part of imitation: m(1 − s)/s instead of m if experience.mix has the share s and completions are"
+        " equally long; for s = 1/8: regularizer={share: 0.7}",
     ),
     "p3o": Preset(
         "P3O",
@@ -467,7 +469,13 @@ FIELD = {
         "of the loss min(ρ, 2)·D_t: JSD between π and the teacher, which is π with another prompt",
         {
             "advantage": "none",
-            "teacher_divergence": {"coefficient": 1.0, "kind": "jsd", "top_k": 100, "weight": "truncated"},
+            "teacher_divergence": {
+                "coefficient": 1.0,
+                "kind": "jsd",
+                "top_k": 100,
+                "support": "student",
+                "weight": "truncated",
+            },
         },
         "set task.teacher_template with {better} or {feedback}; with {answer} it is OPSD (2601.18734). The paper"
         " averages the teacher's weights: model.teacher_rate=0.05. Here the mean also counts tokens of completions"

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from recjax.algorithms.groups import one_per_trajectory
-from recjax.algorithms.losses import Algorithm, RowTerms, impossible_tokens, token_terms
+from recjax.algorithms.losses import Algorithm, RowTerms, impossible_tokens, token_terms, token_weights
 from recjax.algorithms.ratios import bounded_exp, effective_share, log_difference, per_token, sequence_sum
 from recjax.algorithms.reduce import token_average
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
@@ -135,6 +135,11 @@ def diagnose(
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
+    if algorithm.token_weight is not None or algorithm.correction is not None:
+        weights = token_weights(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+        weighted = jnp.isfinite(weights)
+        scalars["weight/mean"] = token_average(jnp.where(weighted, weights, 0.0), weighted)
+        scalars["weight/max"] = jnp.max(jnp.where(weighted, weights, 0.0))
     impossible = impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     for policy in ("policy", "behavior", "teacher"):
         if policy in impossible:

@@ -438,6 +438,44 @@ def token_terms(
         [[ 0.5  0.5]
          [-0.5 -0.5]]
     """
+    return _weighted_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)[0]
+
+
+def token_weights(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> Float[Array, "batch time"]:
+    """Computes the weight w · w_t · c_t of each token: that of its row, of the axis `weight`, and of `correction`.
+
+    Takes the arguments of `token_loss`.
+
+    Returns:
+        Weights; NaN where the clip or a mask drops the token, so that its weight has no effect.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("cispo", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
+        >>> log_ratios = jnp.log(jnp.array([[0.5, 1.0], [2.0, 9.0]]))
+        >>> weights = token_weights(algorithm, log_ratios, jnp.zeros((2, 2)), rows, mask)
+        >>> print(weights.round(3))  # capped at 5
+        [[0.5 1. ]
+         [2.  5. ]]
+    """
+    terms, weights = _weighted_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    tokens = completion_mask & rows.kept[:, None] & terms.clip
+    return jnp.where(tokens, weights, jnp.nan)
+
+
+def _weighted_terms(
+    algorithm: Algorithm, logprobs, behavior_logprobs, rows: RowTerms, completion_mask
+) -> tuple[TokenTerms, Float[Array, "batch #time"]]:
+    """The terms of each token, and the weights in their coefficients; see `token_terms` and `token_weights`."""
     tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
     mask = tokens.completion_mask
@@ -451,11 +489,13 @@ def token_terms(
     weights = per_token(rows.weights)
     if algorithm.token_weight is not None:
         weights *= call(algorithm.token_weight, tokens)
-    weights *= tokens.advantages
+    coefficients = weights * tokens.advantages
     mismatch = log_difference(anchor, behavior_logprobs, mask)
     of_anchor = tokens._replace(log_ratio=mismatch, ratio=bounded_exp(mismatch))
     if algorithm.correction is not None:
-        weights *= call(algorithm.correction, of_anchor)
+        correction = call(algorithm.correction, of_anchor)
+        coefficients *= correction
+        weights *= correction
     # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
     of_anchor = of_anchor._replace(ratio=bounded_exp(call(algorithm.ratio, of_anchor)))
     masked_by = tokens if algorithm.anchor is behavior_anchor else of_anchor
@@ -463,8 +503,8 @@ def token_terms(
     for function, read in ((algorithm.clip, tokens), (algorithm.mask, masked_by)):
         if function is not None and not is_of_whole_batch(function):
             clip = clip & call(function, read)
-    terms = TokenTerms(tokens.ratio, tokens.advantages, clip, jnp.where(mask & clip, weights, 0.0))
-    return jax.lax.stop_gradient(terms)
+    terms = TokenTerms(tokens.ratio, tokens.advantages, clip, jnp.where(mask & clip, coefficients, 0.0))
+    return jax.lax.stop_gradient((terms, weights))
 
 
 def _top_weights(

@@ -391,6 +391,7 @@ def teacher_divergence(
     kind: Divergence = "reverse_kl",
     beta: Scalar = 0.5,
     top_k: int = 0,
+    support: Literal["teacher", "student"] = "teacher",
     weight: Literal["none", "truncated"] = "none",
     cap: Scalar = 2.0,
 ) -> Float[Array, "*tokens"]:
@@ -405,8 +406,9 @@ def teacher_divergence(
         coefficient: weight of the term, in units of advantage, 0 or more.
         kind: forward_kl, reverse_kl or jsd.
         beta: β of jsd, between 0 and 1.
-        top_k: number of the teacher's most likely tokens that are compared one by one; all other tokens are compared as
-            one event, so the value is a lower bound. 0: all tokens.
+        top_k: number of most likely tokens that are compared one by one; all other tokens are compared as one event, so
+            the value is a lower bound. 0: all tokens.
+        support: whose most likely tokens these are, the teacher's or the policy's (student).
         weight: weight of each token's divergence in the loss, for stale samples: none, or truncated for min(π/μ, cap).
             This function returns values without weights.
         cap: limit of truncated weights, above 0.
@@ -426,7 +428,7 @@ def teacher_divergence(
     require(cap > 0, "cap", cap, "must be above 0")
     q, p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (scores, jax.lax.stop_gradient(teacher_scores)))
     if 0 < top_k < p.shape[-1]:
-        chosen = jax.lax.top_k(p, top_k)[1]
+        chosen = jax.lax.top_k(p if support == "teacher" else jax.lax.stop_gradient(q), top_k)[1]
         is_other = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
 
         def with_others_together(x):

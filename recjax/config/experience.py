@@ -190,17 +190,35 @@ class ReplayConfig(ConfigBlock):
     )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
-    keep_no_signal: Bool = key(False, "Keep groups whose rewards are all equal")
+    keep_no_signal: Bool = key(
+        False, "Keep groups from which the algorithm learns nothing, such as those with equal rewards"
+    )
 
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """A buffer that cannot give a batch its groups, and one of a store that does not grow."""
         sampled = config.sampled_groups
         problem = f"must hold the {sampled} groups of a batch that come from it"
         yield self.capacity < sampled, "experience.replay.capacity", problem
-        minimum = config.training.updates - 1
+        updates = config.training.updates
+        batches = max(-(-config.training.steps // updates), 1)
+        regime = config.regime
+        why = "the staleness of fresh groups in the last update of their batch"
+        # Between two syncs every batch is sampled with the same weights, also the batches in the place of stale ones.
+        if regime.offline:
+            why += " with regime.offline, whose sampler never gets new weights"
+        elif regime.sync_interval > 1:
+            batches = min(batches, regime.sync_interval)
+            why += f" with regime.sync_interval = {regime.sync_interval}"
+        else:
+            batches = 1
+        minimum = batches * updates - 1
         limit = self.max_staleness
-        problem = f"must be at least {minimum}, the staleness of fresh groups in the last update of their batch"
+        problem = f"must be at least {minimum}, {why}"
         yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
+        algorithm = config.algorithm.build()
+        compares = algorithm.baseline == "group" and (config.rollout.group_size > 1 or config.follows)
+        problem = "compares a group's rewards with each other, which this algorithm does not; use none"
+        yield self.priority != "none" and not compares, "experience.replay.priority", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
         yield config.experience.store and not config.follows, "experience.replay", problem
         problem = "keeps the groups that experience.refill replaces; remove one of them"
@@ -214,6 +232,11 @@ class RefillConfig(ConfigBlock):
     """
 
     batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
+
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """An algorithm that needs no replacement of groups."""
+        problem = "replaces no group, because this algorithm also learns from groups with equal rewards; remove it"
+        yield config.algorithm.signal(config.task) == "any", "experience.refill", problem
 
 
 class RegimeConfig(ConfigBlock):

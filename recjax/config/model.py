@@ -120,7 +120,7 @@ class ModelConfig(ConfigBlock):
     teacher_rate: Float = key(
         1.0,
         "Share of the trained weights that enters the teacher's weights after each step; 1: the teacher has the current"
-        " weights, 0: the initial ones, between: their moving average",
+        " weights, 0: those before this run's first step, between: their moving average, which model.run continues",
         needs="model.teacher = policy",
         ge=0,
         le=1,

@@ -75,8 +75,26 @@ class AlgorithmConfig(ConfigBlock):
         return presets.resolve(self.preset, self.overrides())
 
     def ignores_singletons(self) -> bool:
-        """True if the advantage of a group's only completion is always 0."""
-        return self.resolved().get("advantage", {"singleton": "zero"}).get("singleton") == "zero"
+        """True if the algorithm learns nothing from a group's only completion; False for a user's own advantage."""
+        algorithm = self.build()
+        is_users = ":" in self.resolved().get("advantage", {"name": ""})["name"]
+        return algorithm.baseline == "group" and not algorithm.values_singletons and not is_users
+
+    def signal(self, task: TaskConfig) -> Literal["difference", "reward", "any"]:
+        """The groups that the algorithm learns from.
+
+        difference: groups whose completions differ in reward. reward: groups with a reward that is not 0. any: all
+        groups, because their rewards are compared with those of other groups, or something else teaches as well.
+        """
+        algorithm = self.build()
+        # With {better}, only completions with a better one have a prompt of the teacher.
+        compares = "{better}" in (task.teacher_template or "")
+        teaches = algorithm.observations is not None or (algorithm.needs_teacher and not compares)
+        if algorithm.baseline == "batch" or teaches:
+            return "any"
+        if algorithm.baseline is None:
+            return "difference" if algorithm.needs_teacher else "any"
+        return {"group": "difference", "zero": "reward"}[algorithm.baseline]
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
@@ -116,11 +134,20 @@ class AlgorithmConfig(ConfigBlock):
         axes = self.resolved()
         stored = config.experience and config.experience.store and not config.follows
         always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
-        problem = f"{axes.get('advantage', axes['objective'])['name']} is always 0 for a group's only completion;"
+        name = axes.get("advantage", axes["objective"])["name"]
+        is_users = ":" in name
+        problem = f"{name} is always 0 for a group's only completion;"
         problem += (
             " raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it"
         )
         yield always_zero, "rollout.group_size", problem
+        is_alone = config.rollout.prompts_per_step * config.rollout.group_size == 1 and not stored
+        is_zero = algorithm.baseline == "batch" and not is_users
+        problem = f"{name} is always 0 for a batch's only completion; raise it"
+        yield is_alone and is_zero, "rollout.prompts_per_step", problem
+        problem = "names {better}, which a prompt's only completion never has; raise rollout.group_size"
+        better = "{better}" in (config.task.teacher_template or "")
+        yield better and config.rollout.group_size == 1 and not stored, "task.teacher_template", problem
         problem = self.problem_with_trajectories()
         yield config.has_trajectories and problem, advantage_key, problem
 
@@ -332,7 +359,7 @@ class EvaluationConfig(ConfigBlock):
     problems: Int | None = key(
         None, f"Number of held-out problems; null: {MOST_PROBLEMS}, or as many as the task holds out", ge=1
     )
-    samples: Int = key(1, "Completions of each problem", ge=1)
+    samples: Int = key(1, "Completions of each problem", needs=f"{_SAMPLED} or task.agent", ge=1)
     initial_kl: Bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
     temperature: _Temperature = key(1.0, "Sampling temperature; 0: greedy")
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)

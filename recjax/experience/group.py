@@ -180,11 +180,6 @@ def reward_spread(group: Group) -> float:
     return float(np.ptp(rewards(group))) if len(rewards(group)) else 0.0
 
 
-def mean_absolute_advantage(group: Group) -> float:
-    """The mean absolute difference from the group's mean reward: mean of |r − r̄|."""
-    return float(np.abs(rewards(group) - rewards(group).mean()).mean()) if len(rewards(group)) else 0.0
-
-
 def oldest_version(group: Group) -> int | None:
     """The lowest policy version of the group's completions; None if other models sampled all."""
     versions = [completion.policy_version for completion in group.completions]

@@ -16,7 +16,7 @@ from recjax.experience.batch import Batch, Shape
 from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, is_packed, pack, row_shape, shape_for
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.experts import Load
+from recjax.models.experts import EXPERTS, Load
 from recjax.models.logprobs import SAMPLED, Compared, completion_logprobs, packed_logprobs
 from recjax.models.placement import ROWS, constrain, on_host, put_rows, row_shards
 from recjax.models.sampling import TOP_IDS, Sampling
@@ -224,6 +224,11 @@ def batch_logprobs(
 score_batch = jax.jit(batch_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
+def freely_routed(batch: Batch) -> Batch:
+    """The batch without recorded experts, for a model that did not sample it, such as a reference or a teacher."""
+    return batch._replace(recorded={name: values for name, values in batch.recorded.items() if name != EXPERTS})
+
+
 def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> Layout:
     """The layout of a batch whose rows have prompts of their own, for an algorithm that relates no rows.
 
@@ -265,6 +270,7 @@ def choose_layout(
     batch: Batch,
     rows: Bool[np.ndarray, " batch"] | None = None,
     doublings: int | None = None,
+    teacher: Decoder | None = None,
 ) -> Layout:
     """The layout of an update.
 
@@ -275,6 +281,7 @@ def choose_layout(
         rows: rows of the update's minibatch; see `minibatch_rows`.
         doublings: the value of the first layout, so that all updates are one compiled program; None: choose the
             value that is least work for this batch.
+        teacher: decoder of the teacher, which reads the same rows; None without a teacher.
     Raises:
         ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
@@ -296,7 +303,7 @@ def choose_layout(
         return in_parts
     # Sequences that the algorithm compares, or of one completion, must meet in one micro-batch.
     together = batch.group_ids if compares else batch.trajectories if algorithm.relates_rows else None
-    share = _shares_beginnings(decoder)
+    share = _shares_beginnings(decoder) and (teacher is None or _shares_beginnings(teacher))
     most = padded.prompts if compares and padded.group is not None else None
     shapes = [shape_for(config, padded, shards)]
     # Longer rows have room for several sequences with a common beginning, at the price of more attention.

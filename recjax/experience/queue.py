@@ -320,12 +320,10 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     if len(ready) < count:
         return queue, None
     if settings.replay:
-        # Priorities come from the rewards that an update reads, which `task.truncated` may change.
-        seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
         chosen = [index for index, entry in enumerate(ready) if settings.replaces and not entry.used][:count]
         others = [index for index in range(len(ready)) if index not in chosen]
         sampled = replay.sample_entries(
-            [seen[index] for index in others], count - len(chosen), step, seed, settings.limits
+            [ready[index] for index in others], count - len(chosen), step, seed, settings.limits, settings.judge
         )
         chosen = sorted([*chosen, *(others[index] for index in sampled)])
     elif settings.oldest_first:
@@ -338,6 +336,19 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     used = [entry._replace(used=entry.used + (index in chosen)) for index, entry in enumerate(ready)]
     remaining = [entry for entry in used if entry.used < settings.limits.max_reuse]
     return _with_ready(queue, remaining, used, "used_up"), groups
+
+
+def replaced(queue: Queue, before: Sequence[Group], after: Sequence[Group]) -> Queue:
+    """The queue with groups that `take` gave in another form, such as with log-probs, for their later uses.
+
+    Args:
+        before: the groups that `take` gave.
+        after: the new form of each.
+    """
+    # By identity: groups of a followed store may have equal ids.
+    new = {id(group): other for group, other in zip(before, after, strict=True)}
+    ready = tuple(entry._replace(group=new.get(id(entry.group), entry.group)) for entry in queue.ready)
+    return queue._replace(ready=ready)
 
 
 def queued_versions(queue: Queue, settings: Settings) -> list[int]:

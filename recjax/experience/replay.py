@@ -2,18 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread, turn_rewards
+from recjax.experience.group import (
+    Group,
+    group_staleness,
+    rewards,
+    turn_rewards,
+)
 
-PRIORITIES: dict[str, Callable[[Group], float]] = {
-    "none": lambda group: 1.0,
-    "reward_spread": reward_spread,
-    "absolute_advantage": mean_absolute_advantage,
-}
+_EPSILON = 1e-6  # added to standard deviations, as in the advantages
 
 
 class Entry(NamedTuple):
@@ -30,11 +31,17 @@ class Judge(NamedTuple):
     task: task settings; `task.truncated` decides how the update treats completions that reached the token limit.
     part_weights: weights of reward parts, by name, with default 1; None if the algorithm does not read parts.
     discount: discount factor for turn rewards; None if the algorithm does not read turn rewards.
+    signal: the groups that the algorithm learns from; see `AlgorithmConfig.signal`.
+    values_singletons: True if the advantage of a group's only completion is its reward.
+    imitates: True if the algorithm imitates completions of other models, whatever their rewards are.
     """
 
     task: TaskConfig = TaskConfig()
     part_weights: Mapping[str, float] | None = None
     discount: float | None = None
+    signal: Literal["difference", "reward", "any"] = "difference"
+    values_singletons: bool = False
+    imitates: bool = False
 
     def seen(self, group: Group) -> Group:
         """The group as an update sees it: without completions that have no tokens, and with `task.truncated` applied.
@@ -53,25 +60,72 @@ class Judge(NamedTuple):
         return group._replace(completions=tuple(completions))
 
     def has_signal(self, group: Group) -> bool:
-        """True if a graded group's completions differ in a reward, reward part or return that the algorithm reads."""
+        """True if the algorithm learns something from a graded group.
+
+        With the signal `difference`, completions differ in a reward, reward part or return that the algorithm reads.
+        """
         group = self.seen(group)
-        if reward_spread(group) > 0:
+        if self.signal == "any":
+            return bool(group.completions)
+        if self.imitates and any(completion.policy_version is None for completion in group.completions):
             return True
-        columns = []
-        if self.part_weights is not None:
-            # Parts may differ where their sum is equal; a part of weight 0 teaches nothing.
-            graded_parts = [completion.grade.reward_parts or {} for completion in group.completions]
-            names = {name for parts in graded_parts for name in parts if self.part_weights.get(name, 1.0) != 0}
-            columns += [[parts[name] for parts in graded_parts if name in parts] for name in names]
+        # Without a baseline, a reward teaches by itself, unless it is 0.
+        is_alone = self.values_singletons and len(group.completions) == 1
+        teaches = np.any if self.signal == "reward" or is_alone else lambda column: np.ptp(column) > 0
+        return any(teaches(column) for column in self._compared(group))
+
+    def reward_spread(self, group: Group) -> float:
+        """The largest difference between completions in a reward, reward part or return that the algorithm reads."""
+        return float(max((np.ptp(column) for column in self._compared(self.seen(group))), default=0.0))
+
+    def absolute_advantage(self, group: Group) -> float:
+        """The mean absolute difference from the group's mean reward: mean of |r − r̄|.
+
+        Of returns, the mean over turns; of reward parts, the mean of |Σ_p w_p (r_p − r̄_p) / σ_p|.
+        """
+        group = self.seen(group)
+        columns = [rewards(group)]
         if self.discount is not None:
-            # The return of a turn is the discounted sum of its reward and all later rewards.
-            discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-            rewards = [turn_rewards(completion).tolist() for completion in group.completions]
-            returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in rewards]
-            turns = max(map(len, returns), default=0)
-            # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
-            columns += [[of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns] for turn in range(turns)]
-        return any(np.ptp(column) > 0 for column in columns)
+            columns = self._returns(group)
+        elif self.part_weights is not None:
+            total = np.zeros(len(group.completions))
+            for name, part in self._parts(group).items():
+                normalized = (part - np.nanmean(part)) / (np.nanstd(part) + _EPSILON)
+                total += self.part_weights.get(name, 1.0) * np.nan_to_num(normalized)
+            columns = [total]
+        means = [np.abs(column - column.mean()).mean() for column in columns if len(column)]
+        return float(np.mean(means)) if means else 0.0
+
+    def _compared(self, group: Group) -> list[np.ndarray]:
+        """The values of completions that the algorithm compares: rewards, and the parts or returns that it reads."""
+        columns = [rewards(group)]
+        if self.part_weights is not None:
+            columns += [part[np.isfinite(part)] for part in self._parts(group).values()]
+        if self.discount is not None:
+            columns += self._returns(group)
+        return [column for column in columns if len(column)]
+
+    def _parts(self, group: Group) -> dict[str, np.ndarray]:
+        """The reward parts, by name; NaN for completions without the part. A part of weight 0 teaches nothing."""
+        graded_parts = [completion.grade.reward_parts or {} for completion in group.completions]
+        names = {name: None for parts in graded_parts for name in parts if self.part_weights.get(name, 1.0) != 0}
+        return {name: np.array([parts.get(name, np.nan) for parts in graded_parts]) for name in names}
+
+    def _returns(self, group: Group) -> list[np.ndarray]:
+        """The returns of each turn: the discounted sums of its reward and all later rewards."""
+        discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
+        given = [turn_rewards(completion).tolist() for completion in group.completions]
+        returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in given]
+        turns = max(map(len, returns), default=0)
+        # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
+        return [np.array([of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns]) for turn in range(turns)]
+
+
+PRIORITIES: dict[str, Callable[[Judge, Group], float]] = {
+    "none": lambda judge, group: 1.0,
+    "reward_spread": Judge.reward_spread,
+    "absolute_advantage": Judge.absolute_advantage,
+}
 
 
 def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
@@ -79,7 +133,14 @@ def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
     algorithm = config.algorithm.build()
     options = getattr(algorithm.advantage, "keywords", {})
     discount = options.get("discount", 1.0) if algorithm.reads("turn_rewards") else None
-    return Judge(config.task, part_weights if algorithm.reads("reward_parts") else None, discount)
+    return Judge(
+        config.task,
+        part_weights if algorithm.reads("reward_parts") else None,
+        discount,
+        config.algorithm.signal(config.task),
+        algorithm.values_singletons,
+        algorithm.imitates,
+    )
 
 
 def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Entry]:
@@ -89,13 +150,15 @@ def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Ent
     return [entry for entry in entries if group_staleness(entry.group, step) <= limits.max_staleness]
 
 
-def sample_entries(entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig) -> list[int]:
+def sample_entries(
+    entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig, judge: Judge
+) -> list[int]:
     """Samples up to `count` entries to train on at `step`, without replacement; returns their sorted indices.
 
     The probability of a group is proportional to priority · 2^(−age / half_life), with the age in optimizer steps since
     the group became ready; priority 0 is chosen last. A pure function of its arguments.
     """
-    priorities = [PRIORITIES[limits.priority](entry.group) for entry in entries]
+    priorities = [PRIORITIES[limits.priority](judge, entry.group) for entry in entries]
     keys = np.array([np.log(priority) if priority > 0 else -np.inf for priority in priorities])
     if limits.half_life is not None:
         keys += np.array([-np.log(2.0) * (step - entry.added) / limits.half_life for entry in entries])

@@ -111,15 +111,19 @@ def with_logprobs(
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    lacking = [group for group in groups if any(map(_lacks_logprobs, group.completions))]
+    # By place and not by id: a store's groups may have the ids of groups that this run samples.
+    lacking = [place for place, group in enumerate(groups) if any(map(_lacks_logprobs, group.completions))]
     # A shape without a group size counts rows, not prompts, so that fewer groups of several completions fit.
-    rows_per_group = max([len(group.completions) for group in lacking], default=1) if shape.group is None else 1
+    rows_per_group = 1
+    if shape.group is None:
+        rows_per_group = max([len(groups[place].completions) for place in lacking], default=1)
     size = max(shape.prompts // rows_per_group, 1)
-    filled = {}
+    filled = list(groups)
     for start in range(0, len(lacking), size):
-        batch = lacking[start : start + size]
+        places = lacking[start : start + size]
+        batch = [groups[place] for place in places]
         scored = iter(score(policy.decoder, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
-        for group in batch:
+        for place, group in zip(places, batch, strict=True):
             completions = []
             for completion in group.completions:
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
@@ -127,8 +131,8 @@ def with_logprobs(
                 if _lacks_logprobs(completion):
                     completion = _with_logprobs(completion, np.concatenate(logprobs))
                 completions.append(completion)
-            filled[group.id] = group._replace(completions=tuple(completions))
-    return [filled.get(group.id, group) for group in groups]
+            filled[place] = group._replace(completions=tuple(completions))
+    return filled
 
 
 def _lacks_logprobs(completion: Completion) -> bool:

@@ -41,8 +41,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
 
     def of_this_run(group: Group, _: np.ndarray) -> Group:
-        # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
-        versions = [0 if completion.policy_version == 0 else None for completion in group.completions]
+        # Staleness counts this run's updates. Versions other than 0 count those of another run; and rows of a mix have
+        # an age of their own, which must not make the rows stale that the run samples for the same groups.
+        is_initial = [mix is None and completion.policy_version == 0 for completion in group.completions]
+        versions = [0 if initial else None for initial in is_initial]
         completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
         return group._replace(completions=tuple(completions))
 

@@ -11,6 +11,7 @@ from recjax.config import Config
 from recjax.config.tasks import LESSONS
 from recjax.experience.batch import Batch, row_places, with_teacher_prompts
 from recjax.experience.group import Completion, Group
+from recjax.experience.replay import Judge
 from recjax.hub.policy import Policy
 from recjax.tasks.problems import Problem, problem_key, problem_text
 from recjax.tasks.prompts import rendered
@@ -36,6 +37,7 @@ class TeacherPrompts:
         self._names = [name for name in LESSONS if f"{{{name}}}" in task.teacher_template]
         self._room = task.teacher_tokens
         self._policy = policy
+        self._judge = Judge(task)
         self._feedback = None
         if task.teacher_feedback:
             self._feedback = user_function("task.teacher_feedback", task.teacher_feedback)
@@ -60,9 +62,12 @@ class TeacherPrompts:
         """The batch with a teacher's prompt for each completion of its groups that has one."""
         lessons = []
         for group in groups:
-            graded = [each for each in group.completions if each.grade and each.grade.reward is not None]
-            best = max(graded, key=lambda each: each.grade.reward, default=None)  # the first of equal ones
-            lessons += [self._lesson(group, completion, best) for completion in group.completions]
+            graded = tuple(each for each in group.completions if each.grade and each.grade.reward is not None)
+            # With the rewards that the run trains on, which `task.truncated` may change.
+            seen = self._judge.seen(group._replace(completions=graded)).completions
+            best = max(seen, key=lambda each: each.grade.reward, default=None)  # the first of equal ones
+            as_seen = {completion.id: completion for completion in seen}
+            lessons += [self._lesson(group, as_seen.get(each.id, each), best) for each in group.completions]
         texts = [None if lesson is None else problem_text(lesson.prompt, None) for lesson in lessons]
         # Completions of a group often have the same lesson.
         distinct = {text: lesson for text, lesson in zip(texts, lessons, strict=True) if lesson is not None}

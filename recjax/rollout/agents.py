@@ -124,6 +124,7 @@ class Agents(contextlib.AbstractContextManager):
         source: str,
         version: int,
         newer: Callable[[], Weights | None] | None = None,
+        drifted: Callable[[Weights], Weights] | None = None,
         fatal: bool = True,
     ) -> tuple[list[Group], Grades]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
@@ -135,6 +136,7 @@ class Agents(contextlib.AbstractContextManager):
             key: sampling key. Turn 0 of agent i, in the order of the problems, uses fold_in(key, i), like a single-turn
                 completion; turn k uses fold_in(fold_in(key, 2^32 − 1 − k), i). Seat j of n has i · n + j instead of i.
             grading: pool that grades the last messages of agents that return None.
+            drifted: changes the weights of frozen seats as `params` are changed; None: all weights are exact.
             fatal: True raises an error if all agents fail by their own mistakes without `task.agent_failure_reward`.
             (others): see `collecting.sample_groups`.
         Raises:
@@ -144,7 +146,7 @@ class Agents(contextlib.AbstractContextManager):
         task = self._config.task
         sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
         lives: dict[int | None, LiveEngine] = {}  # by version; None: the policy's, which gets newer weights
-        for at, weights in [(None, params), *self._older_weights(params, version, newer is not None)]:
+        for at, weights in [(None, params), *self._older_weights(params, version, newer is not None, drifted)]:
             options = {"recording": policy.recording, "newer": newer if at is None else None}
             engine = Engine(policy.decoder, policy.stop_ids, **sizes, **options)
             engine.replace_weights(weights, version if at is None else at)
@@ -176,7 +178,9 @@ class Agents(contextlib.AbstractContextManager):
         grades_of = functools.partial(self._grades, tried, completions)
         return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
 
-    def _older_weights(self, params: dict, version: int, swaps: bool) -> list[tuple[int, dict]]:
+    def _older_weights(
+        self, params: dict, version: int, swaps: bool, drifted: Callable[[Weights], Weights] | None
+    ) -> list[tuple[int, dict]]:
         """Versions and weights of frozen seats, without the sampler's version if it stays the same in a batch."""
         older = self._config.task.older_versions([version])
         try:
@@ -187,7 +191,10 @@ class Agents(contextlib.AbstractContextManager):
                 f" ({type(error).__name__}); restore it, or play these seats by policy"
             ) from error
         self._older = read
-        return [*read.items(), *([(version, params)] if swaps and version in older else [])]
+        played = read
+        if drifted is not None:
+            played = {each: drifted(Weights(weights, each)).params for each, weights in read.items()}
+        return [*played.items(), *([(version, params)] if swaps and version in older else [])]
 
     async def _all_tried(
         self,

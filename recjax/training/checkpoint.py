@@ -28,7 +28,7 @@ from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics
 from recjax.training.run import State
 from recjax.training.run_lock import RunLock
-from recjax.training.update import TrainState
+from recjax.training.update import Averaged, TrainState
 
 CHECKPOINT_FORMAT = 1  # version of the checkpoint format
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
@@ -192,11 +192,12 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     )
 
 
-def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.OptState:
+def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average: bool = False) -> optax.OptState:
     """The optimizer state of a checkpoint, whose learning rate schedule begins again.
 
     Args:
         fresh: state before a first step, on the devices.
+        new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
         ValueError: the checkpoint has another optimizer, or cannot be read.
     """
@@ -211,8 +212,9 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState) -> optax.Opt
     except Exception as error:
         remedy = "set optimizer.state=new to begin with a new state"
         raise ValueError(f"{folder}: its optimizer state does not fit ({short_error(error)}); {remedy}") from error
-    is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
-    return jax.tree.map(lambda new, old: new if is_count(new) else old, fresh, state, is_leaf=is_count)
+    begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
+    is_new = lambda node: isinstance(node, begins)  # noqa: E731
+    return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
 
 
 def split_step(source: str | Path) -> tuple[Path, str | None]:

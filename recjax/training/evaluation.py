@@ -21,7 +21,7 @@ from recjax.config import Config, EvaluationConfig
 from recjax.console import progress_bar
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
-from recjax.experience.layout import score
+from recjax.experience.layout import freely_routed, score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import NOTHING_RECORDED
@@ -212,7 +212,7 @@ def evaluate_policy(
             shape = answered_shape(
                 config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
             )
-            batch = pad(done.groups, shape)
+            batch = freely_routed(pad(done.groups, shape))
             initial = score(policy.decoder, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
             mask = batch.completion_mask
             divergence += float((batch.behavior_logprobs - initial)[mask].sum())

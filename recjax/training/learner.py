@@ -79,7 +79,10 @@ class Learner:
         is_new = not steps_of(Path(config.output) / "checkpoints")
         if config.model.run and config.optimizer.state == "run" and is_new:
             folder, step = split_step(config.model.run)
-            trained = trained._replace(optimizer_state=optimizer_state_of(folder, int(step), trained.optimizer_state))
+            # A teacher that stays the initial policy is this run's, and not that of the earlier run.
+            is_constant = config.model.average_rate == 0
+            state = optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
+            trained = trained._replace(optimizer_state=state)
         return trained
 
     def behavior_params(self, state: State, copy: bool = False) -> dict:
@@ -102,7 +105,8 @@ class Learner:
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
         recipe = self._recipe
-        return choose_layout(self._setup.config, recipe.algorithm, recipe.decoder, batch, rows, doublings)
+        config = self._setup.config
+        return choose_layout(config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher)
 
     def proximal_logprobs(
         self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]

@@ -21,7 +21,7 @@ from recjax.console import under_way
 from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights, with_top_tokens
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
-from recjax.experience.queue import LEFT, LOST, Queue, deliver, put, take, wait_for_grades
+from recjax.experience.queue import LEFT, LOST, Queue, deliver, put, replaced, take, wait_for_grades
 from recjax.training import schedule
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State, Update
@@ -136,8 +136,9 @@ def next_groups(run: Run, state: State, step: int) -> State:
             queue = deliver(wait_for_due_grades(run, queue), step, settings)
             later, groups = take(queue, count, step, seed, settings)
             if groups is not None and not source.must_wait(later, step):
-                groups = source.completed(state, groups, step)
-                return state._replace(queue=later, groups=tuple(groups))
+                completed = source.completed(state, groups, step)
+                later = replaced(later, groups, completed[: len(groups)])
+                return state._replace(queue=later, groups=tuple(completed))
             state = state._replace(queue=queue)
         if source.endless and run.stopping:
             return state

@@ -78,7 +78,10 @@ class Source:
         return False
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
-        """The groups of a step's batch: those from the queue, and those that join them without waiting there."""
+        """The groups of a step's batch: those from the queue in order, then those that join without waiting there.
+
+        The queue keeps a group in the form that this method returns, if later steps train on the group again.
+        """
         return groups
 
     def record(self, batches: Sequence[list[Group]]) -> None:

@@ -141,8 +141,17 @@ class BatchSampler(NamedTuple):
         if self.agents:
             key = batch_key(config.seed, number)
             self.phases.device.call()
+            # Frozen seats drift as well, so that weights play alike before and after they are frozen.
             sampled = self.agents.sample_groups(
-                self.policy, params, prompts, key, group_size, sampling, self.grading, **names
+                self.policy,
+                params,
+                prompts,
+                key,
+                group_size,
+                sampling,
+                self.grading,
+                drifted=self._drifted,
+                **names,
             )
             self.phases.device.end()
             return sampled

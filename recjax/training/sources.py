@@ -24,7 +24,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
-from recjax.experience.queue import Arrival, Queue, queued_versions
+from recjax.experience.queue import LEFT, LOST, Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Store
 from recjax.files import whole_folder
@@ -67,7 +67,11 @@ class StoreSource(Source):
         self._unrecorded: list[list[Group]] = []
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
-        """The groups from the queue, then those of the store, which depend only on the step."""
+        """The groups from the queue, then those of the store, which depend only on the step.
+
+        With `missing_logprobs: current`, the policy scores them here, before their first update, and not when they
+        arrive: a group may wait for many updates.
+        """
         config = self._config
         count = config.stored_groups
         if count:
@@ -95,7 +99,7 @@ class StoreSource(Source):
                 if records and not store.numbers("id", [records[0].completion.id]):
                     store.append(records)
 
-    def _mixed(self, state: State, groups: list[Group], number: int) -> list[Group]:
+    def _mixed(self, groups: list[Group], number: int) -> list[Group]:
         """The groups of a sampled batch, with completions of the store mixed in if the config says so."""
         others = self._setup.others
         if not others:
@@ -103,8 +107,7 @@ class StoreSource(Source):
         _, sampled_count = self._config.own_counts
         # By the batch's number and not by the step, so that a batch that arrives late gets the same completions.
         with self._setup.phases.phase("sample"):
-            groups = mixed(groups, others, self._config.rollout.group_size - sampled_count, number, self._config.seed)
-        return self._with_missing_logprobs(state, groups)
+            return mixed(groups, others, self._config.rollout.group_size - sampled_count, number, self._config.seed)
 
     def _with_missing_logprobs(self, state: State, groups: list[Group]) -> list[Group]:
         """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
@@ -225,7 +228,7 @@ class PolicySource(StoreSource):
         self._waited_seconds += time.monotonic() - began if wait else 0.0
         return [
             Arrival(
-                self._mixed(state, groups, number),
+                self._mixed(groups, number),
                 grades,
                 number,
                 early=not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round,
@@ -240,11 +243,9 @@ class PolicySource(StoreSource):
         updates = config.training.updates
         interval = self._setup.settings.sampling_interval
         if not self._is_async:
-            # The next round's batch is sampled during the grading of this one, if both use the same weights. Log-probs
-            # of the current policy are those of the round; a batch sampled ahead would get them a round early.
+            # The next round's batch is sampled during the grading of this one, if both use the same weights.
             batches = schedule.batch_of(config.training.steps, updates)
-            of_now = config.experience is not None and config.experience.missing_logprobs == "current"
-            is_ahead = not of_now and schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
+            is_ahead = schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
             return (number - 1) * interval < state.queue.round + is_ahead
         if len(self.sampler.in_flight) >= AT_A_TIME * regime.generators:
             return False
@@ -515,6 +516,7 @@ class FollowedSource(StoreSource):
     def begin_step(self, state: State) -> None:
         """Begins to count the groups and seconds of a step."""
         self._admitted = 0
+        self._before = state.queue.counts
         self._began = time.monotonic()
         self._said = time.monotonic() - LINE_SECONDS + 1
 
@@ -530,9 +532,14 @@ class FollowedSource(StoreSource):
             self._said = time.monotonic()
             waiting, completions, pending = follower.waiting
             rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
-            logger.info(
-                "step %d waits for %s: %d of %d groups are ready; %s", step, follower.name, ready, count, rewards
-            )
+            removed = state.queue.counts - self._before
+            names = [name for name in (*LOST, *LEFT, *UNUSABLE) if removed[name] and name != "used_up"]
+            left_out = ", ".join(f"experience/left_out/{name} {removed[name]}" for name in names)
+            line = f"step {step} waits for {follower.name}: {ready} of {count} groups are ready; {rewards}"
+            if left_out:
+                logger.warning("%s; the run has left out others since the last step: %s", line, left_out)
+            else:
+                logger.info("%s", line)
         with self._setup.phases.phase("sample"):
             time.sleep(POLL_SECONDS if wait else 0)
             arrival = follower.poll(step, room)

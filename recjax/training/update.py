@@ -22,6 +22,7 @@ from recjax.experience.layout import (
     Scorer,
     TokenScores,
     batch_logprobs,
+    freely_routed,
     over_micro_batches,
     score_micro_batch,
 )
@@ -317,9 +318,9 @@ def _batch_values(
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
     if algorithm.reads_teacher_logprobs:
-        read = batch
+        read = freely_routed(batch)
         if batch.teacher_prompts is not None:
-            read = batch._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
+            read = read._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
         logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
         values = values._replace(teacher_logprobs=logprobs)
     return values
@@ -357,20 +358,20 @@ def _summed(
             part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
             scored_part = part._replace(completion_mask=part.completion_mask | observed)
 
-        def scored_by(params: dict, compared: Compared | None = None) -> TokenScores:
+        def scored_by(params: dict, read: Batch, compared: Compared | None = None) -> TokenScores:
             params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
             scorer = Scorer(decoder, recipe.sampling, recipe.chunk)
-            return score_micro_batch(
-                layout, scorer, params, scored_part, index, load=experts is not None, compared=compared
-            )
+            return score_micro_batch(layout, scorer, params, read, index, load=experts is not None, compared=compared)
 
         teacher = compared
         if compared is not None and part.teacher_prompts is not None:
             teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))
 
         def micro_loss(params: dict) -> tuple[Array, tuple[Array, TokenScores]]:
-            scores = scored_by(params, teacher)
-            reference = None if context.reference_params is None else scored_by(context.reference_params).logprobs
+            scores = scored_by(params, scored_part, teacher)
+            reference = None
+            if context.reference_params is not None:
+                reference = scored_by(context.reference_params, freely_routed(scored_part)).logprobs
             total, count = losses.loss(
                 recipe.algorithm,
                 scores.logprobs,

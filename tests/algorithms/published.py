@@ -446,13 +446,13 @@ def trust_region(b, p, kl):
     return token_mean(b, (largest <= 0.05) * centered(b) * np.exp(p - b.behavior))
 
 
-def chord(b, p, share=0.1):
+def chord(b, p, share=0.1, imitated_share=0.1):
     """(1 − m) of PPO's surrogate on own tokens, m of weighted cross-entropy on those with rewards above 0.5."""
     ratio = np.exp(p - b.behavior)
     surrogate = np.minimum(ratio * z_scores(b), np.clip(ratio, 0.8, 1.2) * z_scores(b))
     imitated = np.exp(b.policy) * (1 - np.exp(b.policy)) * p
     is_expert = (b.rewards > 0.5)[:, None]
-    return token_mean(b, np.where(is_expert, share * imitated, (1 - share) * surrogate))
+    return token_mean(b, np.where(is_expert, imitated_share * imitated, (1 - share) * surrogate))
 
 
 def effective_size(b):
@@ -627,6 +627,7 @@ OTHER_FORMS = {
     ("logit_distillation", "teacher_divergence={kind: forward_kl}"): lambda b, p: token_mean(
         b, -kl(*distributions(b, p)[::-1])
     ),
+    ("chord", "regularizer={share: 0.7}"): lambda b, p: chord(b, p, imitated_share=0.7),
     ("logit_distillation", "teacher_divergence={kind: jsd, beta: 0.1}"): lambda b, p: jensen_shannon(b, p, 0.1),
     ("score_centering", "weight={name: truncated, cap: 2.0}"): lambda b, p: score_centering(
         b, p, lambda ratio: np.minimum(ratio, 2.0)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from recjax.algorithms import advantages
 from recjax.algorithms.axes import AXES
+from recjax.algorithms.losses import BatchValues, row_terms
+from recjax.algorithms.presets import build_algorithm
 from recjax.algorithms.reading import call
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, group_mean_loop, members
 
@@ -79,6 +81,28 @@ def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
     rewards, group_ids, kept = jnp.arange(8.0), jnp.zeros(8, int), jnp.ones(8, bool)
     zero, one = (advantages.group_normalized_advantages(rewards, group_ids, kept, ddof=ddof) for ddof in (0, 1))
     chex.assert_trees_all_close(zero / one, jnp.full(8, (8 / 7) ** 0.5), rtol=1e-5)  # 6.9%
+
+
+@pytest.mark.parametrize("name", [*AXES["advantage"], "whitened rewards", "plain returns", "singletons"])
+def test_the_baseline_tells_which_equal_rewards_teach(name):
+    changes = {
+        "whitened rewards": {"name": "batch_whitened", "baseline": "none"},
+        "plain returns": {"name": "turn_returns", "baseline": "none"},
+        "singletons": {"singleton": "reward"},
+    }
+    algorithm = build_algorithm("reinforce", {"advantage": changes.get(name, {"name": name})})
+    mask, turns, rewards = jnp.ones((4, 1), bool), jnp.zeros((4, 1), int), jnp.array([1.0, 1.0, 3.0, 3.0])
+
+    def teaches(group_ids):
+        parts, weights = {"part": rewards}, {"part": jnp.ones(4)}
+        batch = BatchValues(rewards, jnp.array(group_ids), mask[:, 0], jax.random.key(0), mask)
+        batch = batch._replace(reward_parts=parts, part_weights=weights, turn_rewards=rewards[:, None])
+        return bool(np.any(row_terms(algorithm, batch._replace(token_turns=turns)).advantages))
+
+    of_groups = {None: False, "group": name == "asymmetric", "batch": True, "zero": True}
+    assert teaches([0, 0, 1, 1]) == of_groups[algorithm.baseline], "equal in each group, and different between groups"
+    alone = algorithm.baseline in ("batch", "zero") or algorithm.values_singletons
+    assert teaches([0, 1, 2, 3]) == alone
 
 
 # Those that subtract no mean, or more than the mean.

@@ -110,6 +110,19 @@ def test_diagnosis_counts_what_was_dropped_and_weighed():
     np.testing.assert_allclose([got["weight/mean"], got["weight/max"]], [weights.sum() / 15, weights.max()], rtol=1e-5)
 
 
+def test_weights_of_tokens_are_those_that_no_clip_drops():
+    mask, ratio = EXAMPLE.completion_mask, np.exp(EXAMPLE.logprobs - EXAMPLE.behavior_logprobs)
+    capped = diagnosis(EXAMPLE, "cispo")
+    expected = np.minimum(ratio[mask], 5.0)
+    np.testing.assert_allclose([capped["weight/mean"], capped["weight/max"]], [expected.mean(), expected.max()], 1e-5)
+    clipped = diagnosis(EXAMPLE, "grpo")
+    advantages = np.asarray(rows_of(build_algorithm("grpo", {}), EXAMPLE).advantages)[:, None]
+    dropped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    applied = ratio[mask & ~dropped]
+    assert (mask & dropped).any()
+    np.testing.assert_allclose([clipped["weight/mean"], clipped["weight/max"]], [applied.mean(), applied.max()], 1e-5)
+
+
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "tis", "opmd", "on_policy_distillation"])
 def test_tokens_of_probability_zero_are_counted_by_policy(preset):
     algorithm, (row, other) = build_algorithm(preset, {}), np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[:2]

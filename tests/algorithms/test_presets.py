@@ -271,6 +271,11 @@ OPTIONS = {
         {"teacher_divergence": {"coefficient": 1.0, "kind": "jsd"}},
     ),
     "teacher_divergence.teacher_divergence.top_k": (0, 1, DIVERGENCE),
+    "teacher_divergence.teacher_divergence.support": (
+        "teacher",
+        "student",
+        {"teacher_divergence": {"coefficient": 1.0, "top_k": 1}},
+    ),
     "teacher_divergence.teacher_divergence.weight": ("none", "truncated", DIVERGENCE),
     "teacher_divergence.teacher_divergence.cap": (
         2.0,

@@ -270,6 +270,27 @@ def test_divergences_and_their_gradients_by_loops(kind, beta, top_k):
     assert not np.any(teacher)
 
 
+@pytest.mark.parametrize("support", ["teacher", "student"])
+def test_the_support_says_whose_likely_tokens_are_compared(support):
+    read = SCORES if support == "student" else TEACHER
+    chosen = np.argsort(-read)[:, :3]
+
+    def joined(x):
+        probabilities = jnp.take_along_axis(jax.nn.softmax(x), chosen, -1)
+        return jnp.concatenate([probabilities, 1 - probabilities.sum(-1, keepdims=True)], -1)
+
+    def by_hand(scores):
+        q, p = joined(scores), joined(jnp.asarray(TEACHER))
+        kl = lambda a: jnp.sum(a * jnp.log(2 * a / (p + q)))  # noqa: E731
+        return (kl(p) + kl(q)) / 2
+
+    options = {"coefficient": 1.0, "kind": "jsd", "top_k": 3, "support": support}
+    own = lambda scores: teacher_divergence(scores, TEACHER, **options).sum()  # noqa: E731
+    expected, found = (jax.value_and_grad(function)(jnp.asarray(SCORES)) for function in (by_hand, own))
+    chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert (np.sort(np.argsort(-SCORES)[:, :3]) != np.sort(np.argsort(-TEACHER)[:, :3])).any()
+
+
 def test_divergences_equal_torch():
     torch = pytest.importorskip("torch")
     q, p = (torch.log_softmax(torch.tensor(x), -1) for x in (SCORES, TEACHER))

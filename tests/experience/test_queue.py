@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.config import LateConfig, ReplayConfig, TaskConfig
+from recjax.config import Config, LateConfig, ReplayConfig, TaskConfig
 from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
     ONCE,
@@ -28,7 +28,7 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
-from recjax.experience.replay import Judge
+from recjax.experience.replay import Judge, judge_of
 from tests.experience.groups import grades, ids, make_group, next_round, same_groups, ungraded
 
 
@@ -275,6 +275,30 @@ def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
         assert taken == set(first)
 
 
+def test_priorities_read_the_parts_and_turns_that_advantages_read():
+    def graded(*given):
+        group = make_group(0, (1.0,) * len(given))
+        pairs = zip(group.completions, given, strict=True)
+        return group._replace(completions=tuple(one._replace(grade=grade) for one, grade in pairs))
+
+    parts = [{"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.5, "b": 0.0, "c": 0.5}]
+    by_part = graded(*(Grade(1.0, part) for part in parts))
+    judge = Judge(part_weights={})
+    # The sums of the normalized parts are −0.19, −0.52 and 0.71.
+    np.testing.assert_allclose(judge.absolute_advantage(by_part), np.sqrt(2) / 3, rtol=1e-5)
+    assert judge.reward_spread(by_part) == 1.0 and Judge(part_weights={"a": 0, "b": 0}).reward_spread(by_part) == 0.5
+    assert Judge().absolute_advantage(by_part) == Judge().reward_spread(by_part) == 0.0
+    two = (Turn(0, 1), Turn(0, 3))
+    by_turn = graded(Grade(1.0, turns=(1.0, 0.0)), Grade(1.0, turns=(0.0, 1.0)))
+    by_turn = by_turn._replace(completions=tuple(one._replace(turns=two) for one in by_turn.completions))
+    # The returns are 1 and 1 from the first turn on, and 0 and 1 from the second.
+    assert Judge(discount=1.0).absolute_advantage(by_turn) == 0.25 and Judge(discount=1.0).reward_spread(by_turn) == 1
+    nothing = failed(by_part, (True, True, True))
+    assert [judge.absolute_advantage(nothing), judge.reward_spread(nothing), Judge().absolute_advantage(nothing)] == [
+        0
+    ] * 3
+
+
 def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them():
     parts = [Grade(1.0, {"right": 1.0, "form": 0.0}), Grade(1.0, {"right": 0.0, "form": 1.0})]
     group = make_group(0, (1.0, 1.0))
@@ -298,3 +322,40 @@ def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them(
     # A reward at the last turn only, after two turns and after one: the same without a discount.
     late = with_turns((two, ()), ((), ()))
     assert not Judge(discount=1.0).has_signal(late) and Judge(discount=0.9).has_signal(late)
+
+
+@pytest.mark.parametrize(
+    ("options", "equal", "zero", "alone"),
+    [
+        ({"preset": "grpo"}, False, False, False),
+        ({"preset": "pairwise_consistency"}, False, False, False),
+        ({"preset": "reinforce", "advantage": {"singleton": "reward"}}, False, False, True),
+        ({"preset": "reinforce_pp"}, True, True, True),
+        ({"preset": "flash_reinforce"}, True, True, True),
+        ({"preset": "reinforce", "advantage": {"name": "raw_reward"}}, True, False, True),
+        ({"preset": "logit_distillation"}, True, True, True),
+        ({"preset": "sdpo"}, False, False, False),
+        ({"preset": "reinforce", "advantage": {"name": "tests.algorithms.mine:above_median"}}, True, True, True),
+    ],
+)
+def test_the_algorithm_says_what_teaches(options, equal, zero, alone):
+    taught = {"teacher": "policy", "teacher_rate": 0.5}
+    # The template of sdpo names {better}, which groups of equal rewards lack.
+    task = {"arithmetic": {}, "teacher_template": "{better}{prompt}", "teacher_tokens": 64}
+    blocks = {"sdpo": {"model": {"decoder": {}, **taught}, "task": task}}
+    blocks["logit_distillation"] = {"model": {"decoder": {}, "teacher": "another"}}
+    plain = {"model": {"decoder": {}}, "task": {"arithmetic": {}}}
+    config = Config(output="unused", algorithm=options, **(plain | blocks.get(options["preset"], {})))
+    judge = judge_of(config, {})
+    assert judge.has_signal(make_group(0, (0.0, 1.0)))
+    found = [judge.has_signal(make_group(0, rewards)) for rewards in ((1.0, 1.0), (0.0, 0.0), (1.0,))]
+    assert found == [equal, zero, alone]
+    assert not judge.has_signal(failed(make_group(0, (1.0,)), (True,))), "nothing to train on"
+
+
+def test_imitated_completions_of_others_are_a_signal():
+    group = make_group(0, (1.0, 1.0))
+    other = group._replace(completions=(group.completions[0]._replace(policy_version=None), group.completions[1]))
+    config = Config(output="x", model={"decoder": {}}, task={"arithmetic": {}}, algorithm={"preset": "chord"})
+    assert [judge_of(config, {}).has_signal(each) for each in (group, other)] == [False, True]
+    assert not Judge().has_signal(other)

@@ -115,6 +115,15 @@ def test_missing_log_probs_are_nan_until_someone_chooses():
     assert np.isnan(batch.behavior_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
+def test_log_probs_go_to_their_own_group_where_ids_are_equal(monkeypatch):
+    known, lacking = group_of(make_row(0)), group_of(make_row(1, behavior_logprobs=None))
+    lacking = lacking._replace(id=known.id)
+    monkeypatch.setattr(sources, "score", lambda decoder, params, batch, *options: np.full((1, 3), -2.0))
+    own, filled = sources.with_logprobs([known, lacking], shape_of([known], 1), POLICY, {}, SAMPLING, 64)
+    assert own is known and filled.completions[0].id == lacking.completions[0].id
+    assert filled.completions[0].rows[0].behavior_logprobs.tolist() == [-2.0] * 3
+
+
 def stored(place, *rows):
     """The groups of a store of these rows."""
     append(place, [row._replace(tokenizer=row.tokenizer and tokenizer_name(TOKENIZER)) for row in rows])

@@ -80,6 +80,20 @@ def test_each_row_gets_the_prompt_of_its_completion(made):
     assert prompts_in(both, [GROUPS[0]._replace(completions=(ungraded, *GROUPS[0].completions[1:]))])[:2] == [None] * 2
 
 
+@pytest.mark.parametrize("truncated", ["train", "mask", "penalize"])
+def test_a_better_completion_has_the_rewards_that_count(made, truncated):
+    sampled = group("a", "1+2=", "3", ("35", 1.0), ("3", 0.5), ("4", 0.0))
+    cut = sampled.completions[0]._replace(truncated=True)
+    sampled = sampled._replace(completions=(cut, *sampled.completions[1:]))
+    found = prompts_in(made("{better};{prompt}", 9, f"task.truncated={truncated}"), [sampled])[:3]
+    shown = {
+        "train": [None, "35;1+2=", "35;1+2="],
+        "mask": [None, None, "3;1+2="],
+        "penalize": ["3;1+2=", None, "3;1+2="],  # the cut one has reward 0
+    }
+    assert found == shown[truncated]
+
+
 LATER = ["0 for 9+9= is not 18;9+9=", "1 for 9+9= is not 18;9+9=", *[None] * 6]
 
 

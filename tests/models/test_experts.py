@@ -6,9 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.special import log_softmax
 
+from recjax.algorithms.presets import build_algorithm
 from recjax.config import LoraConfig
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, score_batch
@@ -22,6 +24,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import adapted, flatten, in_compute_dtype, merged, unflatten
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
+from recjax.training.update import Recipe, UpdateContext, first_state, update
 from tests.hub.test_families import random_model, torch_scores
 from tests.rollout.padded import sample_completions
 
@@ -200,6 +203,31 @@ def test_all_layouts_replay_the_same_experts_under_newer_weights(sampled):
     for form in ({"unrolled": True}, {"remat": "full"}, {"remat": "dots"}, {"remat": "attention"}):
         one = exact._replace(decoder=exact.decoder.clone(**form))
         np.testing.assert_allclose(one.log_ratios(params, packed=True)[1], replayed, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_references_and_teachers_choose_their_own_experts(sampled, packed):
+    moved = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(jax.random.key(x.size), x.shape), sampled.params)
+    exact = sampled._replace(decoder=sampled.decoder.clone(dtype=jnp.float32))
+    layout = Layout(1, pack(sampled.batch, RowShape(12, 128))) if packed else Layout()
+    (_, own), (_, forced) = (exact.log_ratios(moved, replay=replay) for replay in (False, True))
+    policy = exact.log_ratios()[1]
+
+    def k3(anchor):
+        return np.mean(np.expm1(anchor - policy) - (anchor - policy))
+
+    changes = {"advantage": {"name": "none"}, "distillation": {"coefficient": 1.0}}
+    algorithm = build_algorithm("reinforce", {**changes, "reference_kl": {"coefficient": 1.0, "estimator": "k3"}})
+    recipe = Recipe(exact.decoder, algorithm, optax.sgd(0.0), Sampling(), 512, exact.decoder)
+    context = UpdateContext({}, jax.random.key(0), reference_params=moved, teacher_params=moved)
+    state = first_state(recipe.optimizer, jax.tree.map(jnp.copy, sampled.params))
+    _, metrics, _ = update(state, sampled.batch, layout, context, recipe=recipe)
+    assert abs(k3(own) - k3(forced)) > 0.01 * k3(own), "the weights change no expert"
+    # The loss is −Σ A log π, which has the value of the KL to the teacher times log π, and the k3.
+    np.testing.assert_allclose(metrics["teacher_kl"], np.mean(policy - own), rtol=1e-3)
+    expected = k3(own) - np.mean((own - policy) * policy)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-3)
 
 
 @pytest.mark.campaign

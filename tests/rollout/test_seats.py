@@ -27,7 +27,9 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
+from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import OpenedPolicy, sampled_rows
+from recjax.training.sampling import BatchSampler
 from tests.training.counting import CountingLearner, Grades, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
@@ -125,6 +127,27 @@ def test_each_version_of_a_frozen_seat_is_read_once(play):
 def test_weights_that_swap_within_a_batch_never_play_a_frozen_seat(play):
     _, read, engines = play("task.seats.second=7", "training.checkpoint_every=7", newer=lambda: None)
     assert read == [] and [(one.version, one.newer is None) for one in engines] == [(7, False), (7, True)]
+
+
+def test_frozen_seats_drift_as_the_sampler_did_at_their_version(make, monkeypatch):
+    monkeypatch.setattr(agents, "Engine", Weights)
+    monkeypatch.setattr(agents, "LiveEngine", Front)
+    monkeypatch.setattr(Front, "engines", [])
+    config = make(*SEATS, "rollout={drift: {weights: noise}, prompts_per_step: 4}")
+    policy = policy_alone(config, "0123456789+=!")
+    prompts = encode_problems(SUMS, policy.tokenizer, None)
+    weights = {"up": {"kernel": jnp.eye(4)}}
+    with (
+        Grading(config, load_reward(config.task.reward_name())) as grading,
+        Agents(config, policy, lambda step: weights) as opened,
+    ):
+        sampler = BatchSampler(config, policy, prompts, grading, PhaseSeconds(), opened)
+        for version in (6, 7):
+            sampler.sample(weights, version, 1)
+    at_six, at_seven, frozen = Front.engines
+    assert (at_six.version, at_seven.version, frozen.version) == (6, 7, 6)
+    kernels = [np.asarray(one.params["up"]["kernel"]) for one in (at_six, at_seven, frozen)]
+    assert (kernels[2] == kernels[0]).all() and (kernels[2] != kernels[1]).any() and (kernels[2] != np.eye(4)).any()
 
 
 def test_failures_name_the_seat_and_a_seat_that_does_not_play_leaves_its_group(play):

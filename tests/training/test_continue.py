@@ -84,6 +84,20 @@ def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(fresh.trained.optimizer_state))
 
 
+def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
+    teacher = ["model.teacher=policy", "task.teacher_template={answer}={prompt}", "task.teacher_tokens=8"]
+    teacher += ["algorithm.teacher_divergence.coefficient=0.5"]
+    _, before = trained(tiny("first", *teacher, "model.teacher_rate=0.1"))
+    _, constant = begun(continued(tiny, "constant", *teacher, "model.teacher_rate=0"))
+    (_, (adam, _, _), averaged), (_, (old, _, _), average) = (
+        state.trained.optimizer_state for state in (constant, before)
+    )
+    assert same(averaged.average, before.trained.params) and not same(average.average, before.trained.params)
+    assert same(adam.mu, old.mu)
+    _, moving = begun(continued(tiny, "moving", *teacher, "model.teacher_rate=0.2"))
+    assert same(moving.trained.optimizer_state[2].average, average.average)
+
+
 def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
     _, before = trained(tiny("first"), 4)
     second = continued(tiny, "second")

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import queue
+from recjax.experience import queue, sources
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop
+from recjax.training import sources as training_sources
 from recjax.training.prepare import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
-from tests.training.counting import Grades, count, prepared_batch
+from tests.training.counting import CountingLearner, Grades, count, prepared_batch
 from tests.training.tiny_run import TINY, train, without_times
 
 TRIVIAL = "experience.record=true"
@@ -144,6 +145,69 @@ def test_a_share_of_every_batch_is_the_experts(tiny, expert):
     assert {tuple(sorted(row["source_rows"].items())) for row in rows[1:]} == {(("expert", 3), ("policy", 12))}
     # The expert's rows have no version, and do not wait for batches that are drawn ahead.
     assert [row["staleness_rows"] for row in rows[1:]] == [{"0": 12}] + [{"1": 12}] * 6
+
+
+@pytest.mark.parametrize(
+    "waits",
+    ["regime.sync_offset=3", "experience.replay={draw_every: 2}", *slow("experience.late={shortest: 2, longest: 2}")],
+)
+def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monkeypatch, waits):
+    seen, pad, learner = [], loop.pad, CountingLearner()
+    before = []  # the only parameter before each update
+
+    def scored(groups, shape, policy, params, *options):
+        of_now = np.float32([-params["checksum"][0]] * 16)
+        return [
+            group._replace(
+                completions=tuple(
+                    sources._with_logprobs(one, of_now[: len(one.rows[0].tokens)])
+                    if one.rows[0].behavior_logprobs is None
+                    else one
+                    for one in group.completions
+                )
+            )
+            for group in groups
+        ]
+
+    def watched(groups, *arguments, **named):
+        experts = [one for group in groups for one in group.completions if one.source == "expert"]
+        seen.append({one.id: one.rows[0].behavior_logprobs[0] for one in experts})
+        return pad(groups, *arguments, **named)
+
+    def updates(trained, *arguments):
+        before.append(trained.params["checksum"][0])
+        return CountingLearner.update(learner, trained, *arguments)
+
+    monkeypatch.setattr(training_sources, "with_logprobs", scored)
+    monkeypatch.setattr(loop, "pad", watched)
+    monkeypatch.setattr(learner, "update", updates)
+    mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current", "evaluation.every=0"]
+    count(tiny("run", *mix, waits), learner)
+    first = {}
+    for checksum, values in zip(before, seen, strict=True):
+        assert values
+        for name, value in values.items():
+            assert value == -first.setdefault(name, checksum)
+    assert (len(first) < sum(map(len, seen))) == ("replay" in waits)
+
+
+@pytest.mark.parametrize("of", ["group", "batch"])
+def test_mixed_rows_of_an_initial_policy_never_make_groups_stale(tiny, expert, tmp_path, of):
+    append_columns(tmp_path / "initial", [row._replace(policy_version=0) for row in read_columns(expert)])
+    options = [f"experience.mix={{store: {tmp_path / 'initial'}, share: 0.5, of: {of}}}", "algorithm.preset=red_weight"]
+    options += ["experience.missing_logprobs=unneeded", "evaluation.every=0"]
+    replay = "experience.replay={max_staleness: 2, max_reuse: 1, keep_no_signal: true}"
+    rows = count(tiny("run", *options, replay))[1:]
+    assert all(row["source_rows"]["expert"] >= 4 for row in rows)
+    # Only the rows that the run samples have an age, so that none is too old and no batch is sampled in its place.
+    assert [row["staleness_rows"] for row in rows] == [{"0": 8}] * 7
+    assert rows[-1]["experience/drawn_batches"] == 7 and rows[-1]["experience/left_out/stale"] == 0
+
+
+def test_replay_keeps_single_completions_with_a_batch_baseline(tiny):
+    options = ["algorithm.preset=reinforce_pp", "rollout.group_size=1", "evaluation.every=0"]
+    rows = count(tiny("run", *options, "experience.replay={draw_every: 2, max_reuse: 2}"))
+    assert rows[-1]["experience/drawn_batches"] == 4 and rows[-1]["experience/left_out/no_signal"] == 0
 
 
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):

@@ -15,6 +15,7 @@ from recjax.training import loop
 from recjax.training.metrics import read_metrics
 from tests.experience.rows import append_columns, read_columns
 from tests.experience.test_feedback import give_rewards
+from tests.training.counting import count
 from tests.training.tiny_run import train, train_until_killed, without_times
 
 pytestmark = pytest.mark.slow
@@ -105,6 +106,24 @@ def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_
     give_rewards(folder, [{"id": row.id, "reward": 0.0} for row in pending])
     assert train(config)[-1]["step"] == 2
     assert [row["step"] for row in read_metrics(Path(config.output) / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_waiting_step_says_which_groups_were_left_out(tiny, sampled, tmp_path, caplog):
+    append_columns(tmp_path / "live", batch(sampled, 0, reward=1.0))
+    options = [f"experience.store={tmp_path / 'live'}", "experience.replay={max_reuse: 2}"]
+
+    def stop():
+        while "step 1 waits" not in caplog.text:
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGTERM)
+
+    waiting = threading.Thread(target=stop)
+    waiting.start()
+    with pytest.raises(loop.Preempted, match="after step 0"):
+        count(tiny("follows", *OPTIONS, *options))
+    waiting.join()
+    (line,) = [each.getMessage() for each in caplog.records if "step 1 waits" in each.getMessage()]
+    assert "0 of 4 groups are ready" in line and "experience/left_out/no_signal 4" in line
 
 
 @pytest.mark.campaign

@@ -1,15 +1,17 @@
 """Batches are packed, unasked, where that is much less work, and only there."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from recjax.config import load_config
 from recjax.experience.batch import with_teacher_prompts
-from recjax.experience.layout import Layout, choose_layout, padding_waste
+from recjax.experience.layout import Layout, padding_waste
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, DeltaNet
+from recjax.training.learner import Learner
 from recjax.training.update import recipe_of
 from tests.marks import slow
 from tests.training.test_packing import gsm8k_like, shares_tokens
@@ -17,6 +19,7 @@ from tests.training.test_update import make_batch
 from tests.training.tiny_run import TINY
 
 SMALL, TINY_DECODER = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64), DecoderConfig(32, 16, 32, 1, 2, 2, 8)
+HYBRID = dataclasses.replace(SMALL, delta=DeltaNet((True, True, True, False), 2, 4, 64, 64, 4))
 
 
 @pytest.fixture
@@ -36,9 +39,11 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
     )
 
 
-def packed(config, batch, shape=SMALL, doublings=None, **options):
-    recipe = recipe_of(config, Decoder(shape, **options))
-    layout = choose_layout(config, recipe.algorithm, recipe.decoder, batch, None, doublings)
+def packed(config, batch, shape=SMALL, doublings=None, teacher=None, **options):
+    learner = Learner()
+    learner._setup = SimpleNamespace(config=config)
+    learner._recipe = recipe_of(config, Decoder(shape, **options), teacher)
+    layout = learner.layout(batch, None, doublings)
     assert doublings in (None, layout.doublings)
     assert (layout.parts == 1) if layout.packed else layout.count == config.micro_batches(batch.shape.positions)
     return layout.packed
@@ -112,6 +117,18 @@ def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
 
 
 def test_delta_nets_get_whole_sequences(config):
-    hybrid = dataclasses.replace(SMALL, delta=DeltaNet((True, True, True, False), 2, 4, 64, 64, 4))
     uneven = with_lengths([2] * 64)
-    assert not shares_tokens(uneven, packed(config(), uneven, hybrid))
+    assert not shares_tokens(uneven, packed(config(), uneven, HYBRID))
+
+
+@pytest.mark.parametrize(
+    "teacher", [Decoder(SMALL), Decoder(HYBRID), Decoder(SMALL, attention="splash")], ids=["dense", "delta", "splash"]
+)
+def test_a_teacher_reads_shared_beginnings_or_gets_whole_sequences(config, teacher):
+    uneven = with_lengths([2] * 64)
+    reads = teacher == Decoder(SMALL)
+    assert shares_tokens(uneven, packed(config(), uneven, teacher=teacher)) == reads
+    # With rows whose prompts are their own, the row length is chosen first.
+    alone = uneven._replace(prompts=uneven.prompts.repeat(8, 0), prompt_mask=uneven.prompt_mask.repeat(8, 0))
+    alone = alone._replace(trajectories=np.arange(64), token_mask=alone.completion_mask)
+    assert shares_tokens(alone, packed(config(), alone, teacher=teacher)) == reads
