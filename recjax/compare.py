@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 
 from recjax.analysis.collect import check_metrics, metrics_of
 from recjax.analysis.compare import (
-    ACCURACY,
     differing_steps,
     final,
+    held_out_metric,
     in_words,
     minus_line,
     pair_runs,
@@ -80,7 +80,6 @@ def main(argv: list[str]) -> None:
     if len(argv) != 3 or argv[1] == argv[2]:
         raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
     first, second = argv[1:]
-    metric = FLAGS.metric
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
@@ -88,6 +87,7 @@ def main(argv: list[str]) -> None:
         for side, folder in zip(argv[1:], pair, strict=True)
     ]
     table = metrics_of(sides)
+    metric = FLAGS.metric or held_out_metric(table)
     check_metrics(table, [metric], "--metric")
     finals = final(table, metric)
     for settings, folder in sides:
@@ -124,6 +124,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("metric", ACCURACY, "Numeric metric of metrics.jsonl to compare.")
+    flags.DEFINE_string(
+        "metric",
+        None,
+        "Numeric metric of metrics.jsonl to compare; default: evaluation/accuracy, or evaluation/reward without any.",
+    )
     flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
     start(main)

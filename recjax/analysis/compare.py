@@ -15,6 +15,7 @@ from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
 
 ACCURACY = "evaluation/accuracy"
+REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict
 RESAMPLES = 9999
 # Files of a folder with the completions of evaluations. A continued run keeps the after.jsonl of the earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
@@ -148,6 +149,12 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
         if len({*map(min, values[key])}) > 1
     ]
     return pairs, words
+
+
+def held_out_metric(table: pd.DataFrame) -> str:
+    """The metric that compares runs by default: held-out accuracy, or the held-out reward if no run has an accuracy."""
+    has_values = {metric: metric in table and table[metric].notna().any() for metric in (ACCURACY, REWARD)}
+    return REWARD if has_values[REWARD] and not has_values[ACCURACY] else ACCURACY
 
 
 def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str]:

@@ -448,7 +448,8 @@ SHAPED = [  # an agent's return value, rewards of its turns, weights, and whethe
     (1.0, {}, {"score": 0.5, "turns": -0.1}, True),
     (0.8, {0: 0.1, 1: 0.1}, {"score": 0.5, "rows": -1.0}, True),
     (0.5, {}, {"score": 4.0, "length": 2.0, "turns": 3.0}, False),
-    ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, True),
+    ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, None),
+    ({"right": 1.0, "tidy": 0.0}, {0: 1.0}, {"right": 0.1, "length": -3.0}, None),
     ({"score": 0.5, "checks": 9.0}, {}, {"checks": 0.0, "length": 1.0}, False),
     ({"right": 0.8}, {0: 0.1, 1: 0.1}, {"right": 0.5}, True),
     ({"accuracy": 1.0, "tries": -0.6}, {1: -1.0}, {"accuracy": 0.0, "score": 2.0}, True),
@@ -467,8 +468,8 @@ def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
         for chosen in ({}, weights):
             task = config.task.model_copy(update={"reward_weights": chosen})
             opened = Agents(config.model_copy(update={"task": task}), policy)
-            grades = opened._grades(tried, [completion] * 2, [])
-            assert [grade.accurate for grade in grades] == [right, False]
+            grades = opened._grades(tried, [completion] * 2, {}, [])
+            assert [grade.accurate for grade in grades] == [right, None if right is None else False]
             rewards.add(grades[0].reward)
         assert len(rewards) == 2, "the weights have an effect"
 
