@@ -25,6 +25,7 @@ from recjax.analysis.compare import (
     pair_runs,
     paired_values,
     problem_differences,
+    resumed_changes,
     sign_flip_p,
 )
 from recjax.console import command, start
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
             verdict(metric_words, problems, "problems", first, second),
             "This holds for these runs; other seeds may differ.",
         )
-    for setting in changed + differing_steps(pairs.values(), metric):
+    for setting in changed + resumed_changes(pairs.values()) + differing_steps(pairs.values(), metric):
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:

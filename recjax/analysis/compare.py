@@ -1,5 +1,6 @@
 """Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from pandas.api.typing import SeriesGroupBy
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import starts
 
 ACCURACY = "evaluation/accuracy"
 REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict
@@ -170,6 +172,33 @@ def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str
     sides = zip(*(pair for pair in latest if pair[0] != pair[1]), strict=True)
     words = [", ".join(map(str, sorted({*side}))) for side in sides]
     return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
+
+
+def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
+    """Settings that the runs of a pair did not change alike when they resumed, with all their values, in words."""
+    words = []
+    for pair in pairs:
+        earlier = [_earlier_values(folder) for folder in pair]
+        files = [folder / "config.yaml" for folder in pair]
+        settings = [flatten_dict(read_yaml_file(path) if path.is_file() else {}, sep=".") for path in files]
+        for key in sorted(earlier[0].keys() | earlier[1].keys()):
+            histories = [
+                ", ".join([*values.get(key, ()), str(last.get(key))])
+                for values, last in zip(earlier, settings, strict=True)
+            ]
+            if earlier[0].get(key) != earlier[1].get(key):
+                words.append(f"{key} = {' and '.join(histories)}")
+    return list(dict.fromkeys(words))
+
+
+def _earlier_values(folder: Path) -> dict[str, list[str]]:
+    """The values of settings before a run resumed with others, each with its last step, by key."""
+    values: dict[str, list[str]] = {}
+    for entry in starts(folder):
+        changed = entry.get("changed") or {}
+        for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed.get("settings", "")):
+            values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
+    return values
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:
