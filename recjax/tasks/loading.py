@@ -23,8 +23,9 @@ from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.grading.custom import Answered, known_parts, needs_answers, with_columns
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.reward import (
+    LENGTH,
+    OVERLONG,
     ROWS,
-    SHAPING,
     TURNS,
     MixedReward,
     Reward,
@@ -119,7 +120,7 @@ def _check_parts(config: Config, name: str, reward: Reward, problems: Sequence[P
         parts = known_parts(reward, Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
     else:
         return
-    check_parts(reward.name, reward.weights, [*parts, *SHAPING])
+    check_parts(reward.name, weights, [*parts, LENGTH, OVERLONG])
     verdict_of(f"the reward {reward.name}", parts, task, reader)
 
 

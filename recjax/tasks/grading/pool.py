@@ -136,7 +136,7 @@ class Grading:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
         if task.reward or not self._config.task.agent:  # otherwise weights may belong to rewards that agents return
-            check_parts(reward.name, reward.weights, [*parts, TURNS, ROWS])
+            check_parts(reward.name, [name for name in reward.weights if name not in (TURNS, ROWS)], parts)
         rewards = sum(weights.get(name, 1.0) * np.nan_to_num(values) for name, values in parts.items())
         rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
         if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():

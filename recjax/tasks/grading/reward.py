@@ -298,8 +298,8 @@ def verdict_of(
     return accurate
 
 
-def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
-    """Refuses weights for parts that the reward `name` does not have."""
+def check_parts(name: str, weights: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses weights, by the names of their parts, for parts that the reward `name` does not have."""
     for part_name in weights:
         if part_name not in known:
             parts = ", ".join(known)
