@@ -462,6 +462,13 @@ def test_keys_that_read_accuracy_refuse_rewards_without_verdict(block):
     scores_of(custom(verdict_and_style), ["5"], config)
 
 
+@pytest.mark.parametrize("name", ["gsm8k", HERE + "has_5"])
+def test_counts_weigh_nothing_in_every_reward(name):
+    weights = load_reward(name).weights
+    assert weights["length"] == weights["turns"] == weights["rows"] == 0
+    assert load_reward(name, {"length": 2.0}).weights["length"] == 2
+
+
 def own_length(prompts, completions, answers):
     return {"accuracy": [1.0] * len(completions), "length": [-0.2] * len(completions)}
 
