@@ -178,27 +178,20 @@ def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
     """Settings that the runs of a pair did not change alike when they resumed, with all their values, in words."""
     words = []
     for pair in pairs:
-        earlier = [_earlier_values(folder) for folder in pair]
-        files = [folder / "config.yaml" for folder in pair]
-        settings = [flatten_dict(read_yaml_file(path) if path.is_file() else {}, sep=".") for path in files]
-        for key in sorted(earlier[0].keys() | earlier[1].keys()):
-            histories = [
-                ", ".join([*values.get(key, ()), str(last.get(key))])
-                for values, last in zip(earlier, settings, strict=True)
-            ]
+        earlier: list[dict[str, list[str]]] = [{}, {}]
+        latest = []
+        for folder, values in zip(pair, earlier, strict=True):
+            config = folder / "config.yaml"
+            latest.append(flatten_dict(read_yaml_file(config) if config.is_file() else {}, sep="."))
+            for changed in filter(None, (entry.get("changed") for entry in starts(folder))):
+                for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed["settings"]):
+                    values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
+        for key in sorted({*earlier[0], *earlier[1]}):
             if earlier[0].get(key) != earlier[1].get(key):
-                words.append(f"{key} = {' and '.join(histories)}")
+                sides = zip(earlier, latest, strict=True)
+                first, second = (", ".join([*values.get(key, ()), str(now.get(key))]) for values, now in sides)
+                words.append(f"{key} = {first} and {second}")
     return list(dict.fromkeys(words))
-
-
-def _earlier_values(folder: Path) -> dict[str, list[str]]:
-    """The values of settings before a run resumed with others, each with its last step, by key."""
-    values: dict[str, list[str]] = {}
-    for entry in starts(folder):
-        changed = entry.get("changed") or {}
-        for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed.get("settings", "")):
-            values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
-    return values
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:

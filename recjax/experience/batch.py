@@ -407,7 +407,7 @@ def with_teacher_prompts(batch: Batch, rows: Sequence[int], prompts: Sequence[np
     return batch._replace(teacher_prompts=tokens, teacher_prompt_mask=mask)
 
 
-def check_parts(groups: Iterable[Group], weights: Mapping[str, float]) -> None:
+def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) -> None:
     """Refuses completions of which an algorithm that reads reward parts would learn nothing, despite their reward.
 
     Args:

@@ -20,7 +20,7 @@ from recjax.config.fields import value_of
 from recjax.console import under_way
 from recjax.experience.batch import (
     Batch,
-    check_parts,
+    check_graded_parts,
     minibatch_rows,
     pad,
     to_learn_from,
@@ -207,7 +207,7 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     reads_turns = run.algorithm.reads("turn_rewards", "token_turns")
     turns = run.config.task.agent_turns if reads_turns else None
     if run.part_weights is not None:
-        check_parts(map(run.settings.judge.seen, groups), run.part_weights)
+        check_graded_parts(map(run.settings.judge.seen, groups), run.part_weights)
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
     batch = with_top_tokens(batch, run.config.rollout.recorded_top_k if run.algorithm.score_centering else 0)
     return batch if run.teacher_prompts is None else run.teacher_prompts(batch, groups)

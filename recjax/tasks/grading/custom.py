@@ -307,17 +307,13 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
             time.sleep(wait)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes):  # a text of digits would be a list of rewards
-        raise TypeError("a text is no number")
-    return float(value)
-
-
 def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
     name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
     try:
         values = list(values)
-        numbers = [math.nan if value is None else _number(value) for value in values]
+        if any(isinstance(value, str | bytes) for value in values):  # a text of digits would be a list of rewards
+            raise TypeError("a text is no number")
+        numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} returned {values!r:.200}: {error}; return a number or None per completion") from error
     if len(numbers) != len(rows):

@@ -146,22 +146,18 @@ class Grading:
                 f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so lower task.reward_weights"
             )
-        accurate = np.zeros(len(rows))
-        if (failures == 0).any():  # otherwise the names of the parts may not be known
-            accurate = self._accurate(reward, parts, task_name)
+        if (failures > 0).all():  # the names of the parts may not be known
+            accurate = np.zeros(len(rows))
+        elif self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
+            accurate = is_accurate(parts, None, task.success, task.verdict)
+        else:
+            accurate = verdict_of(f"the reward {reward.name}", parts, task, self._config.verdict_reader(task_name))
         if accurate is None or task_name in self._without_verdict:
             self._without_verdict.add(task_name)
             accurate = np.full(len(rows), np.nan)
         accurate = np.where(np.isnan(accurate) | (failures == 0), accurate, 0.0)
         parts = {name: values.astype(np.float32) for name, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, accurate.astype(np.float32), failures)
-
-    def _accurate(self, reward: Reward, parts: dict[str, np.ndarray], task_name: str) -> np.ndarray | None:
-        """Which completions are accurate; None without a verdict."""
-        task = self._config.task.of(task_name)
-        if self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
-            return is_accurate(parts, None, task.success, task.verdict)
-        return verdict_of(f"the reward {reward.name}", parts, task, self._config.verdict_reader(task_name))
 
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row from a user's function, and each row's failure."""
