@@ -100,7 +100,7 @@ def evaluate(
         return folder, {}
     with whole_file(folder / "samples.parquet") as file:
         rows.to_parquet(file, index=False, compression="zstd")
-    warn_of_ungraded(rows["ungraded"])
+    warn_of_ungraded(rows["ungraded"], config.task.agent is not None)
     groups = len(prompts.texts) * len(config.task.trained_seats)
     numbers = {"model": evaluated.name, "task": label} | results(rows, groups)
     if "task" in rows:

@@ -87,16 +87,17 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     A metric is the mean of a number over problems; length quantiles are over all completions. With `task.seats`, each
     pair of a problem and a seat counts as a problem, with the completions in which the seat played. pass@k and
     majority@k are means over the problems with at least k completions; if some have fewer, `problems` has their number.
-    Intervals are percentile bootstraps over problems, and None for a single problem. Metrics of right answers cover the
-    problems whose completions have a verdict, and are missing without such a problem.
+    Intervals are percentile bootstraps over problems, and None for a single problem. If a completion has no verdict,
+    metrics of right answers are missing.
 
     Args:
         rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate (None: no verdict),
             truncated, tokens; the rows of a problem are consecutive.
         groups: number of problems, including those without completions, which `unplayed` counts; None: all have some.
     """
-    accurate_rows = rows["accurate"].astype(float)
-    rows = rows.assign(accurate=accurate_rows, right_and_ended=accurate_rows * ~rows["truncated"].astype(bool))
+    has_verdicts = bool(rows["accurate"].notna().all())
+    is_right = rows["accurate"].eq(True)
+    rows = rows.assign(accurate=is_right, right_and_ended=is_right & ~rows["truncated"].astype(bool))
     starts = np.flatnonzero(np.diff(rows["problem"])) + 1
 
     def by_problem(column: str) -> list[np.ndarray]:
@@ -118,16 +119,14 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     lengths = np.full((problems, samples), np.nan)
     lengths[np.arange(samples) < counts[:, None]] = rows["tokens"]
     votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
-    is_judged = np.array([not np.isnan(each).any() for each in accurate])
-    majority = [majority_at_k(vote, (each > 0).tolist()) for vote, each in zip(votes, accurate, strict=True)]
-    right = [int(np.nansum(each)) for each in accurate]
+    majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
+    right = [int(each.sum()) for each in accurate]
     # In a mixture, the rewards of different tasks have different parts.
     parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
-    problems_by_k = {k: np.flatnonzero((counts >= k) & is_judged) for k in sizes(samples)}
-    problems_by_k = {k: indices for k, indices in problems_by_k.items() if len(indices)}
-    verdicts = {"accuracy": "accurate", "right_and_ended": "right_and_ended"} if is_judged.any() else {}
+    problems_by_k = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
     values = {
-        **{name: known_means(column) for name, column in verdicts.items()},
+        "accuracy": known_means("accurate"),
+        "right_and_ended": known_means("right_and_ended"),
         **{
             f"pass@{k}": np.array([pass_at_k(right[i], int(counts[i]), k) for i in indices])
             for k, indices in problems_by_k.items()
@@ -137,6 +136,9 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         "truncated": known_means("truncated"),
         "completion_length": known_means("tokens"),
     }
+    if not has_verdicts:
+        of_answers = re.compile(r"accuracy|right_and_ended|(pass|majority)@\d+")
+        values = {name: numbers for name, numbers in values.items() if not of_answers.fullmatch(name)}
     metrics = {
         name: _with_interval(numbers) | ({"problems": len(numbers)} if "@" in name and len(numbers) < problems else {})
         for name, numbers in values.items()
@@ -154,17 +156,14 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     # "Level 10" comes after "Level 9".
     labels = {label for label in difficulty if not pd.isna(label)}
     labels = sorted(labels, key=lambda label: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", label)])
-    accuracies = np.array([each.mean() for each in accurate])
-    parts = {label: accuracies[(difficulty == label) & is_judged] for label in labels}
+    parts = {label: values["accuracy"][difficulty == label] for label in labels} if has_verdicts else {}
     constant, count = Counter(answers[0] for answers in by_problem("answer")).most_common(1)[0]
     return {
         "problems": problems,
         "samples": samples,
         "unplayed": (groups or problems) - problems,
         "metrics": metrics,
-        "difficulty": {
-            label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items() if len(each)
-        },
+        "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
 

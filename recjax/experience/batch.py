@@ -1,5 +1,6 @@
 """The batch that an update trains on: rows of any lengths, padded to arrays of one shape."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -413,17 +414,28 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
     Args:
         weights: weights by part name, with default 1.
     Raises:
-        ValueError: a completion with a reward has no part with a weight.
+        ValueError: a completion with a reward has no part with a weight, or no such part is common to the sources of a
+            group, which the algorithm would not compare.
     """
     for group in groups:
+        names: dict[str, set[str]] = {}
         for completion in group.completions:
-            parts = completion.grade.reward_parts or {}
-            if completion.rows and not any(weights.get(name, 1.0) for name in parts):
+            parts = [name for name in completion.grade.reward_parts or {} if weights.get(name, 1.0)]
+            names.setdefault(completion.source, set()).update(parts)
+            if completion.rows and not parts:
                 raise ValueError(
                     f"completion {completion.id!r} of source {completion.source!r} has the reward"
                     f" {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
                     f" {completion.grade.reward_parts}), and the algorithm reads only parts; give it reward_parts, or"
                     " use another algorithm.advantage"
+                )
+        for one, other in itertools.combinations(names, 2):
+            if names[one] and names[other] and not names[one] & names[other]:
+                raise ValueError(
+                    f"group {group.id!r}: its sources {one!r} and {other!r} have no reward part in common"
+                    f" ({', '.join(sorted(names[one]))}; {', '.join(sorted(names[other]))}), and the algorithm compares"
+                    " only parts; give the parts equal names, set experience.regrade, or use another"
+                    " algorithm.advantage"
                 )
 
 

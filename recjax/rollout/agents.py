@@ -32,7 +32,17 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, SCORE, SHAPING, TURNS, part_weights, verdict_of
+from recjax.tasks.grading.reward import (
+    LENGTH,
+    MOST_REWARD,
+    ROWS,
+    SCORE,
+    SHAPING,
+    TURNS,
+    is_accurate,
+    part_weights,
+    verdict_of,
+)
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -319,7 +329,11 @@ class Agents(contextlib.AbstractContextManager):
                     has_one = len(returned) == 1 or task.verdict == SCORE
                     parts = {LENGTH: parts[LENGTH], **returned, **(total if has_one else {})}
                 reader = self._config.verdict_reader(task_name or "")
-                grade = grade._replace(accurate=verdict_of("the agent's reward", parts, task, reader))
+                if self._config.task.seats:  # the verdict may be a part of another seat
+                    accurate = is_accurate(parts, None, task.success, task.verdict)
+                else:
+                    accurate = verdict_of("the agent's reward", parts, task, reader)
+                grade = grade._replace(accurate=accurate)
             if grade.accurate is None:
                 self._without_verdict.add(task_name)
             grades.append(grade)

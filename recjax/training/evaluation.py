@@ -28,7 +28,7 @@ from recjax.models.sampling import NOTHING_RECORDED
 from recjax.models.trainable import fingerprint
 from recjax.rollout.agents import AGENT_FAILURES, MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit
-from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.pool import FAILURES, NO_REWARD, Grading
 from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
@@ -147,28 +147,33 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
     ]
 
 
-def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
-    """Logs how many completions could not be graded and so count as wrong, if there are any."""
+def warn_of_ungraded(reasons: Iterable[str | None], by_agents: bool) -> None:
+    """Logs how many completions could not be graded and so count as wrong, with remedies, if there are any.
+
+    Args:
+        by_agents: True if agents made the completions; a reason that agents and graders share is then the agents'.
+    """
     reasons = list(reasons)
     failures = Counter(reason for reason in reasons if isinstance(reason, str))
-    if failures:
-        counts = ", ".join(f"{reason} {count}" for reason, count in failures.items())
-        remedies = [AGENT_FAILURES[reason] for reason in failures if reason in AGENT_FAILURES]
-        if {"timeout", "too_long"} & (failures.keys() - {*AGENT_FAILURES}):
-            remedies.append("see grading.seconds and grading.max_characters")
-        logger.warning(
-            "%d of %d held-out completions could not be graded and count as wrong: %s%s",
-            failures.total(),
-            len(reasons),
-            counts,
-            "; ".join(["", *remedies]),
-        )
+    if not failures:
+        return
+    of_agents = [reason for reason in failures if by_agents and reason in AGENT_FAILURES]
+    remedies = [AGENT_FAILURES[reason] for reason in of_agents]
+    if failures.keys() - {*of_agents, FAILURES[NO_REWARD]}:
+        remedies.append("see grading.seconds and grading.max_characters")
+    logger.warning(
+        "%d of %d held-out completions could not be graded and count as wrong: %s%s",
+        failures.total(),
+        len(reasons),
+        ", ".join(f"{reason} {count}" for reason, count in failures.items()),
+        "".join(f"; {remedy}" for remedy in remedies),
+    )
 
 
 class Evaluation(NamedTuple):
     """Share of accurate completions, mean reward, KL(π ‖ π_0) in nats per token, and one row per completion.
 
-    The share is None if no part of the reward says which completions are accurate.
+    The share is None if a completion has no verdict.
     Share and reward are means over problems; with `task.seats`, over pairs of a problem and a seat that plays.
     The KL to the initial policy π_0 is the mean of log π − log π_0 over sampled tokens; None if it was not requested.
     """
@@ -223,9 +228,9 @@ def evaluate_policy(
             divergence += float((batch.behavior_logprobs - initial)[mask].sum())
             tokens += int(mask.sum())
         samples += sample_rows(done)
-    warn_of_ungraded(sample["ungraded"] for sample in samples)
+    warn_of_ungraded((sample["ungraded"] for sample in samples), agents is not None)
     accuracy, reward = (mean_over_problems(pd.DataFrame(samples), column) for column in ("accurate", "reward"))
-    if all(sample["accurate"] is None for sample in samples):
+    if any(sample["accurate"] is None for sample in samples):
         accuracy = None
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, reward, initial_kl, samples)

@@ -241,7 +241,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         learned: batch as the update gets it, from which the mean reward is computed.
         has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
-        Means over rows; the mean of a reward part covers the rows that have it, and `accuracy` the rows with a
+        Means over rows; the mean of a reward part covers the rows that have it. `accuracy` is missing if a row has no
         verdict. `frac_reward_zero_std`, TRL's name, is the share of groups with equal rewards, and is missing without
         groups of several completions. `staleness` covers rows with a policy version and is missing without such rows;
         `staleness_rows` counts rows by staleness.
@@ -260,13 +260,13 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     np.minimum.at(lowest, group_of, learned.rewards[compared])
     np.maximum.at(highest, group_of, learned.rewards[compared])
     are_equal = (lowest == highest)[sizes > 1]
-    judged = real & ~np.isnan(batch.accurate)
-    verdicts = {"accuracy": batch.accurate, "right_and_ended": batch.accurate * ~batch.truncated}
+    verdicts = {"accuracy": batch.accurate[real], "right_and_ended": (batch.accurate * ~batch.truncated)[real]}
+    has_verdicts = not np.isnan(batch.accurate[real]).any()
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{name}": float(np.nanmean(values[real])) for name, values in batch.reward_parts.items()},
         **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal.size else {}),
-        **{name: float(values[judged].mean(dtype=float)) for name, values in verdicts.items() if judged.any()},
+        **{name: float(values.mean(dtype=float)) for name, values in verdicts.items() if has_verdicts},
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
@@ -278,6 +278,8 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
 def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
     """The mean accuracy and reward of each task of a mixture, and of each seat of agents.
 
+    A name has no accuracy if a completion has no verdict, and no reward if no completion has one.
+
     Args:
         rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy and its reward, or None.
     """
@@ -286,11 +288,12 @@ def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | No
         for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
             by_name[name].append((accurate, reward))
     columns = {task: np.array(by_name[task], float).T for task in sorted(by_name)}
+    known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
     return {
-        f"{measure}/{task}": float(np.nanmean(columns[task][row]))
-        for row, measure in enumerate(("accuracy", "reward"))
-        for task in columns
-        if not np.isnan(columns[task][row]).all()
+        **{
+            f"accuracy/{task}": float(right.mean()) for task, (right, _) in columns.items() if not np.isnan(right).any()
+        },
+        **{f"reward/{task}": float(rewards.mean()) for task, rewards in known.items() if len(rewards)},
     }
 
 

@@ -102,9 +102,7 @@ def test_metrics_without_verdicts_are_those_of_rewards():
     assert not [name for name in found["metrics"] if "@" in name or name in ("accuracy", "right_and_ended")]
     assert found["metrics"]["reward"]["value"] == 3 / 8 and found["difficulty"] == {}
     mixed = results(rows.assign(accurate=rows["accurate"].where(rows["problem"] == 1, None)))
-    values = {name: estimate["value"] for name, estimate in mixed["metrics"].items()}
-    assert values["accuracy"] == values["pass@1"] == values["majority@1"] == 1 / 4
-    assert list(mixed["difficulty"]) == ["hard"] and mixed["metrics"]["pass@1"]["problems"] == 1
+    assert mixed == found, "an accuracy of some problems would be another number"
 
 
 def test_metrics_of_a_small_table_checked_by_hand():

@@ -37,7 +37,7 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.evaluation import evaluate_policy
+from recjax.training.evaluation import evaluate_policy, warn_of_ungraded
 from tests.experience.groups import same_groups
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -473,6 +473,18 @@ def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
             assert [grade.accurate for grade in grades] == [right, None if right is None else False]
             rewards.add(grades[0].reward)
         assert len(rewards) == 2, "the weights have an effect"
+
+
+def test_an_evaluation_names_the_remedies_of_its_failures(caplog):
+    for reasons, by_agents, words in (
+        (["raised", None, "timeout"], True, "raised 1, timeout 1; correct the agent; raise task.agent_seconds, or"),
+        (["timeout", "no_reward"], False, "timeout 1, no_reward 1; see grading.seconds and grading.max_characters"),
+        (["no_reward"], False, "count as wrong: no_reward 1"),
+    ):
+        caplog.clear()
+        warn_of_ungraded(reasons, by_agents)
+        assert words in caplog.text and ("grading.seconds" in caplog.text) == ("see grading.seconds" in words)
+    warn_of_ungraded([None], True)
 
 
 def test_weights_of_agents_are_those_of_their_task(made):

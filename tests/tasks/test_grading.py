@@ -440,6 +440,16 @@ def test_a_warning_says_how_to_name_the_verdict(caplog):
 WITH_VERDICT = CONFIG.model_copy(update={"task": TaskConfig(verdict="right")})
 
 
+def only_one_part(prompts, completions, answers):
+    return {"sums": [1.0 if text == "5" else None for text in completions],
+            "others": [1.0 if text != "5" else None for text in completions]}  # fmt: skip
+
+
+def test_a_failed_completion_takes_no_verdict_from_others():
+    scores = scores_of(load_reward("python:own", function=only_one_part), ["5", "6", "x" * 5_001], PATIENT)
+    assert scores.accurate.tolist() == [True, True, False]
+
+
 def test_several_parts_have_the_verdict_that_the_config_names():
     assert np.isnan(scores_of(custom(right_and_polite), ["5", "6"]).accurate).all()
     assert scores_of(custom(right_and_polite), ["5", "6"], WITH_VERDICT).accurate.tolist() == [True, False]

@@ -131,6 +131,9 @@ def test_completions_with_a_reward_and_no_parts_are_refused():
         last = completions[1]._replace(grade=Grade(5.0, parts))
         with pytest.raises(ValueError, match="completion 'row 11' of source .* has the reward 5 and no reward part"):
             check_graded_parts([group._replace(completions=(completions[0], last))], {"turns": 0.0})
+    other = completions[1]._replace(grade=Grade(5.0, {"score": 5.0, "turns": 2.0}), source="other")
+    with pytest.raises(ValueError, match="'other' have no reward part in common .right; score"):
+        check_graded_parts([group._replace(completions=(completions[0], other))], {"turns": 0.0})
 
 
 def test_penalized_rows_get_the_reward_and_lose_their_own():

@@ -117,8 +117,8 @@ def test_rows_without_a_verdict_have_no_accuracy():
     assert not {"accuracy", "right_and_ended"} & metrics.keys() and "reward" in metrics
     place = np.argmax(rows)
     known = unknown._replace(accurate=np.where(np.arange(len(rows)) == place, np.float32(1), unknown.accurate))
-    assert batch_metrics(1, known, known)["accuracy"] == 1
-    graded = [({"task": "a"}, None, 0.5), ({"task": "a"}, None, 1.0), ({"task": "b"}, True, None)]
+    assert "accuracy" not in batch_metrics(1, known, known), "that of one row is no mean over the batch"
+    graded = [({"task": "a"}, None, 0.5), ({"task": "a"}, True, 1.0), ({"task": "b"}, True, None)]
     assert task_metrics(graded) == {"reward/a": 0.75, "accuracy/b": 1.0}
     ((_, warning),) = warnings(*[SILENT | {"accuracy": None}] * 3)
     assert "accuracy =" not in warning and "reward = 0.4)" in warning

@@ -35,8 +35,8 @@ NO_REWARD = FAILURES.index("no_reward")
 class Scores(NamedTuple):
     """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    A part that a completion does not have is NaN. `accurate` is 1 or 0, or NaN without a
-    verdict. `failures` holds indices into FAILURES; a completion with a failure
+    A part that a completion does not have is NaN. `accurate` is 1 or 0, or NaN if no part of the reward is a verdict.
+    `failures` holds indices into FAILURES; a completion with a failure
     is not accurate. With a user's function, no_reward has the reward NaN, exceptions stop the run, and only a function
     in worker processes has the failures timeout, crash and too_long.
     """
@@ -146,18 +146,22 @@ class Grading:
                 f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so lower task.reward_weights"
             )
-        if (failures > 0).all():  # the names of the parts may not be known
-            accurate = np.zeros(len(rows))
-        elif self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
-            accurate = is_accurate(parts, None, task.success, task.verdict)
-        else:
-            accurate = verdict_of(f"the reward {reward.name}", parts, task, self._config.verdict_reader(task_name))
-        if accurate is None or task_name in self._without_verdict:
-            self._without_verdict.add(task_name)
-            accurate = np.full(len(rows), np.nan)
-        accurate = np.where(np.isnan(accurate) | (failures == 0), accurate, 0.0)
+        accurate = np.zeros(len(rows), np.float32)
+        is_graded = failures == 0
+        if is_graded.any():  # otherwise the names of the parts may not be known
+            graded = {name: values[is_graded] for name, values in parts.items()}
+            if self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
+                right = is_accurate(graded, None, task.success, task.verdict)
+            else:
+                right = verdict_of(f"the reward {reward.name}", graded, task, self._config.verdict_reader(task_name))
+            if right is None:
+                self._without_verdict.add(task_name)
+            else:
+                accurate[is_graded] = right
+        if task_name in self._without_verdict:
+            accurate[:] = np.nan
         parts = {name: values.astype(np.float32) for name, values in parts.items()}
-        return Scores(rewards.astype(np.float32), parts, accurate.astype(np.float32), failures)
+        return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
     def _custom(self, reward: Reward, rows: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row from a user's function, and each row's failure."""

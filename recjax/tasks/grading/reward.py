@@ -286,8 +286,9 @@ def verdict_of(
     Raises:
         ValueError: `task.verdict` is no part, or there is no verdict and a key reads it.
     """
-    listed = f"{name} has the parts {', '.join(part for part in parts if part not in SHAPING)}"
-    if task.verdict is not None and task.verdict not in parts:
+    names = [part for part in parts if part not in SHAPING]
+    listed = f"{name} has the parts {', '.join(names)}"
+    if task.verdict is not None and task.verdict not in names:
         raise ValueError(f"task.verdict = {task.verdict!r}: {listed}; name one of them")
     accurate = is_accurate(parts, None, task.success, task.verdict)
     if accurate is None and read_by:
