@@ -17,14 +17,15 @@ from matplotlib.axes import Axes
 
 from recjax.analysis.collect import check_metrics, metrics_of
 from recjax.analysis.compare import (
-    ACCURACY,
     differing_steps,
     final,
+    held_out_metric,
     in_words,
     minus_line,
     pair_runs,
     paired_values,
     problem_differences,
+    resumed_changes,
     sign_flip_p,
 )
 from recjax.console import command, start
@@ -80,7 +81,6 @@ def main(argv: list[str]) -> None:
     if len(argv) != 3 or argv[1] == argv[2]:
         raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
     first, second = argv[1:]
-    metric = FLAGS.metric
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     sides = [
         ({"side": side, "pair": label}, folder)
@@ -88,6 +88,7 @@ def main(argv: list[str]) -> None:
         for side, folder in zip(argv[1:], pair, strict=True)
     ]
     table = metrics_of(sides)
+    metric = FLAGS.metric or held_out_metric(table)
     check_metrics(table, [metric], "--metric")
     finals = final(table, metric)
     for settings, folder in sides:
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
             verdict(metric_words, problems, "problems", first, second),
             "This holds for these runs; other seeds may differ.",
         )
-    for setting in changed + differing_steps(pairs.values(), metric):
+    for setting in changed + resumed_changes(pairs.values()) + differing_steps(pairs.values(), metric):
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:
@@ -124,6 +125,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("metric", ACCURACY, "Numeric metric of metrics.jsonl to compare.")
+    flags.DEFINE_string(
+        "metric",
+        None,
+        "Numeric metric of metrics.jsonl to compare; default: evaluation/accuracy, or evaluation/reward without any.",
+    )
     flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
     start(main)

@@ -100,7 +100,7 @@ def evaluate(
         return folder, {}
     with whole_file(folder / "samples.parquet") as file:
         rows.to_parquet(file, index=False, compression="zstd")
-    warn_of_ungraded(rows["ungraded"])
+    warn_of_ungraded(rows["ungraded"], config.task.agent is not None)
     groups = len(prompts.texts) * len(config.task.trained_seats)
     numbers = {"model": evaluated.name, "task": label} | results(rows, groups)
     if "task" in rows:
@@ -178,7 +178,9 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
 def show_results(numbers: dict[str, Any]) -> None:
     """Prints every metric with its interval, accuracy by difficulty, and the accuracy of the best constant answer."""
 
-    def cells(estimate: dict) -> tuple[str, str]:
+    def cells(estimate: dict | None) -> tuple[str, str]:
+        if estimate is None:
+            return "–", ""
         interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
         return f"{estimate['value']:.3f}", interval
 
@@ -197,7 +199,7 @@ def show_results(numbers: dict[str, Any]) -> None:
     if numbers.get("tasks"):
         table = Table("task", "problems", "accuracy", "95 % interval", "reward", "95 % interval")
         for name, of_task in numbers["tasks"].items():
-            estimates = (of_task["metrics"][metric] for metric in ("accuracy", "reward"))
+            estimates = (of_task["metrics"].get(metric) for metric in ("accuracy", "reward"))
             table.add_row(name, str(of_task["problems"]), *(cell for estimate in estimates for cell in cells(estimate)))
         console.print(table)
     constant = numbers["constant_answer"]

@@ -16,12 +16,12 @@ from absl import flags
 from rich.table import Table
 
 from recjax.analysis.collect import axes_of, check_metrics, collect, read_folders, read_runs, without_other_metrics
-from recjax.analysis.compare import estimate, final, in_words, minus_line, paired_values
+from recjax.analysis.compare import estimate, final, held_out_metric, in_words, minus_line, paired_values
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.console import command, plain_console, start
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
-from recjax.plots.style import save_figure
+from recjax.plots.style import LABELS, save_figure
 
 FLAGS = flags.FLAGS
 
@@ -100,9 +100,10 @@ def main(argv: list[str]) -> None:
     if partial:
         print(f"not finished, compared at the steps that they have: {', '.join(partial)}")
 
-    finals = final(table)
+    measure = held_out_metric(table)
+    finals = final(table, measure)
     title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"
-    rows = Table(*axes, "runs", "held-out accuracy", f"minus {against}, paired", title=title)
+    rows = Table(*axes, "runs", LABELS[measure].replace("\n(share)", ""), f"minus {against}, paired", title=title)
     for settings, values in finals.groupby(axes, sort=False):
         chosen = dict(zip(axes, settings, strict=True))
         where = {axis: [value] for axis, value in chosen.items() if axis != lines}

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
 
 def show_result(result: "recjax.api.Result") -> None:
-    """Prints accuracy, and completions of a few problems, before and after training, and the costs."""
+    """Prints accuracy (or the reward), and completions of a few problems, before and after training, and the costs."""
     from rich.table import Table  # not at module level: --help needs no tables
     from rich.text import Text
 
@@ -72,7 +72,10 @@ def show_result(result: "recjax.api.Result") -> None:
     output = result.folder
     summary = result.summary
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
-    table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
+    has_accuracy = summary["accuracy_before"] is not None or summary["accuracy_after"] is not None
+    measure = "accuracy" if has_accuracy else "reward"
+    numbers = [_shown(summary.get(f"{measure}_{when}")) for when in ("before", "after")]
+    table.add_row(f"held-out {measure}", *numbers)
     try:
         before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
     except ValueError as error:

@@ -417,6 +417,13 @@ CASES = [
         ["algorithm.preset=gdpo", "task.truncated=penalize"],
         "task.truncated = 'penalize': replaces rewards, but this algorithm's advantage reads the rewards' parts",
     ),
+    (
+        [*AGENT, "algorithm.preset=gdpo", "task.agent_failure_reward=-1"],
+        "task.agent_failure_reward = -1.0: has no effect",
+        "reads the rewards' parts, which a failed agent has not",
+    ),
+    ("task.reward_weights={turns: -1}", "task.reward_weights", "weighs the part 'turns'", "only with task.agent"),
+    ("task.reward_weights={overlong: 2}", "weighs the part 'overlong'", "only with task.overlong_tokens"),
 ]
 
 

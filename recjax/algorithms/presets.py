@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -190,7 +190,8 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         if options or is_users:
             # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
-            _check_by_tracing(axis, block, Algorithm(**{field: chosen[field]}, **reader), is_users)
+            traced = _with_checked_result(axis, chosen[field]) if is_users else chosen[field]
+            _check_by_tracing(axis, block, Algorithm(**{field: traced}, **reader), is_users)
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, overrides)
     return algorithm
@@ -209,6 +210,44 @@ def _check_by_tracing(axis: str, block: Mapping[str, Any], algorithm: Algorithm,
             f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"
             f" {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
+
+
+@functools.cache  # so that a function is traced once
+def _with_checked_result(axis: str, function: Callable) -> Callable:
+    """A user's function of an axis, for `_trace`, that checks the shape and the kind of its own result."""
+    users = base(function)
+    is_mask = axis in ("selection", "clip", "mask")
+    of_batch = is_of_whole_batch(function)
+    if axis == "selection":
+        shapes = ["[batch]"]
+    elif axis == "advantage" or (axis == "weight" and of_batch):
+        shapes = ["[batch]", "[batch, time]"]
+    elif axis == "anchor" or (is_mask and of_batch):
+        shapes = ["[batch, time]"]
+    else:
+        shapes = ["[batch, time]", "[batch, 1]"]
+    axis_names = {ROWS: "batch", TIME: "time"}
+
+    @functools.wraps(users)
+    def checked(*values: Any, **options: Any) -> Any:
+        result = users(*values, **options)
+        if axis == "reduction":  # a sum and a count
+            return result
+        array = jnp.asarray(result)
+        shape = f"[{', '.join(axis_names.get(size, str(size)) for size in array.shape)}]"
+        kind = "true and false" if is_mask else "numbers"
+        is_kind = array.dtype == bool if is_mask else jnp.isrealobj(array) and array.dtype != bool
+        problem = f"returns an array of shape {shape}" if array.ndim else "returns a scalar"
+        if shape not in shapes or not is_kind:
+            code = getattr(users, "__code__", None)
+            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            raise ValueError(
+                f"must return {' or '.join(shapes)} of {kind}, and {problem} and dtype {array.dtype}{place}; a result"
+                " for each row or token does not depend on the split into micro-batches"
+            )
+        return result
+
+    return functools.partial(checked, **function.keywords) if isinstance(function, functools.partial) else checked
 
 
 def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:

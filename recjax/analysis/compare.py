@@ -1,5 +1,6 @@
 """Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +14,10 @@ from pandas.api.typing import SeriesGroupBy
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import starts
 
 ACCURACY = "evaluation/accuracy"
+REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict
 RESAMPLES = 9999
 # Files of a folder with the completions of evaluations. A continued run keeps the after.jsonl of the earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
@@ -150,6 +153,12 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     return pairs, words
 
 
+def held_out_metric(table: pd.DataFrame) -> str:
+    """The metric that compares runs by default: held-out accuracy, or the held-out reward if no run has an accuracy."""
+    has_values = {metric: metric in table and table[metric].notna().any() for metric in (ACCURACY, REWARD)}
+    return REWARD if has_values[REWARD] and not has_values[ACCURACY] else ACCURACY
+
+
 def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str]:
     """The latest steps with a value of a metric, in words, of the pairs of runs in which they differ; [] without any.
 
@@ -163,6 +172,26 @@ def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str
     sides = zip(*(pair for pair in latest if pair[0] != pair[1]), strict=True)
     words = [", ".join(map(str, sorted({*side}))) for side in sides]
     return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
+
+
+def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
+    """Settings that the runs of a pair did not change alike when they resumed, with all their values, in words."""
+    words = []
+    for pair in pairs:
+        earlier: list[dict[str, list[str]]] = [{}, {}]
+        latest = []
+        for folder, values in zip(pair, earlier, strict=True):
+            config = folder / "config.yaml"
+            latest.append(flatten_dict(read_yaml_file(config) if config.is_file() else {}, sep="."))
+            for changed in filter(None, (entry.get("changed") for entry in starts(folder))):
+                for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed["settings"]):
+                    values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
+        for key in sorted({*earlier[0], *earlier[1]}):
+            if earlier[0].get(key) != earlier[1].get(key):
+                sides = zip(earlier, latest, strict=True)
+                first, second = (", ".join([*values.get(key, ()), str(now.get(key))]) for values, now in sides)
+                words.append(f"{key} = {first} and {second}")
+    return list(dict.fromkeys(words))
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:

@@ -87,14 +87,17 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     A metric is the mean of a number over problems; length quantiles are over all completions. With `task.seats`, each
     pair of a problem and a seat counts as a problem, with the completions in which the seat played. pass@k and
     majority@k are means over the problems with at least k completions; if some have fewer, `problems` has their number.
-    Intervals are percentile bootstraps over problems, and None for a single problem.
+    Intervals are percentile bootstraps over problems, and None for a single problem. If a completion has no verdict,
+    metrics of right answers are missing.
 
     Args:
-        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; the
-            rows of a problem are consecutive.
+        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate (None: no verdict),
+            truncated, tokens; the rows of a problem are consecutive.
         groups: number of problems, including those without completions, which `unplayed` counts; None: all have some.
     """
-    rows = rows.assign(right_and_ended=rows["accurate"] & ~rows["truncated"].astype(bool))
+    has_verdicts = bool(rows["accurate"].notna().all())
+    is_right = rows["accurate"].eq(True)
+    rows = rows.assign(accurate=is_right, right_and_ended=is_right & ~rows["truncated"].astype(bool))
     starts = np.flatnonzero(np.diff(rows["problem"])) + 1
 
     def by_problem(column: str) -> list[np.ndarray]:
@@ -133,6 +136,9 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         "truncated": known_means("truncated"),
         "completion_length": known_means("tokens"),
     }
+    if not has_verdicts:
+        of_answers = re.compile(r"accuracy|right_and_ended|(pass|majority)@\d+")
+        values = {name: numbers for name, numbers in values.items() if not of_answers.fullmatch(name)}
     metrics = {
         name: _with_interval(numbers) | ({"problems": len(numbers)} if "@" in name and len(numbers) < problems else {})
         for name, numbers in values.items()
@@ -150,7 +156,7 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     # "Level 10" comes after "Level 9".
     labels = {label for label in difficulty if not pd.isna(label)}
     labels = sorted(labels, key=lambda label: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", label)])
-    parts = {label: values["accuracy"][difficulty == label] for label in labels}
+    parts = {label: values["accuracy"][difficulty == label] for label in labels} if has_verdicts else {}
     constant, count = Counter(answers[0] for answers in by_problem("answer")).most_common(1)[0]
     return {
         "problems": problems,

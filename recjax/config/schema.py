@@ -126,6 +126,10 @@ class AlgorithmConfig(ConfigBlock):
         problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
         yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
         yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
+        problem = "has no effect, because this algorithm's advantage reads the rewards' parts, which a failed agent has"
+        problem += " not; remove it, or use another advantage"
+        penalizes_failures = config.task.agent_failure_reward is not None
+        yield penalizes_failures and algorithm.reads("reward_parts"), "task.agent_failure_reward", problem
         problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture; use another advantage"
         yield config.task.mixture and algorithm.reads("reward_parts"), advantage_key, problem
         stores = config.experience and (config.experience.store or config.experience.mix)
@@ -510,6 +514,15 @@ class Config(ConfigBlock):
         mix = self.experience and self.experience.mix
         in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
         return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group
+
+    def verdict_reader(self, task: str) -> str | None:
+        """The key that reads which completions of a task are accurate; None if no key does."""
+        if self.task.keep:
+            return "task.keep"
+        if self.task.curriculum:
+            return "task.curriculum"
+        metric = re.fullmatch(r"-?(evaluation/)?(accuracy|right_and_ended)(/(.*))?", self.training.keep_best or "")
+        return "training.keep_best" if metric and metric[4] in (None, task) else None
 
     @property
     def samples_training_data(self) -> bool:

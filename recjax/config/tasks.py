@@ -22,7 +22,7 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.config.model import POLICY
-from recjax.tasks.grading.graders import GRADERS
+from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
 from recjax.tasks.grading.gym import check_gym
 
 _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
@@ -162,6 +162,12 @@ class OneTask(ConfigBlock):
     )
     success: Float = key(
         1.0, "Lowest unweighted score of an accurate completion; ignored with a part `accuracy`", excludes=_MIXTURE
+    )
+    verdict: str | None = key(
+        None,
+        "Part of the reward that says whether an answer is right, with task.success or more; null: `accuracy`, or else"
+        " `score`, or else the only part. Several other parts have no accuracy",
+        excludes=_MIXTURE,
     )
 
     def chosen(self) -> str:
@@ -402,7 +408,12 @@ class TaskConfig(OneTask):
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """Refuses unknown rewards, seats that cannot be played or trained, and settings without effect."""
         for name, task in self.tasks().items():
-            yield from task.problems_with(f"task.mixture.{name}" if name else "task", self.agent is not None)
+            block_key = f"task.mixture.{name}" if name else "task"
+            yield from task.problems_with(block_key, self.agent is not None)
+            for part, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
+                problem = f"weighs the part {part!r}, which rewards have only with task.{needed}; set it, or remove the"
+                is_missing = part in task.reward_weights and getattr(self, needed) is None
+                yield is_missing, f"{block_key}.reward_weights", f"{problem} weight"
         problem = "task.teacher_template has no {feedback}; add it there, or remove this key"
         has_feedback = "{feedback}" in (self.teacher_template or "")
         yield self.teacher_feedback and not has_feedback, "task.teacher_feedback", problem

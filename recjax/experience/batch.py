@@ -1,6 +1,7 @@
 """The batch that an update trains on: rows of any lengths, padded to arrays of one shape."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Batch(NamedTuple):
         them.
     policy_version: optimizer updates of the weights that sampled the row; FOREIGN for rows of another model.
     truncated: True if the completion reached the token limit.
-    accurate: True if the answer is right, independent of other reward terms.
+    accurate: 1 if the answer is right, independent of other reward terms, else 0; NaN: no part of the reward tells.
     reward_parts: unweighted terms of the reward, by name; NaN in rows without that term.
     part_weights: weight of each reward part, equal in all rows; empty if the algorithm reads no parts.
     token_mask: mask of real tokens, including tokens between turns; None: same as completion_mask.
@@ -55,7 +56,7 @@ class Batch(NamedTuple):
     group_ids: Int[np.ndarray, " batch"]
     policy_version: Int[np.ndarray, " batch"]
     truncated: Bool[np.ndarray, " batch"]
-    accurate: Bool[np.ndarray, " batch"]
+    accurate: Float[np.ndarray, " batch"]
     reward_parts: dict[str, Float[np.ndarray, " batch"]]
     part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
     token_mask: Bool[np.ndarray, "batch time"] | None = None
@@ -172,8 +173,8 @@ class _PlacedRow(NamedTuple):
 def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int | None = None) -> Batch:
     """Pads groups of any sizes to a batch; rows without tokens fill the rest of the shape.
 
-    Padding rows do not affect loss, advantages or metrics. Missing values become FOREIGN (policy version), False
-    (accurate) or NaN (reward parts; the reward of a completion without a grade).
+    Padding rows do not affect loss, advantages or metrics. Missing values become FOREIGN (policy version) or NaN
+    (accurate, reward parts; the reward of a completion without a grade).
 
     Args:
         shape: shape of the batch; without `group`, the number of rows doubles until all rows fit.
@@ -250,7 +251,7 @@ def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
         group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group or 1),
         policy_version=np.full(shape.rows, FOREIGN, np.int32),
         truncated=np.zeros(shape.rows, bool),
-        accurate=np.zeros(shape.rows, bool),
+        accurate=np.full(shape.rows, np.nan, np.float32),
         reward_parts={name: np.full(shape.rows, np.nan, np.float32) for name in parts},
         recorded={},
     )
@@ -278,7 +279,7 @@ def _fill_rows(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "ba
     batch.policy_version[indices] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[indices] = [row.completion.truncated for row in rows]
     batch.rewards[indices] = [row.grade.reward for row in rows]
-    batch.accurate[indices] = [bool(row.grade.accurate) for row in rows]
+    batch.accurate[indices] = [np.nan if row.grade.accurate is None else row.grade.accurate for row in rows]
     for part, values in batch.reward_parts.items():
         values[indices] = [(row.grade.reward_parts or {}).get(part, np.nan) for row in rows]
     return real
@@ -405,6 +406,37 @@ def with_teacher_prompts(batch: Batch, rows: Sequence[int], prompts: Sequence[np
             tokens[row, : len(prompt)] = prompt
             mask[row, : len(prompt)] = True
     return batch._replace(teacher_prompts=tokens, teacher_prompt_mask=mask)
+
+
+def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) -> None:
+    """Refuses completions of which an algorithm that reads reward parts would learn nothing, despite their reward.
+
+    Args:
+        weights: weights by part name, with default 1.
+    Raises:
+        ValueError: a completion with a reward has no part with a weight, or no such part is common to the sources of a
+            group, which the algorithm would not compare.
+    """
+    for group in groups:
+        names: dict[str, set[str]] = {}
+        for completion in group.completions:
+            parts = [name for name in completion.grade.reward_parts or {} if weights.get(name, 1.0)]
+            names.setdefault(completion.source, set()).update(parts)
+            if completion.rows and not parts:
+                raise ValueError(
+                    f"completion {completion.id!r} of source {completion.source!r} has the reward"
+                    f" {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
+                    f" {completion.grade.reward_parts}), and the algorithm reads only parts; give it reward_parts, or"
+                    " use another algorithm.advantage"
+                )
+        for one, other in itertools.combinations(names, 2):
+            if names[one] and names[other] and not names[one] & names[other]:
+                raise ValueError(
+                    f"group {group.id!r}: its sources {one!r} and {other!r} have no reward part in common"
+                    f" ({', '.join(sorted(names[one]))}; {', '.join(sorted(names[other]))}), and the algorithm compares"
+                    " only parts; give the parts equal names, set experience.regrade, or use another"
+                    " algorithm.advantage"
+                )
 
 
 def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batch:

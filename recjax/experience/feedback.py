@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from recjax.experience.group import Grade
 from recjax.experience.store import TURNS, Store
 from recjax.experience.store_checks import MOST_REWARD, are_parts, is_finite_number
+from recjax.tasks.grading.reward import check_part_names
 
 _GIVEN = ("reward", "reward_parts", "accurate", "turn_rewards")
 _KEYS = ("id", "group_id", *_GIVEN, "comment")
@@ -116,6 +117,7 @@ def whole_grade(
         raise ValueError(f"reward = {reward!r:.80}: takes {takes}")
     if parts is not None and not (parts and are_parts(parts)):
         raise ValueError(f"reward_parts = {parts!r:.80}: takes names and finite numbers")
+    check_part_names(parts or (), "reward_parts")
     if not isinstance(accurate, bool | None):
         raise ValueError(f"accurate = {accurate!r:.80}: takes true and false")
     parts = parts and {name: float(value) for name, value in parts.items()}

@@ -15,6 +15,7 @@ from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.records import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
+from recjax.tasks.grading.reward import check_part_names
 from recjax.tasks.problems import check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, FileRow, as_text, read_file, template_of
 
@@ -168,6 +169,7 @@ def _record(
     row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
     # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
     parts = {name: value for name, value in (parts or {}).items() if value is not None}
+    check_part_names(parts, f"{row.place}: {row.columns.reward_parts}")
     truncated = row.given.get("truncated")
     reason = row.given.get("finish_reason")
     row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")

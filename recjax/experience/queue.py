@@ -269,9 +269,9 @@ def _key_of(group: Group) -> str:
 
 
 def _pass_rate(group: Group) -> float | None:
-    """The share of accurate completions among completions with a reward; None without a reward."""
+    """The share of accurate completions among completions with a reward and a verdict; None without any."""
     grades = [completion.grade for completion in group.completions]
-    accurate = [grade.accurate for grade in grades if grade.reward is not None]
+    accurate = [grade.accurate for grade in grades if grade.reward is not None and grade.accurate is not None]
     return sum(accurate) / len(accurate) if accurate else None
 
 

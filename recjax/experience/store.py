@@ -556,6 +556,13 @@ class Store:
         wanted = wanted.where(REWARDS.c.grader == grader, REWARDS.c.reward.is_not(None))
         return {source: (low, high) for source, low, high in self._select(wanted)}
 
+    def rewards_without_parts(self, grader: str = GIVEN) -> int:
+        """The number of rewards of a grader that have no parts."""
+        wanted = sql.select(sql.func.count()).select_from(REWARDS).where(REWARDS.c.grader == grader)
+        wanted = wanted.where(REWARDS.c.reward.is_not(None), REWARDS.c.parts.is_(None))
+        ((count,),) = self._select(wanted)
+        return count
+
     def older_than(self, time: datetime) -> list[int]:
         """The numbers of the completions with an earlier time.
 

@@ -85,6 +85,13 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
     if not config.experience.regrade:
         _warn_of_little_to_compare(store, whole, config)
+        lacking = whole.store.rewards_without_parts() if algorithm.reads("reward_parts") else 0
+        if lacking:
+            raise ValueError(
+                f"{key} = {store!r}: {lacking} completions have a reward without reward_parts, from which"
+                f" algorithm.preset = {config.algorithm.preset!r}, which reads only parts, would learn nothing; give"
+                " them parts, set experience.regrade, or use another algorithm.advantage"
+            )
     if any(skipped.values()):
         counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
@@ -166,12 +173,12 @@ def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Comple
     """Sets `accurate` and the policy version of a stored completion for the metrics of this run.
 
     Args:
-        task: config with `success`, for completions whose grade does not say whether they are accurate.
+        task: config with `success` and `verdict`, for completions whose grade does not say whether they are accurate.
         version: policy version, counted in updates of this run; None: not known.
     """
     accurate = row.grade.accurate
     if accurate is None:
-        success = task.of(row.metadata.get("task")).success
-        accurate = is_accurate(row.grade.reward_parts or {}, row.grade.reward, success)
+        own_task = task.of(row.metadata.get("task"))
+        accurate = is_accurate(row.grade.reward_parts or {}, row.grade.reward, own_task.success, own_task.verdict)
     runs = row.version_runs if version == row.policy_version else ()
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

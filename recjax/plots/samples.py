@@ -26,7 +26,8 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
         long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
         axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
 
-    panels = [_more_samples, *([by_difficulty] if numbers["difficulty"] else []), _lengths]
+    has_verdicts = any("pass@" in name for name in numbers["metrics"])
+    panels = [*([_more_samples] if has_verdicts else []), *([by_difficulty] if numbers["difficulty"] else []), _lengths]
     figure = new_figure(4.6 * len(panels), 3.9, title)
     for axes, draw in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         draw(axes, rows, numbers)

@@ -63,8 +63,10 @@ class Reply(NamedTuple):
 
 
 def is_reward(value: Any) -> bool:
-    """True for a finite number of at most MOST_REWARD in absolute value."""
+    """True for a finite number of at most MOST_REWARD in absolute value; a text is no number."""
     try:
+        if isinstance(value, str | bytes):
+            return False
         return bool(abs(float(value)) <= MOST_REWARD)
     except (TypeError, ValueError, OverflowError):
         return False
@@ -170,7 +172,7 @@ class AgentPolicy:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | str | None = (),
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Reply:
         """Returns the reply to messages, which the model's chat template renders.
@@ -179,7 +181,7 @@ class AgentPolicy:
             messages: messages with role and content, as the template takes them.
             tools: JSON schemas of functions that the template shows to the model; None: the problem's tools, if any.
             max_tokens: limit on the reply; None or a larger number: rollout.max_completion_tokens.
-            stop: strings that end the reply; `text` does not include them.
+            stop: strings that end the reply, or one string, or None; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
             ValueError: the template refuses the messages, or the model has no template.
@@ -195,7 +197,7 @@ class AgentPolicy:
         prompt: str | Sequence[int | np.integer] | np.ndarray,
         *,
         max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | str | None = (),
         rendered: bool = False,
     ) -> Reply:
         """Returns the completion of a text or of token ids.
@@ -207,11 +209,14 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: the tokenizer does not know the prompt, or the model has no embedding for a token.
+            ValueError: the tokenizer does not know the prompt, the model has no embedding for a token, or a stop string
+                is empty.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
         """
-        stop = [stop] if isinstance(stop, str) else list(stop)
+        stop = [stop] if isinstance(stop, str) else list(stop or ())
+        if "" in stop:
+            raise ValueError(f"stop = {stop!r}: an empty string would end every reply; remove it")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
         text = prompt if isinstance(prompt, str) else None

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,17 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, ROWS, SCORE, TURNS, agent_weights, is_accurate
+from recjax.tasks.grading.reward import (
+    LENGTH,
+    MOST_REWARD,
+    ROWS,
+    SCORE,
+    SHAPING,
+    TURNS,
+    is_accurate,
+    part_weights,
+    verdict_of,
+)
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -98,6 +108,8 @@ class Agents(contextlib.AbstractContextManager):
         functions = {name: named("task.tools", name) for name in task.tools}
         self._config = config
         self.last_failure = ""
+        self._without_verdict: set[str | None] = set()  # names of tasks
+        self._reads_parts = config.algorithm.build().reads("reward_parts")
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
         scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
@@ -175,7 +187,7 @@ class Agents(contextlib.AbstractContextManager):
             for agent, text, problem, done in zip(tried, texts, problems, completions, strict=True)
             if agent.needs_reward
         ]
-        grades_of = functools.partial(self._grades, tried, completions)
+        grades_of = functools.partial(self._grades, tried, completions, grading.reward.weights)
         return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
 
     def _older_weights(
@@ -262,34 +274,48 @@ class Agents(contextlib.AbstractContextManager):
         logger.log(level, "%s %s", summary, AGENT_FAILURES[first.failure])
 
     def _grades(
-        self, tried: Sequence[Tried], completions: Sequence[Completion], of_reward: Sequence[Grade]
+        self,
+        tried: Sequence[Tried],
+        completions: Sequence[Completion],
+        reward_weights: Mapping[str, float],
+        of_reward: Sequence[Grade],
     ) -> list[Grade]:
         """Grades agents by their return values, their failures, or the grades that the task's reward gave the rest.
 
+        Args:
+            reward_weights: weights of the parts that the task's reward gives.
+            of_reward: grades that the task's reward gave.
         Raises:
-            ValueError: an agent's rewards lack a part that has a weight.
+            ValueError: an agent's rewards lack a part that has a weight, or have one with two weights.
         """
-        task = self._config.task
         remaining = iter(of_reward)
         grades = []
-        weights = agent_weights(task.reward_weights)
         for agent, completion in zip(tried, completions, strict=True):
+            task_name = completion.metadata.get("task")
+            task = self._config.task.of(task_name)
+            weights = part_weights(task.reward_weights)
             if agent.failure:
-                grades.append(Grade(task.agent_failure_reward, None, False, agent.failure))
+                accurate = None if task_name in self._without_verdict else False
+                grades.append(Grade(self._config.task.agent_failure_reward, None, accurate, agent.failure))
                 continue
-            returned = agent.returned if isinstance(agent.returned, Mapping) else {SCORE: agent.returned}
+            returned = {}
+            if not agent.needs_reward:
+                items = agent.returned if isinstance(agent.returned, Mapping) else {SCORE: agent.returned}
+                returned = {name: float(value) for name, value in items.items()}
             of_turns = agent.policy.rewarded
             grade = next(remaining) if agent.needs_reward else Grade(None, returned, failure=FAILURES[0])
             reward = grade.reward
-            parts = {name: float(value) for name, value in grade.reward_parts.items()}
+            parts = dict(grade.reward_parts)
             if of_turns is not None:
                 parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
+            self._check_parts({**returned, **({} if of_turns is None else {SCORE: of_turns})}, weights, reward_weights)
             if not agent.needs_reward:
                 parts[LENGTH] = completion.sampled_tokens / self._config.rollout.max_completion_tokens
                 unknown = [name for name in task.reward_weights if name not in {*parts, TURNS, ROWS}]
-                if unknown and not task.seats:  # a part may be of another seat
+                if unknown and not self._config.task.seats:  # a part may be of another seat
+                    block_key = f"task.mixture.{task_name}" if self._config.task.mixture else "task"
                     raise ValueError(
-                        f"task.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
+                        f"{block_key}.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
                         f" {', '.join(parts)}"
                     )
                 reward = sum(weights.get(name, 1.0) * value for name, value in parts.items())
@@ -303,19 +329,44 @@ class Agents(contextlib.AbstractContextManager):
                 else ()
             )
             grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
-            grade = with_counts(grade, count, len(completion.rows), weights)
+            grade = with_counts(grade, completion, weights)
             if not agent.needs_reward:
-                success = task.of(completion.metadata.get("task")).success
                 if of_turns is not None and SCORE not in returned:  # the rewards of turns are not the whole score
-                    parts = parts | {SCORE: of_turns + sum(returned.values())}
-                grade = grade._replace(accurate=is_accurate(parts, None, success))
+                    total = {SCORE: of_turns + sum(returned.values())}
+                    has_one = len(returned) == 1 or task.verdict == SCORE
+                    parts = {LENGTH: parts[LENGTH], **returned, **(total if has_one else {})}
+                reader = self._config.verdict_reader(task_name or "")
+                if self._config.task.seats:  # the verdict may be a part of another seat
+                    accurate = is_accurate(parts, None, task.success, task.verdict)
+                else:
+                    accurate = verdict_of("the agent's reward", parts, task, reader)
+                grade = grade._replace(accurate=accurate)
+            if grade.accurate is None:
+                self._without_verdict.add(task_name)
             grades.append(grade)
         return grades
 
+    def _check_parts(
+        self, returned: Iterable[str], weights: Mapping[str, float], reward_weights: Mapping[str, float]
+    ) -> None:
+        """Refuses parts of an agent that clash with a task's name or with a weight of the task's reward."""
+        for name in returned:
+            if name in (self._config.task.mixture or ()):
+                raise ValueError(
+                    f"task.mixture.{name}: the agent returns a part {name!r}, so that both would be the metric"
+                    " reward/NAME; rename the task"
+                )
+            own = reward_weights.get(name, 1.0)
+            if self._reads_parts and weights.get(name, 1.0) != own:
+                raise ValueError(
+                    f"task.reward_weights.{name}: the agent gives the part {name!r}, which has weight 1, and the task's"
+                    f" reward gives it weight {own:g}; the advantage reads parts, so set one weight for both"
+                )
 
-def with_counts(grade: Grade, turns: int, rows: int, weights: Mapping[str, float]) -> Grade:
+
+def with_counts(grade: Grade, completion: Completion, weights: Mapping[str, float]) -> Grade:
     """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
-    counts = {TURNS: float(turns), ROWS: float(rows)}
+    counts = {TURNS: float(len(completion.turns)), ROWS: float(len(completion.rows))}
     reward = grade.reward
     if reward is not None:
         reward = float(np.float32(reward + sum(weights[name] * value for name, value in counts.items())))
@@ -363,11 +414,15 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
     parts = [
         value.items() if isinstance(value, Mapping) else [("", 0.0 if value is None else value)] for value in rewards
     ]
+    reserved = [name for each in parts for name, _ in each if name in SHAPING]
     are_valid = (each and all(isinstance(name, str) and is_reward(value) for name, value in each) for each in parts)
     if failure is None and not all(are_valid):
         form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
         failure = "invalid"
         words = f"it returned {returned!r:.200}; rewards are {form}"
+    elif failure is None and reserved:
+        failure = "invalid"
+        words = f"it returned a part {reserved[0]!r}; recjax itself adds {', '.join(SHAPING)}, so rename the part"
     return [
         Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
     ]

@@ -204,7 +204,7 @@ class Grades:
             Grade(
                 reward=None if math.isnan(reward) else reward,
                 reward_parts={name: part for name, part in zip(parts, values, strict=True) if not math.isnan(part)},
-                accurate=is_right,
+                accurate=None if math.isnan(is_right) else bool(is_right),
                 failure=FAILURES[failure],
             )
             for reward, is_right, failure, *values in zip(*columns, strict=True)

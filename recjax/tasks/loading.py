@@ -20,8 +20,19 @@ from recjax.config import Config, GradingConfig, MixedTask, OneTask
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
-from recjax.tasks.grading.custom import Answered, check_weights, needs_answers, with_columns
-from recjax.tasks.grading.reward import ROWS, TURNS, MixedReward, Reward, load_reward
+from recjax.tasks.grading.custom import Answered, known_parts, needs_answers, with_columns
+from recjax.tasks.grading.graders import GRADERS
+from recjax.tasks.grading.reward import (
+    LENGTH,
+    OVERLONG,
+    ROWS,
+    TURNS,
+    MixedReward,
+    Reward,
+    check_parts,
+    load_reward,
+    verdict_of,
+)
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -54,7 +65,6 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
-    tasks = config.task.tasks()
     rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
     for name, reward in rewards.items():
@@ -68,8 +78,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
             raise ValueError(f"{key}: a part of the reward {reward.name} has the same name; rename the task")
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
-            if not reward.per_row and _chosen_weights(config, tasks[name]):
-                check_weights(rewards[name], Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
+            _check_parts(config, name, rewards[name], problems)
     return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
 
 
@@ -98,7 +107,25 @@ def _naming(task: str) -> Iterator[None]:
         raise ValueError(re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", str(error))) from error
 
 
-def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
+def _check_parts(config: Config, name: str, reward: Reward, problems: Sequence[Problem]) -> None:
+    """Refuses weights and verdicts of parts that the task's reward does not have, before the run samples anything."""
+    task = config.task.of(name)
+    weights = _strict_weights(config, task)
+    reader = config.verdict_reader(name)
+    if config.task.agent and not task.reward:
+        return
+    if reward.per_row:
+        parts = GRADERS[reward.name].weights
+    elif weights or task.verdict or reader:
+        parts = known_parts(reward, Answered.to(problems[0], str(problems[0].prompt), "", 0, "empty"))
+    else:
+        return
+    check_parts(reward.name, weights, [*parts, LENGTH, OVERLONG])
+    verdict_of(f"the reward {reward.name}", parts, task, reader)
+
+
+def _strict_weights(config: Config, task: OneTask) -> dict[str, float]:
+    """The chosen weights that must name parts of the task's reward."""
     if not config.task.agent:
         return task.reward_weights
     # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
@@ -109,9 +136,9 @@ def _chosen_weights(config: Config, task: OneTask) -> dict[str, float]:
 
 def _reward(config: Config, task: OneTask, function: Callable | None) -> Reward:
     name = task.reward_name()
-    reward = load_reward(
-        name, _chosen_weights(config, task), config.task.overlong_tokens is not None, function, task.reward_device
-    )
+    weights = _strict_weights(config, task)
+    reward = load_reward(name, weights, config.task.overlong_tokens is not None, function, task.reward_device)
+    reward = reward._replace(weights=reward.weights | task.reward_weights)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)

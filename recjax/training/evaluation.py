@@ -26,9 +26,9 @@ from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import NOTHING_RECORDED
 from recjax.models.trainable import fingerprint
-from recjax.rollout.agents import MISTAKES, Agents
+from recjax.rollout.agents import AGENT_FAILURES, MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit
-from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.pool import FAILURES, NO_REWARD, Grading
 from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
@@ -147,38 +147,48 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
     ]
 
 
-def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
-    """Logs how many completions could not be graded and so count as wrong, if there are any."""
+def warn_of_ungraded(reasons: Iterable[str | None], by_agents: bool) -> None:
+    """Logs how many completions could not be graded and so count as wrong, with remedies, if there are any.
+
+    Args:
+        by_agents: True if agents made the completions; a reason that agents and graders share is then the agents'.
+    """
     reasons = list(reasons)
     failures = Counter(reason for reason in reasons if isinstance(reason, str))
-    if failures:
-        counts = ", ".join(f"{reason} {count}" for reason, count in failures.items())
-        logger.warning(
-            "%d of %d held-out completions could not be graded and count as wrong: %s; see grading.seconds and"
-            " grading.max_characters",
-            failures.total(),
-            len(reasons),
-            counts,
-        )
+    if not failures:
+        return
+    of_agents = [reason for reason in failures if by_agents and reason in AGENT_FAILURES]
+    remedies = [AGENT_FAILURES[reason] for reason in of_agents]
+    if failures.keys() - {*of_agents, FAILURES[NO_REWARD]}:
+        remedies.append("see grading.seconds and grading.max_characters")
+    logger.warning(
+        "%d of %d held-out completions could not be graded and count as wrong: %s%s",
+        failures.total(),
+        len(reasons),
+        ", ".join(f"{reason} {count}" for reason, count in failures.items()),
+        "".join(f"; {remedy}" for remedy in remedies),
+    )
 
 
 class Evaluation(NamedTuple):
     """Share of accurate completions, mean reward, KL(π ‖ π_0) in nats per token, and one row per completion.
 
+    The share is None if a completion has no verdict.
     Share and reward are means over problems; with `task.seats`, over pairs of a problem and a seat that plays.
     The KL to the initial policy π_0 is the mean of log π − log π_0 over sampled tokens; None if it was not requested.
     """
 
-    accuracy: float
+    accuracy: float | None
     reward: float
     initial_kl: float | None
     samples: list[dict]
 
     @property
-    def right_and_ended(self) -> float:
+    def right_and_ended(self) -> float | None:
         """Share of completions that are accurate and ended before the token limit, as a mean over problems."""
         rows = pd.DataFrame(self.samples)
-        return mean_over_problems(rows.assign(ended=rows["accurate"].astype(bool) & ~rows["truncated"]), "ended")
+        ended = rows["accurate"].astype(float) * ~rows["truncated"].astype(bool)
+        return None if self.accuracy is None else mean_over_problems(rows.assign(ended=ended), "ended")
 
 
 def mean_over_problems(rows: pd.DataFrame, column: str) -> float:
@@ -218,8 +228,10 @@ def evaluate_policy(
             divergence += float((batch.behavior_logprobs - initial)[mask].sum())
             tokens += int(mask.sum())
         samples += sample_rows(done)
-    warn_of_ungraded(sample["ungraded"] for sample in samples)
+    warn_of_ungraded((sample["ungraded"] for sample in samples), agents is not None)
     accuracy, reward = (mean_over_problems(pd.DataFrame(samples), column) for column in ("accurate", "reward"))
+    if any(sample["accurate"] is None for sample in samples):
+        accuracy = None
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, reward, initial_kl, samples)
 

@@ -112,6 +112,8 @@ class RunLog:
         summary = {
             "accuracy_before": before.get("evaluation/accuracy"),
             "accuracy_after": after.get("evaluation/accuracy"),
+            "reward_before": before.get("evaluation/reward"),
+            "reward_after": after.get("evaluation/reward"),
             "steps": config.training.steps,
             "wall_seconds": self._setup.phases.wall_seconds,
             "tokens_per_second": after.get("tokens_per_second"),

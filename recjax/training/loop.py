@@ -18,7 +18,15 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config.fields import value_of
 from recjax.console import under_way
-from recjax.experience.batch import Batch, minibatch_rows, pad, to_learn_from, with_part_weights, with_top_tokens
+from recjax.experience.batch import (
+    Batch,
+    check_graded_parts,
+    minibatch_rows,
+    pad,
+    to_learn_from,
+    with_part_weights,
+    with_top_tokens,
+)
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import LEFT, LOST, Queue, deliver, put, replaced, take, wait_for_grades
@@ -199,6 +207,8 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     has_logprobs = experience is None or experience.missing_logprobs != "unneeded"
     reads_turns = run.algorithm.reads("turn_rewards", "token_turns")
     turns = run.config.task.agent_turns if reads_turns else None
+    if run.part_weights is not None:
+        check_graded_parts(map(run.settings.judge.seen, groups), run.part_weights)
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
     batch = with_top_tokens(batch, run.config.rollout.recorded_top_k if run.algorithm.score_centering else 0)
     return batch if run.teacher_prompts is None else run.teacher_prompts(batch, groups)

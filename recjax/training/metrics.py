@@ -169,7 +169,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
 def _show(bar: tqdm, row: dict[str, Any]) -> None:
     if "reward" in row:
-        names = ("reward",) if row["reward"] == row["accuracy"] else ("reward", "accuracy")
+        has_own = row.get("accuracy", row["reward"]) != row["reward"]
+        names = ("reward", "accuracy") if has_own else ("reward",)
         shown = {name: f"{row[name]:.2f}" for name in names}
         shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
     else:
@@ -179,8 +180,9 @@ def _show(bar: tqdm, row: dict[str, Any]) -> None:
     if "ratio/q01" in row:
         shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
         shown["clip"] = f"{row['clip_fraction/all']:.2f}"
-    if "evaluation/accuracy" in row and hosts.is_first():
-        bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
+    measure = "accuracy" if "evaluation/accuracy" in row else "reward"
+    if f"evaluation/{measure}" in row and hosts.is_first():
+        bar.write(f"step {row['step']}: held-out {measure} {row[f'evaluation/{measure}']:.3f}")
     bar.set_postfix(shown, refresh=False)
     bar.update()
 
@@ -239,9 +241,10 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         learned: batch as the update gets it, from which the mean reward is computed.
         has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
-        Means over rows; the mean of a reward part covers the rows that have it. `frac_reward_zero_std`, TRL's name, is
-        the share of groups with equal rewards, and is missing without groups of several completions. `staleness` covers
-        rows with a policy version and is missing without such rows; `staleness_rows` counts rows by staleness.
+        Means over rows; the mean of a reward part covers the rows that have it. `accuracy` is missing if a row has no
+        verdict. `frac_reward_zero_std`, TRL's name, is the share of groups with equal rewards, and is missing without
+        groups of several completions. `staleness` covers rows with a policy version and is missing without such rows;
+        `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
     real = rows
@@ -257,12 +260,13 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     np.minimum.at(lowest, group_of, learned.rewards[compared])
     np.maximum.at(highest, group_of, learned.rewards[compared])
     are_equal = (lowest == highest)[sizes > 1]
+    verdicts = {"accuracy": batch.accurate[real], "right_and_ended": (batch.accurate * ~batch.truncated)[real]}
+    has_verdicts = not np.isnan(batch.accurate[real]).any()
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{name}": float(np.nanmean(values[real])) for name, values in batch.reward_parts.items()},
         **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal.size else {}),
-        "accuracy": float(batch.accurate[real].mean()),
-        "right_and_ended": float((batch.accurate & ~batch.truncated)[real].mean()),
+        **{name: float(values.mean(dtype=float)) for name, values in verdicts.items() if has_verdicts},
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
@@ -274,17 +278,21 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
 def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
     """The mean accuracy and reward of each task of a mixture, and of each seat of agents.
 
+    A name has no accuracy if a completion has no verdict, and no reward if no completion has one.
+
     Args:
-        rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy; its reward or None.
+        rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy and its reward, or None.
     """
     by_name: dict[str, list] = defaultdict(list)
     for names, accurate, reward in rows:
         for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
-            by_name[name].append((bool(accurate), math.nan if reward is None else reward))
-    columns = {task: np.array(by_name[task]).T for task in sorted(by_name)}
+            by_name[name].append((accurate, reward))
+    columns = {task: np.array(by_name[task], float).T for task in sorted(by_name)}
     known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
     return {
-        **{f"accuracy/{task}": float(accurate.mean()) for task, (accurate, _) in columns.items()},
+        **{
+            f"accuracy/{task}": float(right.mean()) for task, (right, _) in columns.items() if not np.isnan(right).any()
+        },
         **{f"reward/{task}": float(rewards.mean()) for task, rewards in known.items() if len(rewards)},
     }
 

@@ -23,7 +23,6 @@ from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params
 from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters, problem_key
 from recjax.tasks.prompts import Prompts
@@ -68,12 +67,6 @@ class Setup(NamedTuple):
     def sampler(self) -> BatchSampler:
         """Samples batches of the train prompts in this process."""
         return BatchSampler(self.config, self.policy, self.train, self.grading, self.phases, self.agents)
-
-    @property
-    def part_weights(self) -> dict[str, float]:
-        """Weights of the reward's parts; a part without an entry has weight 1."""
-        chosen = self.config.task.reward_weights
-        return {**self.grading.reward.weights, **(agent_weights(chosen) if self.agents else chosen)}
 
     @property
     def shape(self) -> Shape:
@@ -160,7 +153,7 @@ def prepare(
     others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
     grading = Grading(config, task.reward)
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
-    judge = judge_of(config, setup.part_weights)
+    judge = judge_of(config, grading.reward.weights)
     return setup._replace(judge=judge, teacher_prompts=teacher_prompts), params
 
 

@@ -19,7 +19,7 @@ from recjax.rollout.agents import with_counts
 from recjax.rollout.collecting import Grades
 from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import Answered, check_signature, needs_answers
-from recjax.tasks.grading.reward import MixedReward, agent_weights
+from recjax.tasks.grading.reward import MixedReward, part_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
 from recjax.training.prepare import Setup
@@ -98,7 +98,7 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
                     yield number, completion, text, problem, thoughts_opening(completion, setup.policy.tokenizer)
 
     ungraded = rows()
-    weights = agent_weights(setup.config.task.reward_weights)
+    task = setup.config.task
     size = (
         setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
     )  # one batch at a time, as in training
@@ -118,9 +118,10 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
         for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
             graded_batch = grades.result()
             if setup.agents:
-                counts = [(len(completion.turns), len(completion.rows)) for _, completion, *_ in batch]
+                tasks = [task.of(completion.metadata.get("task")) for _, completion, *_ in batch]
                 graded_batch = [
-                    with_counts(grade, *each, weights) for grade, each in zip(graded_batch, counts, strict=True)
+                    with_counts(grade, completion, part_weights(own_task.reward_weights))
+                    for grade, (_, completion, *_), own_task in zip(graded_batch, batch, tasks, strict=True)
                 ]
             if hosts.is_first():
                 rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, graded_batch, strict=True)}

@@ -81,9 +81,10 @@ def no_signal(rows: Sequence[Row]) -> str | None:
     reasons = {0: "the problems are too hard, or the reward function finds no answer", 1: "the problems are too easy"}
     other = "the policy writes one text for each prompt, or the reward does not depend on the completion"
     causes = filter(None, (_failures(row), reasons.get(row["accuracy"], other)))
+    accuracy = "" if math.isnan(row["accuracy"]) else f", accuracy = {row['accuracy']:g}"
     return (
         f"steps {rows[0]['step']} to {row['step']} have no signal: all completions of a group have equal rewards"
-        f" (frac_reward_zero_std = 1, reward = {row['reward']:g}, accuracy = {row['accuracy']:g}). The most likely"
+        f" (frac_reward_zero_std = 1, reward = {row['reward']:g}{accuracy}). The most likely"
         f" reason: {', or '.join(causes)}. Read some completions with python -m recjax.samples"
         " (docs/debugging.md#rewards-are-equal)"
     )

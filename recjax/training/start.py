@@ -222,7 +222,7 @@ def opened_run(
             algorithm,
             setup.padded_shape,
             setup.settings,
-            setup.part_weights if algorithm.reads("reward_parts") else None,
+            setup.grading.reward.weights if algorithm.reads("reward_parts") else None,
             setup.failures,
             source,
             learner,

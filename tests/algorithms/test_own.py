@@ -89,7 +89,10 @@ def test_a_term_decides_what_an_update_computes():
         ({"name": f"{MINE}:not_a_function"}, "has no function 'not_a_function'"),
         ({"name": f"{MINE}:misspelt"}, "its parameter 'advantage' is not a value of .*did you mean 'advantages'"),
         ({"name": f"{MINE}:mixed_up"}, "reads ratio of a micro-batch and kept of the whole batch"),
-        ({"name": f"{MINE}:of_another_shape"}, "of_another_shape.: Incompatible shapes for broadcasting"),
+        (
+            {"name": f"{MINE}:of_another_shape"},
+            r"must return \[batch, time\] or \[batch, 1\] of numbers, and returns an array of shape \[batch, 6\]",
+        ),
         ({"name": f"{MINE}:broken"}, "fails on arrays .*AttributeError: .*no_such_method"),
         ({"name": f"{MINE}:bounded", "cup": 2.0}, "weight.cup = 2.0: .*does not read this option.*did you mean 'cap'"),
         ({"name": f"{MINE}:bounded", "cap": "high"}, "weight.cap = 'high': takes a float"),
@@ -98,6 +101,25 @@ def test_a_term_decides_what_an_update_computes():
 def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
     with pytest.raises(ValueError, match=words):
         build_algorithm("reinforce", {"weight": block})
+
+
+@pytest.mark.parametrize(
+    ("axis", "function", "words"),
+    [
+        ("weight", "mean_of_all", r"must return \[batch, time\] or .* a scalar and dtype float32 \(.*mine.py:\d+\)"),
+        ("weight", "below_one_and_a_half", r"of numbers, and .* of shape \[batch, time\] and dtype bool"),
+        ("clip", "bounded", r"\[batch, 1\] of true and false, and .* \[batch, time\] and dtype float32"),
+        ("mask", "mostly_certain_rows", r"must return \[batch, time\] of true .* shape \[batch\] and dtype bool"),
+        ("regularizer", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
+        ("term", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
+        ("correction", "mean_of_all", "a scalar"),
+        ("advantage", "mean_reward", r"must return \[batch\] or \[batch, time\] of numbers, and returns a scalar"),
+    ],
+)
+def test_results_of_another_shape_or_type_are_refused(axis, function, words):
+    anchor = {"anchor": {"name": "proximal"}} if axis == "correction" else {}
+    with pytest.raises(ValueError, match=f"{axis}.name = '{MINE}:{function}': .*{words}"):
+        build_algorithm("reinforce", {axis: {"name": f"{MINE}:{function}"}} | anchor)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from recjax.analysis.compare import (
     pair_runs,
     paired_values,
     problem_differences,
+    resumed_changes,
     sign_flip_p,
 )
 from recjax.compare import verdict
@@ -194,6 +195,27 @@ def test_steps_that_differ_are_named(tmp_path):
     assert differing_steps([pair], metric) == differing_steps(more, "reward") == []
     assert differing_steps(more, metric) == [f"latest step with {metric} = 2 and 8"]
     assert differing_steps([(tmp_path / "a0", tmp_path / "evaluation")], metric) == []
+
+
+def test_settings_that_a_run_resumed_with_are_differences(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, rate in zip(folders, (0.0005, 0.0005, 0.001), strict=True):
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"optimizer: {{learning_rate: {rate}, beta1: 0.5}}")
+    texts = [
+        "optimizer.learning_rate: 0.002 there, 0.001 now",
+        "optimizer.beta1: 0.9 there, 0.5 now; optimizer.learning_rate: 0.001 there, 0.0005 now",
+    ]
+    changes = [{"after_step": step, "settings": text} for step, text in zip((20, 40), texts, strict=True)]
+    starts = [{"started": "now"}, *({"changed": change} for change in changes)]
+    for folder in folders[::2]:
+        (folder / "environment.json").write_text(json.dumps(starts))
+    first, second, third = folders
+    assert resumed_changes([(first, second)]) == [
+        "optimizer.beta1 = 0.9 until step 40, 0.5 and 0.5",
+        "optimizer.learning_rate = 0.002 until step 20, 0.001 until step 40, 0.0005 and 0.0005",
+    ]
+    assert resumed_changes([(first, third), (second, second)]) == []
 
 
 def test_the_seats_of_a_problem_are_compared_apart(run):

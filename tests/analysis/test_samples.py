@@ -96,6 +96,15 @@ def table(accurate, difficulty=None, **columns):
     return pd.DataFrame(rows | columns)
 
 
+def test_metrics_without_verdicts_are_those_of_rewards():
+    rows = table([[1, 1, 0, 0], [1, 0, 0, 0]], ["easy", "hard"])
+    found = results(rows.assign(accurate=None))
+    assert not [name for name in found["metrics"] if "@" in name or name in ("accuracy", "right_and_ended")]
+    assert found["metrics"]["reward"]["value"] == 3 / 8 and found["difficulty"] == {}
+    mixed = results(rows.assign(accurate=rows["accurate"].where(rows["problem"] == 1, None)))
+    assert mixed == found, "an accuracy of some problems would be another number"
+
+
 def test_metrics_of_a_small_table_checked_by_hand():
     found = results(table([[1, 1, 0, 0], [1, 0, 0, 0]], **{"reward/format": [0.5, -0.5] * 4}))
     values = {name: estimate["value"] for name, estimate in found["metrics"].items()}

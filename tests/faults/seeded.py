@@ -492,6 +492,27 @@ FAULTS = {
         "returned = list(parts)",
         ("tests/tasks/test_grading.py::test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong",),
     ),
+    "tasks-counts-are-rewards": Fault(
+        "counts of turns and rows are rewards of weight 1 where no agent runs, as in training on stored trajectories",
+        "recjax/tasks/grading/reward.py",
+        "{LENGTH: 0.0, TURNS: 0.0, ROWS: 0.0, **own, **chosen}",
+        "{LENGTH: 0.0, **own, **chosen}",
+        ("tests/tasks/test_grading.py::test_counts_weigh_nothing_in_every_reward",),
+    ),
+    "tasks-agents-of-a-mixture-have-one-weight": Fault(
+        "rewards of agents in a mixture are weighed without the weights of their task",
+        "recjax/rollout/agents.py",
+        "weights = part_weights(task.reward_weights)",
+        "weights = part_weights(self._config.task.reward_weights)",
+        ("tests/rollout/test_agents.py::test_weights_of_agents_are_those_of_their_task",),
+    ),
+    "tasks-several-parts-have-a-verdict": Fault(
+        "several parts without a verdict have an accuracy, that of their sum",
+        "recjax/tasks/grading/reward.py",
+        "if (np.sum(~np.isnan(values), axis=0) > 1).any():",
+        "if False:",
+        ("tests/tasks/test_grading.py::test_several_parts_have_the_verdict_that_the_config_names",),
+    ),
     # --- Experience: what enters and leaves stores.
     "feedback-changes-rewards": Fault(
         "a second, different reward for a completion is no error",

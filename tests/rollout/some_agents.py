@@ -125,6 +125,14 @@ async def by_column(problem: Problem, policy: AgentPolicy):
                     pass
         case "nonsense":
             return "a lot"
+        case "digits in a text":
+            return {"right": "1"}
+        case "name of recjax":
+            return {"right": 1.0, "turns": -0.5}
+        case "empty stop":
+            await policy.complete(problem.prompt, stop=["a", ""])
+        case "no stop":
+            await policy.complete(problem.prompt, stop=None)
         case "infinite":
             return {"score": float("nan")}
         case "paid nonsense":

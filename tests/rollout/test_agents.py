@@ -15,7 +15,7 @@ import tokenizers
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.group import Completion, Row, Turn, with_grades
+from recjax.experience.group import Completion, Grade, Row, Turn, with_grades
 from recjax.experience.layout import Layout, batch_logprobs
 from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
@@ -37,7 +37,7 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.evaluation import evaluate_policy
+from recjax.training.evaluation import evaluate_policy, warn_of_ungraded
 from tests.experience.groups import same_groups
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -304,6 +304,7 @@ def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
 DOES = {
     "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
     "nonsense": "invalid", "infinite": "invalid", "paid nonsense": "invalid", "silent": "silent",
+    "digits in a text": "invalid", "name of recjax": "invalid", "empty stop": "raised",
     "long": "context", "on and on": "turns",
 }  # fmt: skip
 
@@ -311,7 +312,7 @@ DOES = {
 @pytest.mark.slow
 def test_failing_agents_cost_themselves_alone(made, caplog):
     parts = made("by_column", "task.agent_seconds=0.3", "task.agent_turns=5")
-    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("no stop", *DOES, "fine")]
     groups, grades = sampled(*parts, asked, group_size=1)
     assert [grade.failure for grade in grades] == ["none", *DOES.values(), "none"]
     assert {*DOES.values()} == {*AGENT_FAILURES}
@@ -448,7 +449,8 @@ SHAPED = [  # an agent's return value, rewards of its turns, weights, and whethe
     (1.0, {}, {"score": 0.5, "turns": -0.1}, True),
     (0.8, {0: 0.1, 1: 0.1}, {"score": 0.5, "rows": -1.0}, True),
     (0.5, {}, {"score": 4.0, "length": 2.0, "turns": 3.0}, False),
-    ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, True),
+    ({"right": 1.0, "tidy": 0.0}, {}, {"right": 0.1, "length": -3.0}, None),
+    ({"right": 1.0, "tidy": 0.0}, {0: 1.0}, {"right": 0.1, "length": -3.0}, None),
     ({"score": 0.5, "checks": 9.0}, {}, {"checks": 0.0, "length": 1.0}, False),
     ({"right": 0.8}, {0: 0.1, 1: 0.1}, {"right": 0.5}, True),
     ({"accuracy": 1.0, "tries": -0.6}, {1: -1.0}, {"accuracy": 0.0, "score": 2.0}, True),
@@ -467,10 +469,56 @@ def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
         for chosen in ({}, weights):
             task = config.task.model_copy(update={"reward_weights": chosen})
             opened = Agents(config.model_copy(update={"task": task}), policy)
-            grades = opened._grades(tried, [completion] * 2, [])
-            assert [grade.accurate for grade in grades] == [right, False]
+            grades = opened._grades(tried, [completion] * 2, {}, [])
+            assert [grade.accurate for grade in grades] == [right, None if right is None else False]
             rewards.add(grades[0].reward)
         assert len(rewards) == 2, "the weights have an effect"
+
+
+def test_an_evaluation_names_the_remedies_of_its_failures(caplog):
+    for reasons, by_agents, words in (
+        (["raised", None, "timeout"], True, "raised 1, timeout 1; correct the agent; raise task.agent_seconds, or"),
+        (["timeout", "no_reward"], False, "timeout 1, no_reward 1; see grading.seconds and grading.max_characters"),
+        (["no_reward"], False, "count as wrong: no_reward 1"),
+    ):
+        caplog.clear()
+        warn_of_ungraded(reasons, by_agents)
+        assert words in caplog.text and ("grading.seconds" in caplog.text) == ("see grading.seconds" in words)
+    warn_of_ungraded([None], True)
+
+
+def test_weights_of_agents_are_those_of_their_task(made):
+    config, policy, _ = made("one_turn")
+    weights = {"a": {"style": 10, "turns": -5}, "b": {"style": 100}, "c": {"turns": -5}}
+    mixture = {name: {"arithmetic": {}, "reward_weights": chosen} for name, chosen in weights.items()}
+    opened = Agents(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy)
+    row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
+    player = SimpleNamespace(rewards={}, rewarded=None)
+    rewards = []
+    for task, returned in (("a", {"accuracy": 1, "style": 1}), ("b", {"accuracy": 1, "style": 1}), ("c", None)):
+        completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),), metadata={"task": task})
+        graded = [Grade(0.0, {"score": 0.0}, False)] if returned is None else []
+        (grade,) = opened._grades([Tried(player, returned, None, "", "")], [completion], {}, graded)
+        rewards.append(grade.reward)
+    assert rewards == [6.0, 101.0, -5.0]
+    with pytest.raises(ValueError, match="task.mixture.c.reward_weights.style: unknown part"):
+        mixture["c"]["reward_weights"] = {"style": 1.0}
+        opened = Agents(
+            config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy
+        )
+        opened._grades([Tried(player, 1.0, None, "", "")], [completion], {}, [])
+    with pytest.raises(ValueError, match="task.mixture.b: the agent returns a part 'b'.*rename the task"):
+        opened._grades([Tried(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
+
+
+def test_an_agents_part_has_one_weight(made):
+    config, policy, _ = made("one_turn", "algorithm.preset=gdpo")
+    row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
+    completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),))
+    tried = [Tried(SimpleNamespace(rewards={}, rewarded=None), 1.0, None, "", "")]
+    Agents(config, policy)._grades(tried, [completion], {"format": 0.1}, [])
+    with pytest.raises(ValueError, match="task.reward_weights.score: .* weight 1, and the task's reward .* weight 0;"):
+        Agents(config, policy)._grades(tried, [completion], {"score": 0.0}, [])
 
 
 def test_a_slow_agent_holds_up_nobody(made):

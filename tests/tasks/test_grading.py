@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
+from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import as_trained
 from recjax.tasks.grading import custom as own_rewards
@@ -261,7 +261,7 @@ async def judged_in_turn(prompts, completions, answers):
 
 
 def test_what_a_module_holds_works_in_every_batch_and_every_run():
-    own_rewards.check_weights(custom(judged_in_turn), Answered("", "", "", {}, 0))
+    own_rewards.known_parts(custom(judged_in_turn), Answered("", "", "", {}, 0))
     for _ in range(2):
         with Grading(CONFIG, custom(judged_in_turn)) as grading:
             for _ in range(2):
@@ -313,7 +313,7 @@ def test_none_in_all_parts_is_no_reward_and_none_in_one_part_adds_nothing(worker
     found = scores(of_two_tasks, ["a", "b", "c", "d"], code=2.0)
     np.testing.assert_array_equal(found.rewards, [1, 2, 1, np.nan])
     np.testing.assert_array_equal(found.parts["math"], [1, np.nan, 0.5, np.nan])
-    assert found.accurate.tolist() == [True, True, False, False], "the parts without weights"
+    assert np.isnan(found.accurate).all(), "a completion has two parts, and none is the verdict"
     assert [FAILURES[place] for place in found.failures] == ["none"] * 3 + ["no_reward"]
     found = scores(unjudged, ["a", "b"])
     assert (found.rewards.tolist(), found.accurate.tolist()) == ([6, 5], [True, False]), "not known to be right"
@@ -374,7 +374,8 @@ def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monke
     monkeypatch.setattr(reward_module, "_REWARD_MODEL", HERE + "has_5_model")
     settings = {"length": {"length": -5.0}, "bonus": {"length": 5.0}, "overlong": {}, "none": {"overlong": 0.0}}
     settings |= {f"times {weight:g}": dict.fromkeys(parts, weight) for weight in (0.0, 0.5, -1.0, 7.0)}
-    config = PATIENT.model_copy(update={"task": TaskConfig(overlong_tokens=5)})
+    verdict = "right" if "right" in parts else None
+    config = PATIENT.model_copy(update={"task": TaskConfig(overlong_tokens=5, verdict=verdict)})
     name, passed = ("python:own", function) if callable(function) else (function, None)
     rewards = {key: load_reward(name, weights, True, passed) for key, weights in settings.items()}
     texts = ["<answer>5</answer>", "<answer>6</answer>", "<answer>5</answer>!", "<answer>6</answer>!"]
@@ -420,8 +421,8 @@ def test_success_is_compared_as_training_keeps_rewards():
     assert not as_trained(one, TaskConfig(success=0.91), 0).grade.accurate
 
 
-def test_a_warning_says_what_is_accurate_where_several_parts_have_no_verdict(caplog):
-    reward_module._warn_once.cache_clear()
+def test_a_warning_says_how_to_name_the_verdict(caplog):
+    reward_module.warn_of_no_verdict.cache_clear()
     for function, count in (
         (right_by_task, 0),
         (score_and_checks, 0),
@@ -432,7 +433,75 @@ def test_a_warning_says_what_is_accurate_where_several_parts_have_no_verdict(cap
         scores_of(custom(function), ["5", "5!"])
         said = [record.getMessage() for record in caplog.records if "none is the verdict" in record.getMessage()]
         assert len(said) == count
-    assert said[0].startswith("a reward has the parts right, polite, and none is the verdict `accuracy`: a completion")
+    assert said[0].startswith("a reward has the parts right, polite, and none is the verdict: recjax shows the reward")
+    assert "task.verdict" in said[0]
+
+
+WITH_VERDICT = CONFIG.model_copy(update={"task": TaskConfig(verdict="right")})
+
+
+def only_one_part(prompts, completions, answers):
+    return {"sums": [1.0 if text == "5" else None for text in completions],
+            "others": [1.0 if text != "5" else None for text in completions]}  # fmt: skip
+
+
+def test_a_failed_completion_takes_no_verdict_from_others():
+    scores = scores_of(load_reward("python:own", function=only_one_part), ["5", "6", "x" * 5_001], PATIENT)
+    assert scores.accurate.tolist() == [True, True, False]
+
+
+def test_several_parts_have_the_verdict_that_the_config_names():
+    assert np.isnan(scores_of(custom(right_and_polite), ["5", "6"]).accurate).all()
+    assert scores_of(custom(right_and_polite), ["5", "6"], WITH_VERDICT).accurate.tolist() == [True, False]
+    with pytest.raises(ValueError, match=r"task.verdict = 'right': the reward .* has the parts score; name one"):
+        scores_of(custom(has_5), ["5"], WITH_VERDICT)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"task": TaskConfig(curriculum={})},
+        {"task": TaskConfig(keep={})},
+        {"training": TrainingConfig(keep_best="-evaluation/accuracy")},
+    ],
+)
+def test_keys_that_read_accuracy_refuse_rewards_without_verdict(block):
+    config = CONFIG.model_copy(update=block)
+    with pytest.raises(ValueError, match=r"reads which answers are right, and .* has the parts right, polite, none"):
+        scores_of(custom(right_and_polite), ["5"], config)
+    scores_of(custom(verdict_and_style), ["5"], config)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", HERE + "has_5"])
+def test_counts_weigh_nothing_in_every_reward(name):
+    weights = load_reward(name).weights
+    assert weights["length"] == weights["turns"] == weights["rows"] == 0
+    assert load_reward(name, {"length": 2.0}).weights["length"] == 2
+
+
+def own_length(prompts, completions, answers):
+    return {"accuracy": [1.0] * len(completions), "length": [-0.2] * len(completions)}
+
+
+def length(prompts, completions, answers):
+    return [-0.5] * len(completions)
+
+
+def texts(prompts, completions, answers):
+    return "5" * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (own_length, "has a part 'length'; recjax itself adds .*rename it, for example to length_penalty"),
+        ((has_5, length), "has a part 'length'"),
+        (texts, "a text is no number"),
+    ],
+)
+def test_parts_with_recjaxs_names_and_texts_are_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        scores_of(Reward("own", function, False, {"length": 0.0}), ["5", "6"])
 
 
 def other_parts_for_b(prompts, completions, answers):

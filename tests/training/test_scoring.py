@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from recjax.config import TaskConfig
-from recjax.experience.batch import to_learn_from
+from recjax.experience.batch import check_graded_parts, to_learn_from
+from recjax.experience.group import Grade
 from recjax.training import schedule
+from tests.experience.groups import make_group
 from tests.training.counting import count, graded_batch, prepared_batch
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import train, without_times
@@ -116,6 +118,22 @@ def test_masked_rows_are_as_if_never_drawn():
     np.testing.assert_allclose(metrics["loss"], other_metrics["loss"], rtol=1e-4, atol=1e-6)
     untouched = to_learn_from(batch._replace(truncated=cut), TaskConfig())
     assert not np.isclose(step(untouched)[1]["loss"], metrics["loss"])
+
+
+def test_completions_with_a_reward_and_no_parts_are_refused():
+    (group, *_) = [make_group(1)]
+    graded = [Grade(5.0, parts) for parts in ({"right": 1.0}, {"right": 0.0, "turns": 2.0})]
+    completions = [
+        completion._replace(grade=grade) for completion, grade in zip(group.completions, graded, strict=True)
+    ]
+    check_graded_parts([group._replace(completions=tuple(completions))], {"turns": 0.0})
+    for parts in (None, {}, {"turns": 2.0}):
+        last = completions[1]._replace(grade=Grade(5.0, parts))
+        with pytest.raises(ValueError, match="completion 'row 11' of source .* has the reward 5 and no reward part"):
+            check_graded_parts([group._replace(completions=(completions[0], last))], {"turns": 0.0})
+    other = completions[1]._replace(grade=Grade(5.0, {"score": 5.0, "turns": 2.0}), source="other")
+    with pytest.raises(ValueError, match="'other' have no reward part in common .right; score"):
+        check_graded_parts([group._replace(completions=(completions[0], other))], {"turns": 0.0})
 
 
 def test_penalized_rows_get_the_reward_and_lose_their_own():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from recjax.training.metrics import batch_metrics
+from recjax.training.metrics import batch_metrics, task_metrics
 from recjax.training.signs import Watched, look, steps_of_signs
 from tests.training.counting import Altered, CountingLearner, count, prepared_batch
 from tests.training.test_update import make_batch
@@ -107,6 +107,21 @@ def test_the_share_of_groups_with_equal_rewards():
     hidden = batch._replace(completion_mask=batch.completion_mask & (batch.group_ids == groups[0])[:, None])
     assert batch_metrics(1, batch, hidden)[name] == 1
     assert name not in batch_metrics(1, batch, batch._replace(group_ids=np.arange(len(rows))))
+
+
+def test_rows_without_a_verdict_have_no_accuracy():
+    batch = make_batch()
+    rows = batch.completion_mask.any(-1)
+    unknown = batch._replace(accurate=np.full(len(rows), np.nan, np.float32))
+    metrics = batch_metrics(1, unknown, unknown)
+    assert not {"accuracy", "right_and_ended"} & metrics.keys() and "reward" in metrics
+    place = np.argmax(rows)
+    known = unknown._replace(accurate=np.where(np.arange(len(rows)) == place, np.float32(1), unknown.accurate))
+    assert "accuracy" not in batch_metrics(1, known, known), "that of one row is no mean over the batch"
+    graded = [({"task": "a"}, None, 0.5), ({"task": "a"}, True, 1.0), ({"task": "b"}, True, None)]
+    assert task_metrics(graded) == {"reward/a": 0.75, "accuracy/b": 1.0}
+    ((_, warning),) = warnings(*[SILENT | {"accuracy": None}] * 3)
+    assert "accuracy =" not in warning and "reward = 0.4)" in warning
 
 
 def test_rows_without_numbers_have_their_signs_too():

@@ -87,6 +87,17 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
 
 
+@pytest.mark.parametrize("key", ["store={}", "mix={{store: {}, of: group}}"])
+def test_algorithms_of_parts_refuse_stored_rewards_alone(tiny, drawn, tmp_path, key):
+    rows = read_columns(drawn)[:16]
+    append_columns(tmp_path / "alone", [row._replace(reward_parts=None) for row in rows[:4]] + rows[4:])
+    options = [f"experience.{key.format(tmp_path / 'alone')}", "algorithm.preset=gdpo", "rollout.prompts_per_step=1"]
+    with pytest.raises(ValueError, match="4 completions have a reward without reward_parts.*'gdpo'"):
+        prepare(tiny("alone", *options))
+    setup, _ = prepare(tiny("with parts", f"experience.{key.format(drawn)}", *options[1:]))
+    assert setup.judge.part_weights == {"length": 0, "turns": 0, "rows": 0}
+
+
 @pytest.mark.slow
 def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp_path, monkeypatch):
     rows = read_columns(drawn)

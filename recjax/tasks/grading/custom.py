@@ -14,7 +14,7 @@ import numpy as np
 
 from recjax.algorithms.options import described
 from recjax.tasks.grading.event_loop import run_to_end
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, SCORE, Reward, check_parts
+from recjax.tasks.grading.reward import MOST_REWARD, SCORE, Reward, check_part_names
 from recjax.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     for name, single in (reward if reward.columns is not None else _knowing_columns(reward, rows)).functions.items():
         result = _result(single, rows)
         returned = result if isinstance(result, Mapping) else {name: result}
+        check_part_names(returned, f"reward function {reward.name}")
         if twice := parts.keys() & returned.keys():
             raise ValueError(f"reward functions {reward.name}: two return the part {min(twice)!r}; rename it in one")
         parts |= {part_name: _checked(single, part_name, values, rows) for part_name, values in returned.items()}
@@ -247,19 +248,18 @@ def _graded_row(error: BaseException, rows: Sequence[Answered], passed_completio
     return None
 
 
-def check_weights(reward: Reward, row: Answered) -> None:
-    """Refuses weights of parts that a user's function does not return; calls the function once, with only `row`.
+def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
+    """The parts that a user's function returns for one row, to know their names.
 
     Raises:
-        ValueError: an unknown part has a weight; the message lists the known parts. Also see `custom_parts`.
+        ValueError: see `custom_parts`.
     """
     try:
-        parts = custom_parts(reward, [row])
+        return custom_parts(reward, [row])
     except ValueError as error:
         raise ValueError(
             f"{error}\n  (it was asked about an empty completion, to know the names of its parts)"
         ) from error
-    check_parts(reward.name, reward.weights, [*parts, LENGTH, OVERLONG])
 
 
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
@@ -311,6 +311,8 @@ def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answere
     name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
     try:
         values = list(values)
+        if any(isinstance(value, str | bytes) for value in values):  # a text of digits would be a list of rewards
+            raise TypeError("a text is no number")
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} returned {values!r:.200}: {error}; return a number or None per completion") from error

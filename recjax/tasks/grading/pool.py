@@ -15,11 +15,15 @@ from recjax.tasks.grading.reward import (
     LENGTH,
     MOST_REWARD,
     OVERLONG,
+    ROWS,
     SCORE,
+    SHAPING,
+    TURNS,
     MixedReward,
     Reward,
     check_parts,
     is_accurate,
+    verdict_of,
 )
 from recjax.workers import CallFailed, Workers
 
@@ -31,7 +35,8 @@ NO_REWARD = FAILURES.index("no_reward")
 class Scores(NamedTuple):
     """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    A part that a completion does not have is NaN. `failures` holds indices into FAILURES; a completion with a failure
+    A part that a completion does not have is NaN. `accurate` is 1 or 0, or NaN if no part of the reward is a verdict.
+    `failures` holds indices into FAILURES; a completion with a failure
     is not accurate. With a user's function, no_reward has the reward NaN, exceptions stop the run, and only a function
     in worker processes has the failures timeout, crash and too_long.
     """
@@ -59,6 +64,7 @@ class Grading:
         self._rewards = reward.of if isinstance(reward, MixedReward) else {"": reward}
         self._thread: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
+        self._without_verdict: set[str] = set()  # names of tasks
         self._names: dict[str, list[str]] = {}  # names of the parts in the first result of a user's function, by reward
 
     @property
@@ -93,7 +99,7 @@ class Grading:
 
     def _scores(self, rows: Sequence[Answered]) -> Scores:
         if not isinstance(self.reward, MixedReward):
-            return self._scored(self.reward, rows, self._config.task.success)
+            return self._scored(self.reward, rows, "")
         order = sorted(range(len(rows)), key=lambda index: rows[index].task)
         task_scores = []
         for task, indices in itertools.groupby(order, key=lambda index: rows[index].task):
@@ -103,8 +109,7 @@ class Grading:
                     f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
                 )
             task_rows = [rows[index] for index in indices]
-            success = self._config.task.of(task).success
-            task_scores.append(self._scored(self._rewards[task], task_rows, success))
+            task_scores.append(self._scored(self._rewards[task], task_rows, task))
             if clash := task_scores[-1].parts.keys() & self._rewards.keys():
                 raise ValueError(
                     f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
@@ -120,7 +125,8 @@ class Grading:
         rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
         return Scores(rewards, parts, accurate, failures)
 
-    def _scored(self, reward: Reward, rows: Sequence[Answered], success: float) -> Scores:
+    def _scored(self, reward: Reward, rows: Sequence[Answered], task_name: str) -> Scores:
+        task = self._config.task.of(task_name)
         lengths = np.array([row.length for row in rows])
         parts, failures = self._graded(reward, rows) if reward.per_row else self._custom(reward, rows)
         longest = self._config.rollout.max_completion_tokens
@@ -129,7 +135,8 @@ class Grading:
         if overlong is not None:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
-        check_parts(reward.name, weights, parts)
+        if task.reward or not self._config.task.agent:  # otherwise weights may belong to rewards that agents return
+            check_parts(reward.name, [name for name in reward.weights if name not in (TURNS, ROWS)], parts)
         rewards = sum(weights.get(name, 1.0) * np.nan_to_num(values) for name, values in parts.items())
         rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
         if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
@@ -139,7 +146,20 @@ class Grading:
                 f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most"
                 f" {MOST_REWARD:g} either way, so lower task.reward_weights"
             )
-        accurate = is_accurate(parts, None, success) & (failures == 0)
+        accurate = np.zeros(len(rows), np.float32)
+        is_graded = failures == 0
+        if is_graded.any():  # otherwise the names of the parts may not be known
+            graded = {name: values[is_graded] for name, values in parts.items()}
+            if self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
+                right = is_accurate(graded, None, task.success, task.verdict)
+            else:
+                right = verdict_of(f"the reward {reward.name}", graded, task, self._config.verdict_reader(task_name))
+            if right is None:
+                self._without_verdict.add(task_name)
+            else:
+                accurate[is_graded] = right
+        if task_name in self._without_verdict:
+            accurate[:] = np.nan
         parts = {name: values.astype(np.float32) for name, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, accurate, failures)
 
@@ -162,7 +182,7 @@ class Grading:
             for name, numbers in values.items():
                 parts.setdefault(name, np.zeros(len(rows)))[indices] = numbers
         if not parts:  # all calls failed
-            names = self._names.get(reward.name) or {*reward.weights} - {LENGTH, OVERLONG} or [SCORE]
+            names = self._names.get(reward.name) or {*reward.weights} - {*SHAPING} or [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
         # A part without weight is a measurement, and makes no reward.
         weighted = [values for name, values in parts.items() if reward.weights.get(name, 1.0)]

@@ -14,23 +14,16 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from recjax.algorithms.options import user_function
-from recjax.config.tasks import PYTHON
+from recjax.config.tasks import PYTHON, OneTask
 from recjax.files import digest
-from recjax.tasks.grading.graders import GRADERS
+from recjax.tasks.grading.graders import GRADERS, LENGTH, OVERLONG, ROWS, SCORE, SHAPING, TURNS
 
-OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
-# parts of agents' rewards: numbers of replies and of the trajectory's rows
-TURNS = "turns"
-ROWS = "rows"
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
-LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
-SCORE = "score"  # name of the part if a reward is a plain number
-SHAPING = (LENGTH, OVERLONG, TURNS, ROWS)  # parts that recjax adds to the parts of a reward
 _REWARD_MODEL = "recjax.tasks.grading.reward_model:RewardModel"  # by name, as it imports JAX
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
 
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
+logger = logging.getLogger(__name__)
 
 
 class Reward(NamedTuple):
@@ -104,7 +97,7 @@ def load_reward(
         ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
             folder has no reward model, or the function is missing or cannot be pickled.
     """
-    of_length = {OVERLONG: 1.0} if overlong else {}
+    own = {OVERLONG: 1.0} if overlong else {}
     if name.startswith(PYTHON):
         if function is None:
             raise ValueError(
@@ -113,7 +106,7 @@ def load_reward(
             )
         name = name.removeprefix(PYTHON).partition("#")[0]
         function = tuple(function) if isinstance(function, Sequence) else function
-        reward = Reward(name, function, False, {LENGTH: 0.0, **of_length, **weights})
+        reward = Reward(name, function, False, part_weights(weights, own))
         if inspect.iscoroutinefunction(function):
             return reward
         import cloudpickle  # only programs that pass functions need it
@@ -130,11 +123,11 @@ def load_reward(
             function = pkgutil.resolve_name(_REWARD_MODEL)(name.removeprefix(MODEL), device)
         else:
             function = user_function("task.reward", name)
-        return Reward(name, function, False, {LENGTH: 0.0, **of_length, **weights})
+        return Reward(name, function, False, part_weights(weights, own))
     grader = GRADERS[name]
-    known = {**grader.weights, LENGTH: 0.0, **of_length}
-    check_parts(name, weights, known)
-    return Reward(name, user_function("task.reward", grader.grade), True, {**known, **weights})
+    check_parts(name, weights, [*grader.weights, LENGTH, *own])
+    all_weights = part_weights(weights, {**grader.weights, **own})
+    return Reward(name, user_function("task.reward", grader.grade), True, all_weights)
 
 
 def _by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
@@ -204,49 +197,110 @@ def passed_name(function: Any) -> str:
     return f"{name}#{digest(repr((source, values)).encode())[:16]}"
 
 
-def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:
-    """Weights for the parts of an agent's rewards; `task.reward_weights` overrides the defaults."""
-    return {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **chosen}
+def part_weights(chosen: Mapping[str, float], own: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """The weight of each part of a reward, for everything that adds parts up or reads them one by one.
+
+    A part without an entry has weight 1. Counts of tokens, turns and rows weigh 0 unless `chosen` names them.
+
+    Args:
+        chosen: `task.reward_weights` of the completion's task.
+        own: default weights of a reward function's parts.
+    """
+    return {LENGTH: 0.0, TURNS: 0.0, ROWS: 0.0, **own, **chosen}
+
+
+def check_part_names(names: Iterable[str], owner: str) -> None:
+    """Refuses names of parts that recjax adds itself.
+
+    Args:
+        owner: source of the parts, for the message.
+    Raises:
+        ValueError: a name is in SHAPING.
+    """
+    for name in names:
+        if name in SHAPING:
+            raise ValueError(
+                f"{owner} has a part {name!r}; recjax itself adds parts with the names {', '.join(SHAPING)}, so rename"
+                f" it, for example to {name}_penalty"
+            )
 
 
 def is_accurate(
-    parts: Mapping[str, float | Float[np.ndarray, " batch"]], reward: float | None, success: float
-) -> bool | Bool[np.ndarray, " batch"]:
-    """True if an answer is right, which no weight and no part in SHAPING changes.
+    parts: Mapping[str, float | Float[np.ndarray, " batch"]],
+    reward: float | None,
+    success: float,
+    verdict: str | None = None,
+) -> bool | Bool[np.ndarray, " batch"] | None:
+    """True if an answer is right, which no weight and no part in SHAPING changes; None if no part is a verdict.
 
-    The part `accuracy` decides with 1 or more. Without this part, the part `score` must be at least `success`; without
-    both, the unweighted sum of the parts that the reward returned. A NaN in `accuracy` or `score` is not right.
+    The verdict is the part `verdict`, or else `accuracy`, `score`, or the only part that the completion has. It must be
+    at least `success`, and `accuracy` at least 1. A NaN in it is not right.
 
     Args:
         parts: unweighted parts by name, of one completion or of a batch; NaN: the completion does not have the part.
-        reward: a completion's reward, which is compared with `success` if no part is in SHAPING: then recjax did not
-            compute the reward, and its parts need not be complete. Not read if there is such a part.
+        reward: a completion's reward, which is the verdict if there is at most one part and none is in SHAPING: then
+            recjax did not compute the reward, and its parts need not be complete. Not read in other cases.
         success: `task.success` of the completion's task.
+        verdict: `task.verdict` of the completion's task.
     """
-    if "accuracy" in parts:
-        return parts["accuracy"] >= 1
     returned = [name for name in parts if name not in SHAPING]
-    if not returned or len(returned) == len(parts):
+    named = [name for name in ([verdict] if verdict else ["accuracy", SCORE]) if name in parts]
+    is_graded_here = len(returned) < len(parts)
+    if "accuracy" in named:
+        return parts["accuracy"] >= 1
+    if verdict is None and not is_graded_here and len(returned) < 2:
         score = reward
-    elif SCORE in parts:
-        score = parts[SCORE]
-    else:
+    elif named:
+        score = parts[named[0]]
+    elif verdict is None and returned:
         values = np.array([parts[name] for name in returned])
-        score = np.nansum(values, axis=0)
         if (np.sum(~np.isnan(values), axis=0) > 1).any():
-            _warn_once(
-                "a reward has the parts %s, and none is the verdict `accuracy`: a completion counts as accurate if the"
-                " sum of these parts, without weights, is at least task.success = %g. To measure something else, return"
-                " a part `accuracy` as well: 1 for right answers, else 0",
-                ", ".join(returned),
-                success,
-            )
+            warn_of_no_verdict(tuple(returned))
+            return None
+        score = np.nansum(values, axis=0)
+    else:
+        return None
     right = np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
     return right if np.ndim(right) else bool(right)
 
 
-def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
-    """Refuses weights for parts that the reward `name` does not have."""
+@functools.cache
+def warn_of_no_verdict(parts: tuple[str, ...]) -> None:
+    """Logs once that a reward's parts have no verdict, and the remedy."""
+    logger.warning(
+        "a reward has the parts %s, and none is the verdict: recjax shows the reward instead of an accuracy. Name the"
+        " part that says whether an answer is right with task.verdict, or return a part `accuracy` as well: 1 for right"
+        " answers, else 0",
+        ", ".join(parts),
+    )
+
+
+def verdict_of(
+    name: str, parts: Mapping[str, float | Float[np.ndarray, " batch"]], task: OneTask, read_by: str | None
+) -> bool | Bool[np.ndarray, " batch"] | None:
+    """The verdict of `is_accurate` on the parts that a reward or an agent gave.
+
+    Args:
+        name: name of the reward or the agent, for messages.
+        read_by: key that reads which answers are right; None if no key does.
+    Raises:
+        ValueError: `task.verdict` is no part, or there is no verdict and a key reads it.
+    """
+    names = [part for part in parts if part not in SHAPING]
+    listed = f"{name} has the parts {', '.join(names)}"
+    if task.verdict is not None and task.verdict not in names:
+        raise ValueError(f"task.verdict = {task.verdict!r}: {listed}; name one of them")
+    accurate = is_accurate(parts, None, task.success, task.verdict)
+    if accurate is None and read_by:
+        raise ValueError(
+            f"{read_by}: reads which answers are right, and {listed}, none of which says so; name it with task.verdict,"
+            " or return a part `accuracy`"
+        )
+    return accurate
+
+
+def check_parts(name: str, weights: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses weights, by the names of their parts, for parts that the reward `name` does not have."""
     for part_name in weights:
         if part_name not in known:
             parts = ", ".join(known)
