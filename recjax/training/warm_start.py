@@ -32,7 +32,7 @@ from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from recjax.tasks.problems import checked_messages, messages_in
 from recjax.tasks.prompts import Prompts
-from recjax.tasks.reading import FileRow, read_file, template_of
+from recjax.tasks.reading import FileRow, read_data, template_of
 from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import step_bar
 from recjax.training.update import first_state, make_optimizer
@@ -212,9 +212,9 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
         return None
     settings = config.warm_start
     held_out = []
-    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", policy, settings.max_tokens)
+    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
     if settings.held_out is not None:
-        held_out = _tokenized(settings.held_out, "warm_start.held_out", policy, settings.max_tokens)
+        held_out = _tokenized(settings.held_out, "warm_start.held_out", "test", policy, settings.max_tokens)
     else:
         order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
         count = min(len(train) // 10, _MOST_HELD_OUT)
@@ -227,13 +227,13 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
 
 
-def _tokenized(path: str, key: str, policy: Policy, most: int | None) -> list[Group]:
-    """The chats of a file as groups, without chats of more than `most` tokens."""
+def _tokenized(path: str, key: str, split: str, policy: Policy, most: int | None) -> list[Group]:
+    """The chats of a file, folder or pattern as groups, without chats of more than `most` tokens."""
 
     def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
         return [demonstration(row, policy) for row in rows]
 
-    groups = hosts.shared_out(of_rows, read_file(Path(path), key))
+    groups = hosts.shared_out(of_rows, read_data(path, key, split))
     lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
     kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
     if not kept:
