@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
-from recjax.tasks.problems import checked_messages, messages_in
+from recjax.tasks.problems import REASONING_KEYS, checked_messages, messages_in
 from recjax.tasks.prompts import Prompts
 from recjax.tasks.reading import FileRow, read_data, template_of
 from recjax.training.literal_path import LiteralPath
@@ -262,6 +262,8 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         trajectory = Trajectory(tokenizer)
         if "tools" in variables and not reads_variable(tokenizer, "tools"):
             raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
+        if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
+            raise ValueError("tool_calls: the chat template writes none; take a model for tools, or remove the chat")
         end = turn_end(tokenizer)
         ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
@@ -279,6 +281,11 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
                     f"message {index}: the chat template writes no reply, with an end, after its prompt for this turn;"
                     " remove the chat, or take a model whose template does"
                 )
+            if unwritten := _unwritten(messages[index], text, len(prompt)):
+                raise ValueError(
+                    f"message {index}: the chat template does not write {unwritten}, so the policy would learn to leave"
+                    " it out; move it into the content, remove it, or take a model whose template writes it"
+                )
             ids = trajectory.tokens_of(prompt, rendered=True)
             last = policy.stop_ids[0] if end is None else end
             tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
@@ -291,6 +298,30 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
     shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
     return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
+
+
+def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None:
+    """What a chat template leaves out of an assistant's turn: its content, its reasoning, or the name of a tool call.
+
+    Line ends and spaces do not count. The prompt for the turn may hold the beginning, such as an empty think block.
+
+    Args:
+        text: the rendered chat, up to the end of this turn.
+        prompt: number of characters of `text` that ask for the turn.
+    """
+    parts = {name: message.get(name) for name in ("content", *REASONING_KEYS)}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        parts[f"the tool call {name!r}"] = name
+    before, reply = ("".join(part.split()) for part in (text[:prompt], text[prompt:]))
+    for name, part in parts.items():
+        if isinstance(part, str):
+            part = "".join(part.split())
+            if part and part not in before[-len(part) :] + reply:
+                return name
+    return None
 
 
 _AFTER = {  # roles that a message may follow; None is the beginning of the chat
