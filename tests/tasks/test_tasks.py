@@ -93,6 +93,13 @@ def test_arithmetic_refuses_kinds_by_name(kind):
         arithmetic_problems(ArithmeticTask(problems=[kind]), seed=0)
 
 
+def test_a_template_may_name_the_only_operation():
+    config = ArithmeticTask(problems=["1..9 + 0..3", "1..2 + 7..8"], template="{a}+{b}=")
+    assert {problem.prompt for problem in arithmetic_problems(config, seed=0)} >= {"1+0=", "9+3=", "2+8="}
+    with pytest.raises(ValueError, match="may be missing if all problems have one operation"):
+        arithmetic_problems(config.model_copy(update={"problems": ["1..9 + 0..3", "1..9 - 0..3"]}), seed=0)
+
+
 @pytest.mark.parametrize("template", ["{a} {op} =", "{a} {op} {b} {c}", "{"])
 def test_arithmetic_refuses_templates_without_the_question(template):
     with pytest.raises(ValueError, match=re.escape(repr(template))):
