@@ -12,7 +12,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "recjax" / "__init__.py").r
 setup(
     name="recjax",
     version=VERSION,
-    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 53 more algorithms on one equation",
+    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 58 more algorithms on one equation",
     url=URL,
     project_urls={"Documentation": f"{URL}#documentation", "Paper": "https://arxiv.org/abs/2509.24203"} if URL else {},
     author="The recjax authors",

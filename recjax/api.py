@@ -35,6 +35,7 @@ from recjax.config import (
 )
 from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
+from recjax.console import show_messages
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
@@ -134,10 +135,12 @@ def run(
     Raises:
         ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
             in `output` has problems or a reward with another digest.
-        Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
+        Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
+            ends with one line.
         (others): see `recjax.training.start.train`.
     """
     require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
+    show_messages()
     keep_compiled_programs()
     config = _with_task(config, problems, reward, keys)
     require_ray(config)

@@ -136,6 +136,15 @@ def configure_logging() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # keeps the order of standard output and standard error in a log file
 
 
+def show_messages() -> None:
+    """Shows the package's messages as a command does, unless the program has set up logging."""
+    package = logging.getLogger("recjax")
+    if not package.handlers and not logging.getLogger().handlers:
+        package.addHandler(_OwnMessages())
+        package.setLevel(logging.INFO)
+        package.propagate = False
+
+
 class _OwnMessages(logging.Handler):
     """Writes messages above the progress bar of a terminal; messages above INFO begin with their level."""
 

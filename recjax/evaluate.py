@@ -10,6 +10,7 @@ held-out ones only; then task.file.train is enough. The same command repeats an 
 interrupted one. Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
+import glob
 import re
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,10 @@ def evaluate(
 def task_label(task: TaskConfig) -> str:
     """A name for the task, its file's name or its generator's name."""
     if task.file:
-        return Path(task.file.evaluation or task.file.train).stem
+        path = Path(task.file.evaluation or task.file.train)
+        while glob.has_magic(path.name) and not path.exists():  # a pattern has the name of its folder
+            path = path.parent
+        return path.stem or "file"
     return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 

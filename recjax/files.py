@@ -19,6 +19,7 @@ import filelock
 import xxhash
 
 MANIFEST = "manifest.json"
+UNREADABLE = "recjax.unreadable"  # only key of an object in place of a cell that recjax cannot hold; the value says why
 _BLOCK = 2**20  # bytes read at a time
 _THREADS = 8
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pandas as pd
 import pytest
 
 import recjax
-from recjax import Config, api, host_memory, open_run, run
+from recjax import Config, api, console, host_memory, open_run, run
 from recjax.config import GradingConfig, load_config
 from recjax.hub.policy import policy_alone
 from recjax.models.sampling import Sampling
@@ -119,7 +120,7 @@ def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
     [
         ([], "there are no rows"),
         ([*ROWS, "1+1="], "row 81 must be a dict of columns; got '1\\+1='"),
-        ([{"prompt": "1+1=", "answer": {2}}], "row 0 is not JSON .*'set'"),
+        ([{"prompt": "1+1=", "answer": {2}}], "row 0: column 'answer' must hold text .*a value of type set"),
         ({"prompt": ["1+1="], "answer": [2]}, "a mapping with train and evaluation"),
         ([*ROWS, {"prompt": "1+1=", "answer": None}], "problems: row 81: no 'answer'; the row has 'prompt'"),
         (None, "the config has no task; set one, or pass problems"),
@@ -138,6 +139,44 @@ def test_problems_next_to_a_task_are_refused_and_a_file_without_a_task(counted, 
     (tmp_path / "no_task.yaml").write_text(json.dumps(VALUES | {"output": "unset"}))
     with pytest.raises(ValueError, match="give exactly one of task.arithmetic.*found none"):
         load_config(tmp_path / "no_task.yaml")
+
+
+def test_a_mapping_that_merges_and_an_object_are_named(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        json.dumps(VALUES | {"output": "x", "task": "arithmetic", "experience": {"store": "s"}})
+    )
+    with pytest.raises(ValueError) as error:
+        run(tmp_path / "c.yaml", experience={"mix": {"store": "t", "share": 0.5, "of": "batch"}})
+    for part in (
+        "experience.mix is from argument experience",
+        f"experience.store is from {tmp_path}/c.yaml",
+        "mapping adds",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(
+        ValueError, match="model.path = <object .*: takes text or null; give a folder or hub name, from wh"
+    ):
+        run(model=object(), problems=ROWS, reward=digits)
+
+
+def test_a_script_sees_the_messages_of_a_run(monkeypatch, capsys):
+    package = logging.getLogger("recjax")
+    for name, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
+        monkeypatch.setattr(package, name, value)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    console.show_messages()
+    assert not package.handlers, "the program has set up logging"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    console.show_messages()
+    package.info("evaluating the initial policy")
+    assert capsys.readouterr().err == "evaluating the initial policy\n"
+
+
+def test_a_script_that_is_stopped_ends_with_one_line():
+    program = "import signal; from recjax.training.loop import Preempted; raise Preempted(3, signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = "stopped after step 3; the same command or call resumes from its checkpoint\n"
+    assert (done.returncode, done.stderr) == (1, words)
 
 
 def test_own_rows_are_held_out_by_name(counted):

@@ -230,6 +230,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+def test_the_index_that_pandas_writes_is_an_unused_column(tmp_path):
+    pd.DataFrame({"prompt": ["1+1="], "completion": ["2"], "reward": [1.0]}).to_csv(tmp_path / "a.csv")
+    found = import_rows([tmp_path / "a.csv"], Columns(), datetime.now(UTC))
+    assert [record.completion.text for record in found.records] == ["2"] and found.unused == [""]
+
+
 @pytest.mark.parametrize("ending", ["jsonl", *slow("csv", "parquet")])
 def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

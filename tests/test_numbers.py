@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.tables import SYSTEMS, chart, step_ratios
 from experiments.claims.page import TABLES, read_runs, two_runs
-from recjax.algorithms.presets import PRESETS
+from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.analysis.compare import RESAMPLES
 from recjax.config import OptimizerConfig, load_config
+from recjax.hub import model_card
 from recjax.planning.dry_run import dry_run
 from recjax.planning.targets import ACCELERATORS, CHIPS, GPUS
 
@@ -182,3 +183,17 @@ def test_the_expected_result_of_the_quickstart():
     ]
     assert len(seeds) == 3 and abs(sum(start for start, _ in seeds) / 3 - before) < 0.005
     assert (round(min(end for _, end in seeds), 2), round(max(end for _, end in seeds), 2)) == (low, high)
+
+
+def test_the_package_and_the_card_say_what_the_catalog_and_the_citation_say():
+    named = re.search(r"GRPO, GSPO, DAPO and (\d+) more algorithms", page("setup.py"))
+    assert int(named[1]) == len(PRESETS) - 3
+    authors = re.findall(r"family-names: (.+), given-names: (.+)\}", page("CITATION.cff"))
+    card = " ".join(model_card._PAPER.split())
+    assert f"author={{{' and '.join(map(', '.join, authors))}}}" in card and len(authors) == 8
+
+
+def test_algorithms_that_need_no_logprobs_are_those_of_the_page():
+    listed = re.search(r"read none\s\(([^)]+)\)\saccept `unneeded`", page("docs/experience.md"))[1]
+    free = [name for name in PRESETS if not build_algorithm(name, {}).needs_behavior_logprobs]
+    assert len(re.split(", | and ", " ".join(listed.split()))) == len(free)

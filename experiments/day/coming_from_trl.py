@@ -5,12 +5,9 @@
 docs/coming_from.md has the names of TRL, verl, OpenRLHF and Tunix next to ours.
 """
 
-import json
 import sys
-from pathlib import Path
 
-from recjax.config import make_config
-from recjax.training.start import train
+import recjax
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
 
@@ -21,40 +18,36 @@ def digits_reward(completions: list[str], **columns: list) -> list[float]:
     return [(text.startswith(solution[0]) + (text == solution)) / 2 for text, solution in pairs]
 
 
-def config(data: Path) -> dict:
-    """GRPOConfig and the arguments of GRPOTrainer, with TRL's names behind ours."""
-    return {
-        "output": "runs/coming_from_trl",  # output_dir
-        "seed": 0,  # seed
-        # model: a folder or hub name is model.path
-        "model": {"decoder": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}},
-        # train_dataset, reward_funcs
-        "task": {"file": {"train": str(data), "answer_column": None}, "reward": "coming_from_trl:digits_reward"},
-        "rollout": {
-            "prompts_per_step": 8,  # per_device_train_batch_size × devices × accumulation / num_generations
-            "group_size": 8,  # num_generations
-            "max_completion_tokens": 3,  # max_completion_length
-            "temperature": 1.0,  # temperature
-        },
-        "algorithm": {
-            "preset": "grpo",  # loss_type
-            "clip": {"epsilon_low": 0.2, "epsilon_high": 0.28},  # epsilon, epsilon_high
-            "reference_kl": {"coefficient": 0.01},  # beta
-        },
-        "optimizer": {"learning_rate": 3e-3, "clip_norm": 1.0},  # learning_rate, max_grad_norm
-        # max_steps, num_iterations, save_steps
-        "training": {"steps": 100, "updates_per_batch": 1, "checkpoint_every": 50},
-        "evaluation": {"every": 50, "problems": 27},  # eval_steps
-    }
+# GRPOConfig and the arguments of GRPOTrainer, with TRL's names behind ours.
+CONFIG = {
+    "output": "runs/coming_from_trl",  # output_dir
+    "seed": 0,  # seed
+    # model: a folder or hub name is model.path
+    "model": {"decoder": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}},
+    "task": {"file": {"answer_column": None}},
+    "rollout": {
+        "prompts_per_step": 8,  # per_device_train_batch_size × devices × accumulation / num_generations
+        "group_size": 8,  # num_generations
+        "max_completion_tokens": 3,  # max_completion_length
+        "temperature": 1.0,  # temperature
+    },
+    "algorithm": {
+        "preset": "grpo",  # loss_type
+        "clip": {"epsilon_low": 0.2, "epsilon_high": 0.28},  # epsilon, epsilon_high
+        "reference_kl": {"coefficient": 0.01},  # beta
+    },
+    "optimizer": {"learning_rate": 3e-3, "clip_norm": 1.0},  # learning_rate, max_grad_norm
+    # max_steps, num_iterations, save_steps
+    "training": {"steps": 100, "updates_per_batch": 1, "checkpoint_every": 50},
+    "evaluation": {"every": 50, "problems": 27},  # eval_steps
+}
 
 
-def main(overrides: list[str]) -> dict:
-    """Writes the data, trains, and returns the summary."""
-    data = Path("runs/coming_from_trl.jsonl")
-    data.parent.mkdir(exist_ok=True)
-    data.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), encoding="utf-8")
-    return train(make_config(config(data), overrides))
+def main(overrides: list[str]) -> recjax.Result:
+    """Trains and returns the run; overrides such as training.steps=10 change the config."""
+    keys = dict(override.split("=", 1) for override in overrides)
+    return recjax.run(CONFIG, problems=PROMPTS, reward=digits_reward, **keys)  # train_dataset, reward_funcs
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1:]))
+    print(main(sys.argv[1:]).summary)

@@ -150,6 +150,8 @@ READABLE = {
 def function_of(axis: str, name: Any) -> Callable | None:
     """Looks up a function by its name in the axis' table, or imports the user's own module:function.
 
+    Args:
+        name: the name, or the user's function itself.
     Returns:
         None if the name turns the axis off.
 
@@ -162,10 +164,10 @@ def function_of(axis: str, name: Any) -> Callable | None:
     """
     key = f"{axis}.name"
     table = AXES[axis]
-    if isinstance(name, str) and ":" in name:
+    if callable(name) or (isinstance(name, str) and ":" in name):
         require(axis in READABLE, key, name, f"must be one of {', '.join(table)}")
-        function = user_function(key, name)
-        check_names(key, name, function, READABLE[axis])
+        function = name if callable(name) else user_function(key, name)
+        check_names(key, str(name), function, READABLE[axis])
         return function
     is_known = isinstance(name, str) and name in table
     or_users = ", or your own module:function" if axis in READABLE else ""

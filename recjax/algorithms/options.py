@@ -50,8 +50,11 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def described(error: BaseException) -> str:
+def described(error: BaseException, first_line: bool = False) -> str:
     """An exception's type and message, then a line for each frame of the traceback in the user's own code.
+
+    Args:
+        first_line: flag to leave out all lines of the message but the first, as JAX's are long.
 
     Examples:
         >>> described(ValueError("too long"))
@@ -60,7 +63,8 @@ def described(error: BaseException) -> str:
     skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    return f"{type(error).__name__}: {error}" + "".join(places)
+    message = str(error).partition("\n")[0] if first_line else str(error)
+    return f"{type(error).__name__}: {message}" + "".join(places)
 
 
 def user_function(key: str, name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from recjax.algorithms import losses
 from recjax.algorithms.algorithm import RATIO, Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES, function_of
 from recjax.algorithms.catalog import FIELD, PAPER
-from recjax.algorithms.options import did_you_mean, require, resolved_options
+from recjax.algorithms.options import described, did_you_mean, require, resolved_options
 from recjax.algorithms.reading import RESCORED, base, is_of_whole_batch, names_read
 
 REINFORCE = {axis: {"name": next(iter(table))} for axis, table in AXES.items()} | {term: {} for term in ADDED_TERMS}
@@ -28,7 +28,11 @@ NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "se
 ROW_WEIGHTS = [name for name, function in AXES["weight"].items() if {*names_read(function)} <= {"advantages", "kept"}]
 
 
-def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+# What a user sets of an axis: its function's name and options, only the name, or the user's own function.
+Change = Mapping[str, Any] | str | Callable
+
+
+def resolve(preset: str, overrides: Mapping[str, Change]) -> dict[str, dict[str, Any]]:
     """Lists every axis that the algorithm reads, with its function's name and every option's value.
 
     An override of some options keeps the preset's remaining options of the axis. An override that names another
@@ -36,8 +40,8 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
 
     Args:
         preset: key of PRESETS.
-        overrides: map of axis → {"name": …, option: …}; a name may be the user's own module:function. ADDED_TERMS
-            (such as reference_kl) take only options.
+        overrides: map of axis → {"name": …, option: …}, or axis → name. A name may be the user's own module:function
+            or the function itself. ADDED_TERMS (such as reference_kl) take only options.
     Raises:
         ValueError: an unknown preset, axis, function or option; a value of another type; a required option without a
             value; a setting without effect.
@@ -50,6 +54,7 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
     require(is_known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
     changes = dict(PRESETS[preset])
     for axis, block in overrides.items():
+        block = _block(block)
         remedy = f"unknown axis; takes one of {', '.join(REINFORCE)}{did_you_mean(axis, REINFORCE)}"
         require(axis in REINFORCE, axis, block, remedy)
         before = changes.get(axis, REINFORCE[axis])
@@ -62,7 +67,7 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
         if axis in AXES:
             name = options.pop("name")
             function = function_of(axis, name)
-            resolved[axis] = {"name": name, **resolved_options(axis, name, function, options)}
+            resolved[axis] = {"name": name, **resolved_options(axis, str(name), function, options)}
         else:
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
             unread = [option for option in options if option != "coefficient" and not resolved[axis]["coefficient"]]
@@ -165,7 +170,11 @@ def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, f
     return dataclasses.replace(algorithm, **free), options
 
 
-def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> Algorithm:
+def _block(change: Change) -> Mapping[str, Any]:
+    return change if isinstance(change, Mapping) else {"name": change}
+
+
+def build_algorithm(preset: str, overrides: Mapping[str, Change]) -> Algorithm:
     """Builds the algorithm of a preset with a config's changes, which `resolve` describes.
 
     Raises:
@@ -186,14 +195,15 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         if axis == "weight":
             field = "row_weight" if is_of_whole_batch(function) else "token_weight"
         chosen[field] = _bind(function, **options) if options else function
-        is_users = ":" in block.get("name", "")
+        name = block.get("name", "")
+        is_users = callable(name) or ":" in name
         if options or is_users:
             # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
             traced = _with_checked_result(axis, chosen[field]) if is_users else chosen[field]
             _check_by_tracing(axis, block, Algorithm(**{field: traced}, **reader), is_users)
     algorithm = Algorithm(**chosen)
-    _check_read(algorithm, overrides)
+    _check_read(algorithm, {axis: _block(change) for axis, change in overrides.items()})
     return algorithm
 
 
@@ -206,9 +216,13 @@ def _check_by_tracing(axis: str, block: Mapping[str, Any], algorithm: Algorithm,
     except Exception as error:
         if not is_users:
             raise
+        is_branch = isinstance(error, jax.errors.ConcretizationTypeError)
+        remedy = (
+            "\n  values of arrays are not known here: write jnp.where in place of if, and, or, not" if is_branch else ""
+        )
         raise ValueError(
             f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"
-            f" {type(error).__name__}: {str(error).splitlines()[0]}"
+            f" {described(error, first_line=True)}{remedy}"
         ) from error
 
 

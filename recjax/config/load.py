@@ -48,7 +48,7 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
     merged = {}
     sources = {}
     if isinstance(overrides, Mapping):
-        layers = [(source, _in_blocks(full_name(name, value), value)) for name, value in overrides.items()]
+        layers = [(f"argument {name}", _in_blocks(full_name(name, value), value)) for name, value in overrides.items()]
     else:
         layers = [(f"override {text!r}", _parse_override(text)) for text in overrides]
     for name, layer in [(source, values), *layers]:

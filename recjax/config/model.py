@@ -198,12 +198,12 @@ class WarmStartConfig(ConfigBlock):
     right_first: Float = key(0.0, "Share of the steps before the first mistakes", excludes=_SHOWN, ge=0, le=1)
     demonstrations: str | None = key(
         None,
-        ".jsonl, .json or .parquet file of chats in a column `messages`; recjax trains on the assistant's turns",
+        "Chats in a column `messages`, in files as for task.file.train; recjax trains on the assistant's turns",
         needs="model.path",
     )
     held_out: str | None = key(
         None,
-        "File of chats for the held-out loss; null: recjax holds out a tenth of the demonstrations, at most 256",
+        "Chats for the held-out loss; null: recjax holds out a tenth of the demonstrations, at most 256",
         needs=_SHOWN,
     )
     max_tokens: Int | None = key(

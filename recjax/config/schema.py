@@ -35,6 +35,11 @@ from recjax.models.sampling import Sampling
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
 
 
+# Axes that have functions by name.
+_AXES = ("objective", "selection", "advantage", "anchor", "ratio", "clip", "mask", "weight", "correction")
+_AXES += ("regularizer", "term", "reduction")
+
+
 class AlgorithmConfig(ConfigBlock):
     """A preset, and changes to any of its axes: the axis function's `name` and options.
 
@@ -63,6 +68,19 @@ class AlgorithmConfig(ConfigBlock):
         dict, "Removal of the gradient's mean under the sampler; see rollout.recorded_top_k"
     )
     observations: dict[str, Any] = key(dict, "Cross-entropy on an agent's observations")
+
+    @pydantic.field_validator(*_AXES, mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """The block of an axis' short forms: the name of a function, or a function of a module."""
+        block = value if isinstance(value, Mapping) else {"name": value}
+        function = block.get("name")
+        if callable(function):
+            name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else "<object>"
+            if "<" in name or name.startswith("__main__:"):
+                raise ValueError("a config takes functions by name: define it in a module and give module:function")
+            return {**block, "name": name}
+        return block if isinstance(value, str) else value
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""

@@ -25,7 +25,7 @@ from recjax.config.model import POLICY
 from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
 from recjax.tasks.grading.gym import check_gym
 
-_SOURCE = "Hub data set, folder with its files, or one file as for task.file"
+_SOURCE = "Hub data set, or a folder, file or pattern as for task.file"
 _MIXTURE = "task.mixture"
 _TOOLS = "task.agent = tools"
 _PLAYS = "task.agent = environment"
@@ -52,10 +52,10 @@ class FileTask(ConfigBlock):
 
     train: str = key(
         PASSED,
-        ".jsonl, .ndjson, .json (also as .gz) or .parquet file of training problems; rows: the problems that a program"
-        " passes to recjax.run",
+        "Training problems: a .jsonl, .ndjson, .json (also as .gz) or .parquet file, a pattern such as data/*.parquet,"
+        " or a folder with train*.parquet; rows: the problems that a program passes to recjax.run",
     )
-    evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
+    evaluation: str | None = key(None, f"Held-out problems, as in train; a folder has test*.parquet; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
     answer_column: str | None = key(
         "answer", "Column of answers, which the reward compares completions with; null: problems have no answers"

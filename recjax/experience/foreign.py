@@ -115,13 +115,14 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
     structured |= {columns.reward, columns.truncated}
     csv.field_size_limit(2**31 - 1)  # completions may be longer than the csv module's default limit
     with file.open(encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text, restkey="", strict=True)
+        reader = csv.DictReader(text, strict=True)  # surplus cells have the key None
         try:
-            if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+            # pandas writes its index as columns without a name.
+            if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if name and count > 1]:
                 raise ValueError(f"--input: {file}: line 1: the column {repeated[0]!r} is given twice; remove one")
             for cells in reader:
                 where = f"--input: {file}: line {reader.line_num}"
-                if "" in cells or None in cells.values():
+                if None in cells or None in cells.values():
                     raise ValueError(f"{where}: more or fewer cells than the {len(reader.fieldnames)} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():

@@ -88,6 +88,40 @@ FAMILIES = {
     "granite": Family(
         read=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), fixed=SILU
     ),
+    "internlm3": Family(fixed=SILU | {"qkv_bias": False, "bias": False}),
+    "iquestcoder": Family(fixed=SILU),
+    "ministral": Family(read=("sliding_window", "layer_types"), fixed=SILU),
+    "cwm": Family(read=("sliding_window", "layer_types"), fixed=SILU),
+    # Dropout is of training in transformers; published files have 0.1.
+    "seed_oss": Family(
+        read=("attention_dropout", "residual_dropout"),
+        fixed=SILU | {"attention_bias": True, "attention_out_bias": False},
+        options={"qkv_bias": True},
+    ),
+}
+
+# Families whose rotary settings are by layer type.
+BY_LAYER = ("gemma3_text", "olmo3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# Families that people ask for → what the decoder lacks for them.
+MISSING = {
+    "gpt_oss": "attention sinks, biases, a clamped activation and MXFP4 weights",
+    "mistral4": "latent attention (MLA)",
+    "ministral3": "queries scaled by position",
+    "exaone4": "norms after attention together with norms on heads of q and k",
+    "hunyuan_v1_dense": "norms on q and k after their rotation",
+    "phimoe": "its router and biases",
+    "qwen3_vl_moe": "experts in the text half of a multimodal model",
+    **dict.fromkeys(("glm4", "glm4_moe", "ernie4_5", "helium", "cohere", "cohere2"), "interleaved rotary pairs"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "youtu"),
+        "latent attention (MLA) and routers with groups of experts",
+    ),
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "llama4", "llama4_text", "lfm2", "granitemoehybrid"),
+        "layers of its own",
+    ),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "minimax", "mamba", "mamba2", "jamba", "bamba"), "layers of its own"),
 }
 
 # Multimodal model_type → family of the text half, the only part that recjax reads.
@@ -160,7 +194,10 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings"),
 }
-_ROPE_NUMBERS = ("rope_theta", *SCALINGS["llama3"], *SCALINGS["yarn"], "attention_factor", "mscale", "mscale_all_dim")
+# The factor on cos and sin is `attention_factor`, or `attn_factor` times YaRN's own, as in vLLM; transformers ignores
+# `attn_factor`, with which DeepSeek-R1-0528-Qwen3-8B was trained.
+_ROPE_FACTORS = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim")
+_ROPE_NUMBERS = ("rope_theta", *SCALINGS["llama3"], *SCALINGS["yarn"], *_ROPE_FACTORS)
 ROPE_FIELDS = {"rope_type", "type", "partial_rotary_factor", "truncate", *_ROPE_NUMBERS}
 
 
@@ -202,7 +239,8 @@ def check_fields(written: dict) -> None:
     kind = written.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, *CONTAINERS])
-        raise ValueError(f"model_type {kind!r} is not supported; use a model of type {known}")
+        lacks = f": the decoder lacks {MISSING[kind]}" if kind in MISSING else ""
+        raise ValueError(f"model_type {kind!r} is not supported{lacks}; use a model of type {known}")
     family = FAMILIES[kind]
     fixed = {name: value for name, value in (COMMON_FIXED | family.fixed).items() if name not in family.read}
     for name, value in fixed.items():
@@ -234,7 +272,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
         local_rope = rope["sliding_attention"]
         if global_rope.get("truncate", True) is not True:  # transformers does not read it here
             raise ValueError(f"rope_parameters.full_attention.truncate = {global_rope['truncate']!r}: takes only true")
-        if _rope_scaling(local_rope) is not None:
+        if _rope_scaling(local_rope, fields) is not None:
             raise ValueError(
                 f"rope_parameters.sliding_attention = {local_rope!r}: only rope_type 'default' is supported there"
             )
@@ -267,7 +305,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     return DecoderConfig(
         head_dim=head_dim,
         rope_theta=float(global_rope["rope_theta"]),
-        rope_scaling=_rope_scaling(global_rope),
+        rope_scaling=_rope_scaling(global_rope, fields),
         windows=_windows(fields),
         attention_cap=fields.get("attn_logit_softcapping"),
         logit_cap=fields.get("final_logit_softcapping"),
@@ -290,6 +328,7 @@ def _check_numbers(fields: dict) -> None:
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
+    _check_layer_types(rope, fields["model_type"])
     for name, settings in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
         numbers |= {
             f"{name}.{key}": value
@@ -307,6 +346,22 @@ def _check_numbers(fields: dict) -> None:
     groups = fields["num_key_value_heads"] or fields["num_attention_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
+
+
+def _check_layer_types(rope: dict, kind: str) -> None:
+    """Refuses rotary settings by layer type where the family has none, and others where it needs them."""
+    if kind not in BY_LAYER:
+        given = [name for name in LAYER_TYPES if name in rope]
+        if given:
+            raise ValueError(f"rope_parameters.{given[0]}: models of type {kind!r} have no settings by layer type")
+        return
+    others = sorted(rope.keys() - set(LAYER_TYPES))
+    wrong = others + [name for name in LAYER_TYPES if not isinstance(rope.get(name), dict)]
+    if wrong:
+        raise ValueError(
+            f"rope_parameters.{wrong[0]} = {rope.get(wrong[0])!r:.80}: models of type {kind!r} take settings by layer"
+            f" type, {' and '.join(LAYER_TYPES)}; correct config.json"
+        )
 
 
 def _delta(fields: dict) -> DeltaNet | None:
@@ -361,17 +416,28 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
     return windows if any(windows) else ()
 
 
-def _rope_scaling(rope: dict) -> RopeScaling | None:
-    kind = rope["rope_type"]
+def _rope_scaling(rope: dict, fields: dict) -> RopeScaling | None:
+    kind = rope.get("rope_type")
     if kind not in SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not supported; use a model with {', '.join(SCALINGS)}")
     unknown = sorted(rope.keys() - ROPE_FIELDS)
+    if "attn_factor" in rope and (kind != "yarn" or rope.get("attention_factor") is not None):
+        unknown.append("attn_factor")
     if unknown:
         raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
     if kind == "default":
         return None
     rope = {name: value for name, value in rope.items() if value is not None}
     values = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True} | rope
+    if kind == "yarn" and "factor" not in values and "original_max_position_embeddings" in values:
+        longest = fields.get("max_position_embeddings")
+        if isinstance(longest, int) and longest > 0:
+            values["factor"] = longest / values["original_max_position_embeddings"]
+    missing = [name for name in SCALINGS[kind] if name not in values]
+    if missing:
+        raise ValueError(
+            f"rope_parameters.{missing[0]} has no value, which rope_type {kind!r} needs; correct config.json"
+        )
     scaling = RopeScaling(kind, *(float(values[name]) for name in SCALINGS[kind]))
     if kind != "yarn":
         return scaling
@@ -383,7 +449,7 @@ def _rope_scaling(rope: dict) -> RopeScaling | None:
         factor(rope["mscale"]) / factor(rope["mscale_all_dim"])
         if {"mscale", "mscale_all_dim"} <= rope.keys()
         else factor()
-    )
+    ) * rope.get("attn_factor", 1.0)
     return scaling._replace(
         attention_factor=float(rope.get("attention_factor", default_factor)), truncate=values["truncate"]
     )

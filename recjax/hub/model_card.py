@@ -15,7 +15,10 @@ _SETTINGS = (
 _PAPER = """\
 ```bibtex
 @misc{arxiv250924203,
-  title={Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm},
+  title={Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its
+    Friends},
+  author={Yao, Chaorui and Chen, Yanxi and Sun, Yuchang and Chen, Yushuo and Zhang, Wenhao and Pan, Xuchen and Li,
+    Yaliang and Ding, Bolin},
   howpublished={arXiv:2509.24203},
   year={2025}
 }

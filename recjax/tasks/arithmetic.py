@@ -24,13 +24,16 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         ValueError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
             million questions; or `worked` is set with kinds other than sums.
     """
-    remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names"
+    remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names; {op} may be missing if"
+    remedy += " all problems have one operation"
     try:
         fields = {tuple(field) for _, *field in string.Formatter().parse(config.template) if field[0] is not None}
     except ValueError as error:
         raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy} ({error})") from error
     # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
-    if fields != {(name, "", None) for name in ("a", "op", "b")}:
+    operations = {symbol for kind in config.problems for symbol in _OPERATIONS if f" {symbol} " in kind}
+    names = ("a", "b") if len(operations) == 1 else ("a", "op", "b")
+    if fields | {("op", "", None)} != {(name, "", None) for name in ("a", "op", "b")} or len(fields) < len(names):
         raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy}")
     for kind in config.problems if config.worked else ():
         if " + " not in kind:

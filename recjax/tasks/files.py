@@ -1,22 +1,41 @@
 """The user's own problems: rows of a file or of a program, with a prompt column and an answer column."""
 
+import math
 from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pandas as pd
 
 from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
-from recjax.files import digest, json_text, write_whole, writing
+from recjax.files import UNREADABLE, digest, json_text, short_error, write_whole, writing
 from recjax.tasks.problems import Problem, check_last_message, checked_messages, messages_in
-from recjax.tasks.reading import FileRow, narrow_columns, own_digits, read_file, template_of
+from recjax.tasks.reading import (
+    FileRow,
+    as_text,
+    column_kinds,
+    is_template_cell,
+    native,
+    needs_conversion,
+    parsed,
+    read_data,
+    template_of,
+)
 
 
 def file_problems(
-    path: str | Path, config: FileTask, system_prompt: str | None = None, needs_answers: bool = True
+    path: str | Path,
+    config: FileTask,
+    system_prompt: str | None = None,
+    needs_answers: bool = True,
+    split: str = "train",
 ) -> list[Problem]:
-    """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
+    """Problems of a file, a folder or a pattern that `reading.read_data` reads, in their order, with other columns.
 
     Prompts are text or lists of {"role", "content"} messages, which may be JSON text; answers are text or numbers. The
     reward gets all other columns. The chat template also gets `tools` and `chat_template_kwargs`.
@@ -24,11 +43,12 @@ def file_problems(
     Args:
         system_prompt: system message to put before every prompt; prompts must be chats without a system message.
         needs_answers: flag; if False, no row of the file may have an answer, and all answers are then empty.
+        split: beginning of the files' names in a folder, "train" or "test".
     Raises:
         ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
-    rows = read_file(Path(path), "task.file")
+    rows = read_data(str(path), "task.file", split)
     if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
         rows = [row._replace(location=f"problems: row {number}") for number, row in enumerate(rows)]
     if not needs_answers and all(row.values.get(config.answer_column) is None for row in rows):
@@ -72,6 +92,9 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
             )
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
     columns = {name: value for name, value in row.values.items() if name not in (config.prompt_column, column)}
+    for name, value in columns.items():
+        if isinstance(value, dict) and value.keys() == {UNREADABLE}:
+            columns[name] = {UNREADABLE: f"{row.location}: column {name!r}: {value[UNREADABLE]}"}
     label = config.difficulty_column and row.values[config.difficulty_column]
     difficulty = None if label is None else row.answer(config.difficulty_column, label)
     template = {} if isinstance(prompt, str) else template_of(row)
@@ -81,28 +104,31 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
 def keep_rows(rows: Any) -> str:
     """Keeps a program's rows in the cache, as JSON Lines; returns their name in a config, `rows:DIGEST`.
 
+    Decimals, dates, times and UUIDs become text. A cell that JSON cannot hold becomes {UNREADABLE: reason}.
+
     Args:
         rows: dicts by column, a pandas DataFrame, or a datasets.Dataset.
     Raises:
-        ValueError: the list has no rows, or a row is not a dict of JSON values; the message numbers rows from 0.
+        ValueError: the list has no rows, or a row is not a dict with names of columns; the message numbers rows from 0.
     """
     if isinstance(rows, str | Path):
         raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
+    if isinstance(rows, Mapping):
+        names = ", ".join(map(repr, rows))
+        raise ValueError(f"problems: takes rows, and this is a mapping of {names:.200}; choose one: problems['train']")
     lines = []
-    narrow = narrow_columns(rows)
-
-    def plain(value: Any) -> Any:  # NumPy's values
-        return own_digits(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
-
+    kinds = column_kinds(rows)
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
+        row = {name: _converted(name, value, kinds.get(name)) for name, value in row.items()}
         try:
-            row = {**row, **{name: own_digits(row[name], kind) for name, kind in narrow.items()}}
-            lines.append(json_text(row, default=plain) + "\n")
-        except (TypeError, ValueError, AttributeError) as error:
-            remedy = "give texts, numbers, lists and dicts"
-            raise ValueError(f"problems: row {number} is not JSON ({error}); {remedy}; got {row!r:.200}") from error
+            line = json_text(row, default=_plain)
+        except (TypeError, ValueError, RecursionError):
+            line = json_text({name: _readable(value) for name, value in row.items()}, default=_plain)
+        if "\\ud" in line.casefold():
+            parsed(line.encode(), f"problems: row {number}")
+        lines.append(line + "\n")
     if not lines:
         raise ValueError("problems: there are no rows; pass at least one")
     content = "".join(lines).encode()
@@ -111,6 +137,42 @@ def keep_rows(rows: Any) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
     return name
+
+
+def _converted(column: str, value: Any, kind: Any) -> Any:
+    """A cell of a program's rows in Python's types; what comes from a table loses the nulls that tables add."""
+    comes_from_table = kind is not None or isinstance(value, np.ndarray)
+    drops_nulls = comes_from_table and is_template_cell(column, value)
+    if drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind):
+        return native(value, kind, drops_nulls)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON holds, for one that it does not: NumPy's and pandas' values, and Python's exact ones."""
+    if value is pd.NA or value is pd.NaT:
+        return None
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, np.datetime64):
+        return None if np.isnat(value) else str(value)
+    if isinstance(value, Decimal):
+        return as_text(value)  # null if it is not finite
+    if isinstance(value, UUID):
+        return str(value)
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot hold; give text instead")
+    listed = native(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
+    return None if isinstance(listed, float) and not math.isfinite(listed) else listed
+
+
+def _readable(value: Any) -> Any:
+    """The value, or why JSON cannot hold it."""
+    try:
+        json_text(value, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        return {UNREADABLE: short_error(error)}
+    return value
 
 
 def rows_file(name: str) -> Path:

@@ -42,6 +42,9 @@ Pool = Literal["train", "held_out", "all"]
 
 MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 
+# What data sets write where a problem has no answer to compare with.
+_NO_ANSWERS = ("proof", "notfound", "not found", "nan", "none", "null", "n/a")
+
 # Tasks with data on the Hugging Face hub: files of both splits, system prompt, and function from rows to problems.
 _GURU = "train/math__combined_54.4k.parquet", "online_eval/math__math_500.parquet"
 _HUB_TASKS = {
@@ -206,7 +209,16 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
-    """Refuses answers that no completion can match, before the run samples anything."""
+    """Refuses answers that no completion can match, before the run samples anything, and counts words for no answer."""
+    found = Counter(problem.answer for problem in problems if problem.answer.strip().lower() in _NO_ANSWERS)
+    if found and needs_answers(reward):
+        logger.warning(
+            "the answers of %d of %d problems are %s: a completion that says this word is right; remove such rows if"
+            " they have no answer",
+            found.total(),
+            len(problems),
+            ", ".join(f"{answer!r} ({count})" for answer, count in found.most_common(5)),
+        )
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")
         for problem in problems:
@@ -234,8 +246,8 @@ def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) ->
     if name == "file":
         passed = passed_files(config)
         train, evaluation = (
-            file and file_problems(passed.get(file, file), block, system_prompt, reads_answers)
-            for file in (block.train, block.evaluation)
+            file and file_problems(passed.get(file, file), block, system_prompt, reads_answers, split)
+            for file, split in ((block.train, "train"), (block.evaluation, "test"))
         )
     else:
         files, held_out_files, usual_prompt, problems_of = _HUB_TASKS[name]

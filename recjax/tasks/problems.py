@@ -10,6 +10,8 @@ import xxhash
 
 from recjax.tasks.grading.reward import MixedReward, Reward
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of an assistant's message, by chat template
+
 
 class Problem(NamedTuple):
     """One question: `prompt` is text or a list of chat messages, `answer` is the reference answer.

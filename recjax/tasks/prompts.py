@@ -1,6 +1,7 @@
 """Encodes problems as token arrays, and chooses the problems of each batch."""
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
-from recjax.tasks.problems import Problem, check_last_message
+from recjax.tasks.problems import REASONING_KEYS, Problem, check_last_message
+
+logger = logging.getLogger(__name__)
 
 Encoded = tuple[str, np.ndarray]
 
@@ -60,6 +63,13 @@ def rendered(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"
             " have in the column 'tools'; take a model for tools, or remove the column"
         )
+    for number, problem in enumerate(problems, first):
+        if _has_key(problem, ("tool_calls",)) and not reads_variable(tokenizer, "tool_calls"):
+            raise ValueError(
+                f"prompt {number}: a message has tool_calls, which the chat template of"
+                f" {tokenizer.name_or_path or 'the tokenizer'} does not write; take a model for tools, or move them"
+                " into the content"
+            )
     chats = [problem.prompt for problem in of_chats]
     variables = [problem.template for problem in of_chats]
     of_chat = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
@@ -67,6 +77,13 @@ def rendered(
     are_chats = [not isinstance(problem.prompt, str) for problem in problems]
     encoded = encode_prompts(tokenizer, texts, first, rendered=are_chats, vocabulary=vocabulary)
     return [(text, np.array(ids, np.int32)) for text, ids in zip(texts, encoded, strict=True)]
+
+
+def _has_key(problem: Problem, names: Sequence[str]) -> bool:
+    """True if a message of the prompt has a value for one of the keys."""
+    return not isinstance(problem.prompt, str) and any(
+        message.get(name) for message in problem.prompt for name in names
+    )
 
 
 def encode_problems(
@@ -83,6 +100,17 @@ def encode_problems(
     Raises:
         ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
+    # transformers passes each of the keys under the names of the others.
+    reads_reasoning = any(reads_variable(tokenizer, name) for name in REASONING_KEYS)
+    unwritten = 0 if reads_reasoning else sum(_has_key(problem, REASONING_KEYS) for problem in problems)
+    if unwritten:
+        logger.warning(
+            "%d of %d prompts have a message with %s, which the chat template does not write; move it into the content"
+            " if the policy should read it",
+            unwritten,
+            len(problems),
+            " or ".join(REASONING_KEYS),
+        )
     pairs = hosts.shared_out(functools.partial(rendered, tokenizer=tokenizer, vocabulary=vocabulary), problems)
     texts, encoded = map(list, zip(*pairs, strict=True))
     longest = max(map(len, encoded))

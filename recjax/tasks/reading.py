@@ -1,19 +1,24 @@
 """Reads rows of problems from users' files and from data sets of the Hugging Face hub."""
 
 import codecs
+import glob
 import gzip
 import json
+import logging
 import math
 import re
 import zlib
-from collections.abc import Mapping
-from decimal import Decimal
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recjax.config.fields import wrong_with_variables
+from recjax.files import UNREADABLE, short_error
+
+logger = logging.getLogger(__name__)
 
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
 MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as well)"
@@ -25,6 +30,7 @@ _CONVERTED = (
 # The first bytes of files in other formats.
 _FORMATS = {b"\x1f\x8b": "gzip", b"PAR1": "Parquet", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "Zstandard"}
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+_ROWS_AT_ONCE = 10_000  # rows of a Parquet file that are converted together
 
 
 class FileRow(NamedTuple):
@@ -54,7 +60,8 @@ class FileRow(NamedTuple):
         """
         text = as_text(value)
         if text is None:
-            raise self.error(column, f"must hold text or a number, which is finite; got {value!r:.80}")
+            remedy = ". Write true and false as text" if isinstance(value, bool) else ""
+            raise self.error(column, f"must hold text or a number, which is finite; got {value!r:.80}{remedy}")
         return text
 
     def error(self, column: str, reason: str) -> ValueError:
@@ -74,6 +81,8 @@ def as_text(value: Any) -> str | None:
         return str(value)
     if not isinstance(value, float | Decimal) or not math.isfinite(value):
         return None
+    if isinstance(value, _Digits):
+        value = value.digits
     digits = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
@@ -83,26 +92,56 @@ def as_text(value: Any) -> str | None:
 _NARROW = {"halffloat": np.float16, "float16": np.float16, "float": np.float32, "float32": np.float32}
 
 
-def narrow_columns(table: Any) -> dict[str, Any]:
-    """Columns of a pandas DataFrame or a datasets.Dataset with float16 or float32 numbers, and their types."""
-    kinds = {name: str(dtype).lower().partition("[")[0] for name, dtype in getattr(table, "dtypes", {}).items()}
-    if features := getattr(table, "features", None):
-        kinds = {field.name: field.type for field in features.arrow_schema}
-    return {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float(16|32)?\b", str(kind))}
-
-
-def own_digits(value: Any, kind: Any) -> Any:
-    """The value with float16 and float32 numbers by the shortest digits of their type: 0.1, not 0.10000000149011612.
+def column_kinds(table: Any) -> dict[str, Any]:
+    """Types of a table's columns: Arrow's types, or names of pandas' dtypes.
 
     Args:
-        value: number, text, None, or a list or dict of such values, in Python's types.
-        kind: Arrow's type of the value, or the name of a dtype.
+        table: a pandas DataFrame, a datasets.Dataset or an Arrow schema; other objects have no types.
     """
+    if features := getattr(table, "features", None):
+        table = features.arrow_schema
+    if hasattr(getattr(table, "dtypes", None), "items"):
+        return {name: str(dtype).lower().partition("[")[0] for name, dtype in table.dtypes.items()}
+    return dict(zip(getattr(table, "names", ()), getattr(table, "types", ()), strict=True))
+
+
+def needs_conversion(kind: Any) -> bool:
+    """True if `native` may change a column of this type: narrow numbers, JSON, and objects or lists of pandas."""
+    return re.search(r"\b(half)?float(16|32)?\b|arrow\.json|^object$", str(kind)) is not None
+
+
+def is_template_cell(column: str, value: Any) -> bool:
+    """True for what a chat template reads: a cell of TEMPLATE_COLUMNS, or a list of messages."""
+    if column in TEMPLATE_COLUMNS:
+        return True
+    is_list = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return is_list and len(value) > 0 and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
+    """A table's value in Python's types: float32 has its shortest digits, 0.1, not 0.10000000149011612.
+
+    Args:
+        value: number, text, None, NumPy array, or a list or dict of such values.
+        kind: Arrow's type of the value, or the name of a dtype.
+        drops_nulls: flag to leave out the nulls that a table adds to objects for the keys of other rows.
+    Raises:
+        ValueError: a text of type JSON is not valid.
+    """
+    if str(kind) == "extension<arrow.json>":
+        return _decode(value) if isinstance(value, str) else value
+    kind = getattr(kind, "storage_type", kind)
+    if isinstance(value, np.ndarray):
+        kind = value.dtype.name
+        value = value.tolist()
     if isinstance(value, dict):
-        return {name: own_digits(each, kind.field(name).type) for name, each in value.items()}
+        is_struct = str(kind).startswith("struct<")
+        kinds = {name: kind.field(name).type if is_struct else getattr(kind, "item_type", kind) for name in value}
+        kept = {name: each for name, each in value.items() if each is not None or not drops_nulls}
+        return {name: native(each, kinds[name], drops_nulls) for name, each in kept.items()}
     if isinstance(value, list):
-        inner = getattr(kind, "value_type", kind)
-        return [own_digits(each, inner) for each in value]
+        element = getattr(kind, "value_type", kind)
+        return [native(each, element, drops_nulls) for each in value]
     narrow = _NARROW.get(str(kind))
     return float(str(narrow(value))) if narrow and isinstance(value, float) else value
 
@@ -132,48 +171,28 @@ def template_of(row: FileRow) -> dict[str, Any]:
     return {**variables, **({"tools": tools} if tools else {})}
 
 
-def _without_nulls(value: Any) -> Any:
-    """The value without the nulls that Parquet adds to objects for the keys of other rows."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
     """The rows of a file, in file order.
 
-    .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz.
+    .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz. Chats and
+    tools have no nulls that a table added. A cell of Parquet that Python cannot hold is {UNREADABLE: reason}.
 
     Args:
         key: config key that names the file, for error messages.
-        narrow_lists: flag to apply `own_digits` to lists, which takes long for log-probs.
+        narrow_lists: flag to apply `native` to lists of numbers, which takes long for log-probs.
     Raises:
         ValueError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
             (JSON Lines, from 1) or row (from 0).
     """
     where = f"{key}: {file}"
     if not file.is_file():
-        raise ValueError(
-            f"{where}: {'is a folder; name a file in it. ' + _CONVERTED if file.is_dir() else 'there is no such file'}"
-        )
+        problem = f"is a folder; name a file in it. {_CONVERTED}" if file.is_dir() else "there is no such file"
+        raise ValueError(f"{where}: {problem}")
     ending = ENDING.search(file.name)
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}; {_CONVERTED}")
     if ending[2]:
-        import datasets  # takes a second, and JSON Lines do not need it
-
-        try:
-            table = datasets.load_dataset("parquet", data_files=str(file), split="train")
-        except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
-            reason = str(error.__cause__ or error).strip() or type(error).__name__
-            raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
-        rows = []
-        kinds = narrow_columns(table).items()
-        narrow = {name: kind for name, kind in kinds if narrow_lists or not hasattr(kind, "value_type")}
-        for index, values in enumerate(table):
-            values |= {name: own_digits(values[name], kind) for name, kind in narrow.items()}
-            objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}
-            rows.append(FileRow(values | objects, f"{where}: row {index}"))
+        rows = list(_parquet_rows(file, where, narrow_lists))
     else:
         content = _unpacked(file, where) if file.suffix.lower() == ".gz" else file.read_bytes()
         if kind := next((name for first, name in _FORMATS.items() if content.startswith(first)), None):
@@ -185,7 +204,115 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
     for values, location in rows:
         if not isinstance(values, dict):
             raise ValueError(f"{location}: a row must be an object with named columns; got {values!r:.80}")
+    if not ending[2]:
+        _remove_added_nulls(rows, where)
     return rows
+
+
+def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRow]:
+    """The rows of a Parquet file, from this file alone: its name is no pattern, and its metadata opens nothing."""
+    import pyarrow.parquet as pq  # JSON Lines do not need it
+
+    number = 0
+    try:
+        # An open file: pyarrow reads some names as addresses.
+        with file.open("rb") as opened:
+            table = pq.ParquetFile(opened)
+            names = table.schema_arrow.names
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"the column {repeated!r} is given twice; remove one")
+            kinds = column_kinds(table.schema_arrow)
+            for batch in table.iter_batches(_ROWS_AT_ONCE):
+                columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
+                for values in zip(*columns, strict=True):
+                    yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
+                    number += 1
+    except Exception as error:  # Arrow raises many types for damaged or encrypted files
+        reason = str(error).strip() or type(error).__name__
+        raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
+
+
+def _cells(column: Any, name: str, kind: Any, narrow_lists: bool) -> list[Any]:
+    """The values of an Arrow column in Python's types."""
+
+    def value_of(cell: Any) -> Any:
+        try:
+            return converted(cell.as_py(maps_as_pydicts="strict"))
+        except Exception as error:  # each type has its own: text that is not UTF-8, times out of range, maps
+            return {UNREADABLE: short_error(error)}
+
+    def converted(value: Any) -> Any:
+        drops_nulls = is_template_cell(name, value)
+        return native(value, kind, drops_nulls) if is_converted or drops_nulls else value
+
+    is_converted = needs_conversion(kind) and (narrow_lists or not hasattr(kind, "value_type"))
+    try:
+        return [converted(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+    except Exception:
+        return [value_of(cell) for cell in column]
+
+
+def _remove_added_nulls(rows: Sequence[FileRow], where: str) -> None:
+    """Removes the nulls that a table, written as JSON, has in chats and tools for the keys of other rows.
+
+    A table gives all objects in one place the same keys. So a null stays if objects in its place have different keys,
+    or if its key is null everywhere; so does a null inside JSON text.
+    """
+    objects = {}
+
+    def collect(value: Any, place: str) -> None:
+        if isinstance(value, dict):
+            objects.setdefault(place, []).append(value)
+            for name, each in value.items():
+                collect(each, f"{place}.{name}")
+        elif isinstance(value, list):
+            for each in value:
+                collect(each, place)
+
+    for values, _ in rows:
+        for column, value in values.items():
+            if is_template_cell(column, value):
+                collect(value, column)
+    removed = []
+    for place, found in objects.items():
+        if any(each.keys() != found[0].keys() for each in found):
+            continue
+        for name in list(found[0]):
+            nulls = [each for each in found if each[name] is None]
+            if 0 < len(nulls) < len(found):
+                removed.append(f"{place}.{name}")
+                for each in nulls:
+                    del each[name]
+    # A message may lack its keys in any case; only what is inside of calls and tools changes a chat.
+    told = [place for place in removed if place.count(".") > 1 or place.partition(".")[0] in TEMPLATE_COLUMNS]
+    if told:
+        logger.info(
+            "%s: left out the nulls of %s, which a table adds for other rows; to keep nulls, give arguments and tools"
+            " as JSON text",
+            where,
+            ", ".join(told[:5]) + ", …" * (len(told) > 5),
+        )
+
+
+def read_data(where: str, key: str, split: str) -> list[FileRow]:
+    """The rows of a file, or of a data set in several files, in the order of their names.
+
+    Args:
+        where: a file; a folder as in `read_split`; or a glob pattern of files, unless a file has this name.
+        key: config key, for error messages.
+        split: beginning of the files' names in a folder, "train" or "test".
+    Raises:
+        ValueError: see `read_file`; or the folder has no such file, or no file has a name of the pattern.
+    """
+    path = Path(where)
+    if path.is_dir():
+        return read_split(where, f"{split}*.parquet", split, key)
+    if path.exists() or not glob.has_magic(where):
+        return read_file(path, key)
+    paths = sorted(each for each in map(Path, glob.glob(where, recursive=True)) if each.is_file())
+    if not paths:
+        raise ValueError(f"{key}: {where}: no file has a name of this pattern; correct it")
+    return [row for path in paths for row in read_file(path, key)]
 
 
 def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
@@ -193,7 +320,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
 
     Args:
         where: name of the data set on the hub; a folder with its files, in the hub's layout or, in it or in data/, with
-            names that begin with `split` and have an ending that `read_file` supports; or one such file.
+            names that begin with `split` and have an ending that `read_file` supports; or as in `read_data`.
         files: glob pattern of the split's files in the hub's repository.
         split: name of the split, "train" or "test".
         key: config key, for error messages.
@@ -201,10 +328,10 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
         ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
     path = Path(where)
-    if (ENDING.search(where) and not path.is_dir()) or path.is_file():
-        return read_file(path, key)
     folder = path
     if not path.is_dir():
+        if ENDING.search(where) or path.is_file():
+            return read_data(where, key, split)
         import huggingface_hub
 
         try:
@@ -221,9 +348,10 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
     paths = next(filter(None, globbed), None)
     if not paths:
+        sought = dict.fromkeys((files, f"{split}*.parquet", f"{split}*.jsonl"))
         raise ValueError(
-            f"{key}: the folder {folder} holds neither {files} nor, in it or in data/, {split}*.parquet or"
-            f" {split}*.jsonl {MORE_ENDINGS}; {_CONVERTED}"
+            f"{key}: the folder {folder} holds, in it or in data/, no {', no '.join(sought)} {MORE_ENDINGS}; name a"
+            f" file, or a pattern such as {folder}/*.parquet; {_CONVERTED}"
         )
     return [row for file in paths for row in read_file(file, key)]
 
@@ -244,14 +372,14 @@ def _unpacked(file: Path, where: str) -> bytes:
 
 def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileRow]:
     if may_be_a_list and not (content.lstrip().startswith(b"{") and b"\n{" in content):
-        rows = _parsed(content, where) if content.strip() else []
+        rows = parsed(content, where) if content.strip() else []
         if not isinstance(rows, list):
             raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
         return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
     texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
-    return [FileRow(_parsed(line, location), location) for location, line in texts.items()]
+    return [FileRow(parsed(line, location), location) for location, line in texts.items()]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -260,10 +388,35 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_unique).decode  # json.loads would make a decoder for every line
+class _Digits(float):
+    """A number of JSON with more digits than its float has; `as_text` returns them."""
+
+    digits: Decimal
 
 
-def _parsed(line: bytes, location: str) -> Any:
+def _number(text: str) -> float:
+    value = float(text)
+    if len(text) < 18 or not math.isfinite(value):
+        return value
+    digits = Decimal(text)
+    # Programs print a float with up to 20 digits, which stand for its shortest text.
+    if Context(prec=len(digits.as_tuple().digits)).create_decimal(value) == digits:
+        return value
+    value = _Digits(value)
+    value.digits = digits
+    return value
+
+
+# json.loads would make a decoder for every line.
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number).decode
+
+
+def parsed(line: bytes, location: str) -> Any:
+    """The value of JSON text.
+
+    Raises:
+        ValueError: it is no JSON, is not UTF-8, repeats a key or has half of a character; the message has `location`.
+    """
     try:
         text = line.decode("utf-8")
         values = _decode(text)

@@ -38,8 +38,11 @@ _SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
 
 
-class Preempted(BaseException):
-    """A signal or `on_step` stopped the run, after the run wrote a checkpoint. `except Exception` does not catch it."""
+class Preempted(SystemExit):
+    """A signal or `on_step` stopped the run, after the run wrote a checkpoint. `except Exception` does not catch it.
+
+    As a SystemExit it ends a script with status 1 and its message alone.
+    """
 
     def __init__(self, step: int, number: int):
         """Takes the last step and the signal's number, or `start.STOPPED`."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
-from recjax.tasks.problems import checked_messages, messages_in
+from recjax.tasks.problems import REASONING_KEYS, checked_messages, messages_in
 from recjax.tasks.prompts import Prompts
-from recjax.tasks.reading import FileRow, read_file, template_of
+from recjax.tasks.reading import FileRow, read_data, template_of
 from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import step_bar
 from recjax.training.update import first_state, make_optimizer
@@ -212,9 +212,9 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
         return None
     settings = config.warm_start
     held_out = []
-    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", policy, settings.max_tokens)
+    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
     if settings.held_out is not None:
-        held_out = _tokenized(settings.held_out, "warm_start.held_out", policy, settings.max_tokens)
+        held_out = _tokenized(settings.held_out, "warm_start.held_out", "test", policy, settings.max_tokens)
     else:
         order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
         count = min(len(train) // 10, _MOST_HELD_OUT)
@@ -227,13 +227,13 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
 
 
-def _tokenized(path: str, key: str, policy: Policy, most: int | None) -> list[Group]:
-    """The chats of a file as groups, without chats of more than `most` tokens."""
+def _tokenized(path: str, key: str, split: str, policy: Policy, most: int | None) -> list[Group]:
+    """The chats of a file, folder or pattern as groups, without chats of more than `most` tokens."""
 
     def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
         return [demonstration(row, policy) for row in rows]
 
-    groups = hosts.shared_out(of_rows, read_file(Path(path), key))
+    groups = hosts.shared_out(of_rows, read_data(path, key, split))
     lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
     kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
     if not kept:
@@ -262,6 +262,8 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         trajectory = Trajectory(tokenizer)
         if "tools" in variables and not reads_variable(tokenizer, "tools"):
             raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
+        if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
+            raise ValueError("tool_calls: the chat template writes none; take a model for tools, or remove the chat")
         end = turn_end(tokenizer)
         ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
@@ -279,6 +281,11 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
                     f"message {index}: the chat template writes no reply, with an end, after its prompt for this turn;"
                     " remove the chat, or take a model whose template does"
                 )
+            if unwritten := _unwritten(messages[index], text, len(prompt)):
+                raise ValueError(
+                    f"message {index}: the chat template does not write {unwritten}, so the policy would learn to leave"
+                    " it out; move it into the content, remove it, or take a model whose template writes it"
+                )
             ids = trajectory.tokens_of(prompt, rendered=True)
             last = policy.stop_ids[0] if end is None else end
             tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
@@ -291,6 +298,30 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
     shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
     return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
+
+
+def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None:
+    """What a chat template leaves out of an assistant's turn: its content, its reasoning, or the name of a tool call.
+
+    Line ends and spaces do not count. The prompt for the turn may hold the beginning, such as an empty think block.
+
+    Args:
+        text: the rendered chat, up to the end of this turn.
+        prompt: number of characters of `text` that ask for the turn.
+    """
+    parts = {name: message.get(name) for name in ("content", *REASONING_KEYS)}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        parts[f"the tool call {name!r}"] = name
+    before, reply = ("".join(part.split()) for part in (text[:prompt], text[prompt:]))
+    for name, part in parts.items():
+        if isinstance(part, str):
+            part = "".join(part.split())
+            if part and part not in before[-len(part) :] + reply:
+                return name
+    return None
 
 
 _AFTER = {  # roles that a message may follow; None is the beginning of the chat

@@ -11,7 +11,9 @@ import pytest
 
 from recjax import algorithms
 from recjax.algorithms.presets import build_algorithm, resolve
+from recjax.config import AlgorithmConfig
 from tests import commands
+from tests.algorithms import mine
 from tests.algorithms.examples import loss_and_gradient, make_example
 
 EXAMPLE = make_example()
@@ -78,6 +80,28 @@ def test_a_term_decides_what_an_update_computes():
         build_algorithm("pairwise_consistency", {"term": {"name": f"{MINE}:pull"}})
 
 
+def branching(ratio):
+    """A weight that asks for values of arrays."""
+    if ratio.max() > 2:
+        return ratio / 2
+    return ratio
+
+
+def test_a_name_or_a_function_stands_for_its_block():
+    named, block = f"{MINE}:bounded", {"name": f"{MINE}:bounded"}
+    expected = build_algorithm("reinforce", {"weight": block})
+    for weight in (named, mine.bounded, {"name": mine.bounded}):
+        assert build_algorithm("reinforce", {"weight": weight}).token_weight is expected.token_weight
+        assert AlgorithmConfig(preset="reinforce", weight=weight).overrides() == {"weight": block}
+    assert build_algorithm("gspo", {"weight": "importance"}) == build_algorithm(
+        "gspo", {"weight": {"name": "importance"}}
+    )
+    with pytest.raises(
+        ValueError, match="weight = <function .*: a config takes functions by name: define it in a module"
+    ):
+        AlgorithmConfig(weight=lambda ratio: ratio)
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
@@ -94,6 +118,10 @@ def test_a_term_decides_what_an_update_computes():
             r"must return \[batch, time\] or \[batch, 1\] of numbers, and returns an array of shape \[batch, 6\]",
         ),
         ({"name": f"{MINE}:broken"}, "fails on arrays .*AttributeError: .*no_such_method"),
+        (
+            branching,
+            r"(?s)fails on arrays .*\n  .*test_own.py:\d+ in branching: if ratio.max.*write jnp.where in place",
+        ),
         ({"name": f"{MINE}:bounded", "cup": 2.0}, "weight.cup = 2.0: .*does not read this option.*did you mean 'cap'"),
         ({"name": f"{MINE}:bounded", "cap": "high"}, "weight.cap = 'high': takes a float"),
     ],

@@ -80,6 +80,27 @@ MODELS |= {
     "phi3": {"model_type": "phi3", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "granite": GRANITE | {"model_type": "granite", "rope_parameters": ROPE, "tie_word_embeddings": True},
 }
+MODELS |= {
+    "internlm3": {"model_type": "internlm3", "rope_parameters": ROPE, "head_dim": 12},
+    "iquestcoder": {"model_type": "iquestcoder", "rope_parameters": ROPE, "head_dim": 12},
+    "ministral": {
+        "model_type": "ministral",
+        "rope_parameters": ROPE,
+        "head_dim": 12,
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "cwm": {
+        "model_type": "cwm",
+        "bos_token_id": 1,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16},
+        "head_dim": 12,
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "seed_oss": {"model_type": "seed_oss", "rope_parameters": ROPE, "head_dim": 12}
+    | {"attention_dropout": 0.0, "residual_dropout": 0.0},  # their defaults of 0.1 would act on the model of torch
+}
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 16}
 DELTA |= {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-2, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
 MODELS |= {

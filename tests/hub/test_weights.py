@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import time
 import weakref
 
@@ -260,6 +261,8 @@ def test_names_cover_the_parameter_tree_once_each(tied):
 
 GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 8**0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 4.0, "original_max_position_embeddings": 16}
+BY_LAYER = {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0}, "full_attention": YARN}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -280,6 +283,18 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
             RopeScaling("linear", 4.0),
         ),
         ({"rope_parameters": None}, 10000.0, None),
+        # transformers takes the factor from the lengths.
+        (
+            {"rope_parameters": YARN | {"factor": None}, "max_position_embeddings": 64},
+            7.0,
+            RopeScaling("yarn", 4.0, 1.0, 32.0, 16, attention_factor=0.1 * math.log(4) + 1),
+        ),
+        # DeepSeek-R1-0528-Qwen3-8B's, read as vLLM does
+        (
+            {"model_type": "qwen3", "rope_parameters": YARN | {"attn_factor": 0.8782488562869419}},
+            7.0,
+            RopeScaling("yarn", 4.0, 1.0, 32.0, 16, attention_factor=pytest.approx(1.0, abs=1e-12)),
+        ),
     ],
 )
 def test_config_fields(tmp_path, changes, theta, scaling):
@@ -311,6 +326,9 @@ ALTERNATING = ["sliding_attention", "full_attention"]
             {"model_type": "qwen3", "sliding_window": 5, "use_sliding_window": True, "layer_types": ALTERNATING},
             {"qk_norm": True, "windows": (5, None)},
         ),
+        ({"model_type": "seed_oss", "attention_dropout": 0.1, "residual_dropout": 0.1}, {"qkv_bias": True}),
+        ({"model_type": "internlm3", "qkv_bias": False, "bias": False}, {}),
+        ({"model_type": "ministral", "sliding_window": 5, "layer_types": ALTERNATING}, {"windows": (5, None)}),
         ({"model_type": "smollm3"}, {}),
         ({"model_type": "smollm3", "no_rope_layer_interval": 2}, {"rope_layers": (True, False)}),
         ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0]}, {"rope_layers": (False, True)}),
@@ -415,6 +433,34 @@ def test_config_fields_of_families(tmp_path, changes, options):
         (
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}},
             "sliding_attention = .* only rope_type 'default' is supported there",
+        ),
+        *(
+            (
+                {"model_type": kind, "rope_parameters": YARN},
+                "rope_parameters.factor = 4.0: .* take settings by layer type",
+            )
+            for kind in ("olmo3", "gemma3_text")
+        ),
+        *(
+            (
+                {"model_type": kind, "rope_parameters": BY_LAYER},
+                f"models of type '{kind}' have no settings by layer type",
+            )
+            for kind in ("qwen3", "smollm3", "phi3", "mistral")
+        ),
+        (
+            {"model_type": "smollm3", "rope_parameters": {"full_attention": YARN}},
+            "rope_parameters.full_attention: models of type 'smollm3' have no settings by layer type",
+        ),
+        (
+            {"rope_parameters": YARN | {"attn_factor": 0.9, "attention_factor": 1.1}},
+            "rope_parameters.attn_factor = 0.9 is not supported",
+        ),
+        ({"rope_parameters": LINEAR | {"attn_factor": 0.9}}, "rope_parameters.attn_factor = 0.9 is not supported"),
+        ({"rope_parameters": YARN | {"attn_factor": "high"}}, "rope_parameters.attn_factor = 'high': takes a finite"),
+        (
+            {"model_type": "gpt_oss"},
+            "model_type 'gpt_oss' is not supported: the decoder lacks attention sinks, .*llama,",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0}}, "is no model config .*'high_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0}}, "is no model config .* {'factor'}"),

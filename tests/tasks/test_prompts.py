@@ -36,6 +36,21 @@ def test_a_chat_that_ends_with_the_assistants_message_is_refused():
         encode_problems(problems, TOKENIZER, None)
 
 
+def test_what_the_template_does_not_write_of_a_history_is_said(caplog):
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    user, reply = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    problems = [Problem([user], "2"), Problem([user, {**reply, "reasoning_content": "1+1"}, user], "2")]
+    encode_problems(problems, tokenizer, None)
+    words = "1 of 2 prompts have a message with reasoning_content or reasoning or thinking, which the chat template"
+    assert words in caplog.text
+    problems[1].prompt[1]["tool_calls"] = [{"name": "add", "arguments": {}}]
+    with pytest.raises(
+        ValueError, match="prompt 1: a message has tool_calls, which the chat template of .* does not write"
+    ):
+        encode_problems(problems, tokenizer, None)
+
+
 def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
     assert fitting(PROBLEMS, TOKENIZER, 5) == [PROBLEMS[0], PROBLEMS[2]]
     assert fitting(PROBLEMS, TOKENIZER, 6) == PROBLEMS  # the limit itself fits

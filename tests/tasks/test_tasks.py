@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
 import re
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
+from uuid import UUID
 
 import datasets
 import numpy as np
@@ -18,6 +20,8 @@ from recjax.experience.foreign import Columns, import_rows
 from recjax.tasks import loading, reading
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems, keep_rows, rows_file
+from recjax.tasks.grading.custom import with_columns
+from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.loading import load_task
 from recjax.tasks.mathematics import guru_math_problems
 from recjax.tasks.problems import Problem, chat
@@ -87,6 +91,13 @@ def test_examples_are_solved_and_never_give_the_question_away():
 def test_arithmetic_refuses_kinds_by_name(kind):
     with pytest.raises(ValueError, match=re.escape(repr(kind))):
         arithmetic_problems(ArithmeticTask(problems=[kind]), seed=0)
+
+
+def test_a_template_may_name_the_only_operation():
+    config = ArithmeticTask(problems=["1..9 + 0..3", "1..2 + 7..8"], template="{a}+{b}=")
+    assert {problem.prompt for problem in arithmetic_problems(config, seed=0)} >= {"1+0=", "9+3=", "2+8="}
+    with pytest.raises(ValueError, match="may be missing if all problems have one operation"):
+        arithmetic_problems(config.model_copy(update={"problems": ["1..9 + 0..3", "1..9 - 0..3"]}), seed=0)
 
 
 @pytest.mark.parametrize("template", ["{a} {op} =", "{a} {op} {b} {c}", "{"])
@@ -179,6 +190,8 @@ def test_a_text_that_is_no_json_of_messages_stays_a_text(tmp_path, text):
         ("5e-324", "0." + "0" * 323 + "5"),
         ("12345678901234567890123", "12345678901234567890123"),
         ("7" * 400, "7" * 400),
+        ("12345678901234567890.5", "12345678901234567890.5"),
+        ("-0.1234567890123456789012", "-0.1234567890123456789012"),
         ("-" + "7" * 400, "-" + "7" * 400),
         ('"1e-7"', "1e-7"),
         ('"72.0"', "72.0"),
@@ -293,6 +306,173 @@ def test_damaged_files_are_named(tmp_path, monkeypatch, name, content, message):
         file_problems(str(tmp_path / name), FileTask(train=""))
 
 
+def test_a_print_of_a_float_has_the_floats_shortest_digits(tmp_path):
+    texts = {"0.10000000000000001": "0.1", "0.10000000000000000555": "0.1", "0.10000000000000000556": None}
+    for printed, digits in texts.items():
+        path = write_jsonl(tmp_path / "a.jsonl", [f'{{"prompt": "x", "answer": {printed}}}'])
+        assert file_problems(path, FileTask(train=""))[0].answer == (digits or printed)
+
+
+def test_a_parquet_file_is_read_without_cache_or_pattern(tmp_path):
+    def write(name, *answers):
+        pq.write_table(pa.table({"prompt": ["x"] * len(answers), "answer": answers}), tmp_path / name)
+        os.utime(tmp_path / name, (0, 0))
+
+    def answers(name):
+        return [problem.answer for problem in file_problems(tmp_path / name, FileTask(train=""))]
+
+    write("a.parquet", "1", "2")
+    assert answers("a.parquet") == ["1", "2"]
+    write("a.parquet", "7", "8", "9")
+    assert answers("a.parquet") == ["7", "8", "9"]
+    for name, other in (("b[1].parquet", "b1.parquet"), ("c*.parquet", "cd.parquet"), ("e?.parquet", "ef.parquet")):
+        write(name, "own")
+        write(other, "other")
+        assert answers(name) == ["own"]
+    write("x::y.parquet", "own")
+    assert answers("x::y.parquet") == ["own"]
+
+
+def test_the_metadata_of_a_parquet_file_opens_nothing(tmp_path):
+    image = {"bytes": None, "path": str(tmp_path / "missing.png")}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"prompt": ["x"], "answer": ["1"], "picture": pa.array([image], kind)})
+    texts = {name: {"dtype": "string", "_type": "Value"} for name in ("prompt", "answer")}
+    features = texts | {"picture": {"_type": "Image"}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert file_problems(tmp_path / "a.parquet", FileTask(train=""))[0].columns == {"picture": image}
+
+
+def test_any_column_of_a_parquet_file_may_hold_anything_unless_it_is_read(tmp_path):
+    columns = {
+        "prompt": ["x", "y"],
+        "answer": ["1", "2"],
+        "times": pa.array([2**62, 5], pa.timestamp("us")),
+        "map": pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64())),
+        "raw": [b"\xff", None],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    first, second = file_problems(tmp_path / "a.parquet", FileTask(train=""))
+    assert (first.columns["map"], first.columns["raw"], second.columns["times"].microsecond) == ({"a": 1}, b"\xff", 5)
+    reason = r"a.parquet: row 0: column 'times': OverflowError: date value out of range; task.reward = .* reads this"
+    for read in (lambda completions, answers, times: [0.0], lambda completions, times=None, **columns: [0.0]):
+        reward = load_reward("python:it", {}, False, read)._replace(answer="answer")
+        with pytest.raises(ValueError, match=reason):
+            with_columns(reward, [first, second])
+    with pytest.raises(ValueError, match="row 0: column 'times' must hold text or a number.*OverflowError"):
+        file_problems(tmp_path / "a.parquet", FileTask(train="", answer_column="times"))
+
+
+CALLS_OF_TWO_TOOLS = [
+    {
+        "prompt": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]},
+            USER,
+        ],
+        "answer": "4",
+        "tools": [{"name": name, "parameters": {"properties": {each: {"type": "string"} for each in arguments}}}],
+    }
+    for name, arguments in (("add", {"a": 1, "b": 2}), ("weather", {"city": "Rome"}))
+]
+
+
+@pytest.mark.parametrize("source", ["parquet", "jsonl", "Dataset", "to_list", "DataFrame", "to_dict", "selected"])
+def test_nulls_that_tables_add_reach_no_chat_and_no_tools(tmp_path, monkeypatch, source):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    table = datasets.Dataset.from_list(CALLS_OF_TWO_TOOLS)
+    table.to_parquet(tmp_path / "a.parquet")
+    if source in ("parquet", "jsonl"):
+        path = tmp_path / f"a.{source}"
+        table.to_json(tmp_path / "a.jsonl")
+    else:
+        frame = pd.read_parquet(tmp_path / "a.parquet")
+        rows = {"Dataset": table, "to_list": table.to_list(), "DataFrame": frame, "to_dict": frame.to_dict("records")}
+        path = rows_file(keep_rows(table.select([0]) if source == "selected" else rows[source]))
+    found = file_problems(path, FileTask(train=""))
+    assert len(found) == (1 if source == "selected" else 2)
+    for problem, row in zip(found, CALLS_OF_TWO_TOOLS, strict=False):
+        assert problem.prompt == row["prompt"] and problem.template == {"tools": row["tools"]}
+
+
+def test_nulls_that_a_user_wrote_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    calls = (
+        [{"name": "find", "arguments": {"city": None}}],
+        [{"name": "find", "arguments": {"city": "Rome", "n": None}}],
+    )
+    rows = [
+        {"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": call}, USER], "answer": "4", "tools": call}
+        for call in calls
+    ]
+    messages = [
+        {name: datasets.Json() if name == "tool_calls" else datasets.Value("string") for name in rows[0]["prompt"][1]}
+    ]
+    features = datasets.Features({"prompt": messages, "answer": datasets.Value("string"), "tools": datasets.Json()})
+    table = datasets.Dataset.from_list(rows, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    for path in (tmp_path / "a.jsonl", tmp_path / "a.parquet", rows_file(keep_rows(rows)), rows_file(keep_rows(table))):
+        found = file_problems(path, FileTask(train=""))
+        assert [problem.prompt for problem in found] == [row["prompt"] for row in rows]
+        assert [problem.template["tools"] for problem in found] == list(calls)
+
+
+def test_a_programs_rows_may_have_cells_that_json_lacks(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    texts = {
+        "time": (datetime(2020, 1, 2, 3, tzinfo=UTC), "2020-01-02T03:00:00+00:00"),
+        "stamp": (pd.Timestamp("2020-01-02"), "2020-01-02T00:00:00"),
+        "date": (date(2020, 1, 2), "2020-01-02"),
+        "id": (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        "exact": (Decimal("1.10"), "1.1"),
+        "wide": (np.datetime64("2020-01-02", "ns"), "2020-01-02T00:00:00.000000000"),
+        **{name: (value, None) for name, value in (("na", pd.NA), ("nat", pd.NaT), ("nan", np.float32("nan")))},
+    }
+    row = {"prompt": np.array([USER], object), "answer": Decimal("0.50"), **{name: texts[name][0] for name in texts}}
+    (problem,) = file_problems(rows_file(keep_rows([row])), FileTask(train=""))
+    assert (problem.prompt, problem.answer) == ([USER], "0.5")
+    assert problem.columns == {name: texts[name][1] for name in texts}
+    (problem,) = file_problems(rows_file(keep_rows(pd.DataFrame([row]))), FileTask(train="", answer_column="exact"))
+    assert (problem.prompt, problem.answer) == ([USER], "1.1")
+    (problem,) = file_problems(rows_file(keep_rows([{**row, "raw": b"x"}])), FileTask(train=""))
+    assert problem.columns["date"] == "2020-01-02"
+    with pytest.raises(
+        ValueError, match="problems: row 0: column 'raw' must .*a value of type bytes, which JSON cannot"
+    ):
+        file_problems(rows_file(keep_rows([{**row, "raw": b"x"}])), FileTask(train="", answer_column="raw"))
+    assert keep_rows(pd.Series([{"prompt": "x"}])) == keep_rows([{"prompt": "x"}])
+    for wrong, reason in (
+        ([{"prompt": "\ud800"}], "row 0: has half of a"),
+        ({"train": []}, r"choose one: problems\['tr"),
+    ):
+        with pytest.raises(ValueError, match=f"problems: .*{reason}"):
+            keep_rows(wrong)
+
+
+def test_a_set_may_lie_in_several_files(tmp_path):
+    (tmp_path / "data").mkdir()
+    for place, name in enumerate(("train-00001-of-00002", "train-00000-of-00002", "test-00000-of-00001")):
+        table = pa.table({"prompt": [f"{place}?"], "answer": [str(place)]})
+        pq.write_table(table, tmp_path / "data" / f"{name}.parquet")
+
+    def answers(where, split="train"):
+        return [problem.answer for problem in file_problems(where, FileTask(train=""), split=split)]
+
+    assert answers(tmp_path) == answers(tmp_path / "data") == answers(f"{tmp_path}/data/train-*.parquet") == ["1", "0"]
+    assert answers(tmp_path, "test") == ["2"] and answers(f"{tmp_path}/**/*.parquet") == ["2", "1", "0"]
+    with pytest.raises(ValueError, match=r"task.file: .*none-\*.parquet: no file has a name of this pattern; correct"):
+        answers(f"{tmp_path}/none-*.parquet")
+
+
+def test_words_for_no_answer_are_counted_in_a_warning(tmp_path, caplog):
+    rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate(["proof", " NaN", "proof", *"123456789"])]
+    load_task(load_config(*file_config(tmp_path, rows, "task.reward=math")))
+    said = [record.getMessage() for record in caplog.records if "have no answer" in record.getMessage()]
+    assert len(said) == 1 and "of 3 of 12 problems are 'proof' (2), ' NaN' (1): a completion" in said[0]
+
+
 def test_a_parquet_column_that_is_given_twice_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array([1]), pa.array([2])], ["prompt", "answer", "answer"])
     pq.write_table(table, tmp_path / "a.parquet")
@@ -357,7 +537,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("no parquet")
     (tmp_path / "folder").mkdir()
     reasons = {"b.jsonl": "no such", "a.csv": "pandas.read_csv", "a.jsonl": "no rows", "a.parquet": "magic"}
-    reasons |= {"folder": "is a folder; name a file in it.*load_from_disk.*to_parquet"}
+    reasons |= {"folder": r"holds, in it or in data/, no train\*.*a pattern such as .*load_from_disk.*to_parquet"}
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             file_problems(str(tmp_path / name), FileTask(train=""))

@@ -217,6 +217,41 @@ def test_templates_that_do_not_write_a_reply_after_its_prompt_are_refused(policy
         shown(chat("a", "b"), policy, tmp_path)
 
 
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+NAMED_CALLS = CHATML.replace("{{ m.content }}", "{% if m.tool_calls and m.content %}{{ m.tool_calls }}{% endif %}")
+THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "reason"),
+    [
+        (CHATML, CALLING, "tool_calls: the chat template writes none"),
+        (NAMED_CALLS, CALLING, "message 1: the chat template does not write the tool call 'add'"),
+        (CHATML, {"content": "51", "reasoning_content": "17*3"}, "message 1: .* does not write reasoning_content"),
+        (THOUGHTS, {"content": "51", "thinking": "17 * 3\n"}, None),
+        (THOUGHTS, {"content": "51", "reasoning": "17 * 3"}, None),
+        (CHATML.replace("m.content }}", "m.content[:2] }}"), {"content": "512"}, "message 1: .* write content, so"),
+        (
+            CHATML.replace("assistant\n{% endif", "assistant\n<a></a>{% endif").replace(
+                "{{ m.content", "{% if m.role == 'assistant' %}<a></a>{% endif %}{{ m.content.split('</a>')[-1]"
+            ),
+            {"content": "<a>\n</a>\n51"},
+            None,
+        ),
+    ],
+)
+def test_what_the_template_does_not_write_is_refused(policy, tmp_path, template, reply, reason):
+    policy.tokenizer.chat_template = template
+    chat_of_reply = [*chat("a"), {"role": "assistant", **reply}]
+    if reason is None:
+        assert policy.tokenizer.decode(shown(chat_of_reply, policy, tmp_path)[0].tokens).endswith("51<|im_end|>")
+        return
+    with pytest.raises(ValueError, match=f"shown.jsonl: line 2: {reason}"):
+        shown(chat_of_reply, policy, tmp_path)
+
+
 @pytest.mark.slow
 def test_loss_and_gradient_are_those_of_transformers(config, folder, monkeypatch):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.algorithms.options import described
+from recjax.files import UNREADABLE
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.reward import MOST_REWARD, SCORE, Reward, check_part_names
 from recjax.workers import Workers
@@ -123,13 +124,18 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
     Args:
         splits: train and held-out problems; each list that is not empty must have the columns that the function needs.
     Raises:
-        ValueError: see `check_signature`.
+        ValueError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
     """
     if reward.per_row:
         return reward
     for problems in filter(None, splits):
         for single in _knowing_columns(reward, problems).functions.values():
             check_signature(single)
+            named = _form(single).by_name
+            cells = (problem.columns.get(name) for problem in problems for name in named)
+            for cell in cells:
+                if isinstance(cell, dict) and cell.keys() == {UNREADABLE}:
+                    raise ValueError(f"{cell[UNREADABLE]}; task.reward = {reward.name!r} reads this column")
     return _knowing_columns(reward, [*itertools.chain(*splits)])
 
 
