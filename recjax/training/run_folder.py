@@ -1,6 +1,7 @@
 """Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
 import contextlib
+import fnmatch
 import functools
 import importlib.util
 import json
@@ -10,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from datetime import UTC, date, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,28 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
+_PASSED_FILE = "problems-{}.jsonl"  # problems that a program passed, by the key that names them
+# Patterns of all names that recjax gives to files and folders in a run folder, apart from the lock.
+_WRITTEN = (
+    "config.yaml",
+    ENVIRONMENT,
+    "metrics.jsonl",
+    "summary.json",
+    "tracking.json",
+    "grader.json",
+    "samples.html",
+    "checkpoints",
+    "damaged",
+    "samples",
+    "figures",
+    "profile",
+    "tensorboard",
+    "pushed",
+    "warm_start",
+    "experience.db*",
+    _PASSED_FILE.format("*"),
+    partial_of("*"),
+)
 
 
 def check_processes(config: Config) -> None:
@@ -64,13 +87,17 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         )
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
-    # A process that was killed before it wrote the config leaves these files.
-    if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
+    if not output.exists():
         return
-    if not (output / "config.yaml").is_file():
-        raise ValueError(
-            f"output = {config.output!r}: the folder contains files that are not a run; name another folder"
-        )
+    if not _is_run(output):
+        # A process that was killed before it wrote the config leaves the other files.
+        left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*"))
+        if foreign := _others(output, left):
+            raise ValueError(
+                f"output = {config.output!r}: the folder contains files that are not a run ({', '.join(foreign[:3])});"
+                " name another folder"
+            )
+        return
     if not overwrite:
         _check_same_config(config, output)
         if is_finished(config):
@@ -137,21 +164,18 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     if hosts.is_first():
         problems = {name.partition(":")[2]: path.read_bytes() for name, path in passed_files(config).items()}
         with writing(f"output = {config.output!r}: it"):
-            # Deletes all but the lock, and config.yaml last, since without it the folder is not a run.
-            old = output.iterdir() if overwrite and output.exists() else ()
-            for path in sorted(old, key=lambda path: path.name == "config.yaml"):
-                if path.name != run_lock.NAME:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if overwrite and output.exists():
+                _delete_run(output)
             output.mkdir(parents=True, exist_ok=True)
         changed = ""
         if config.training.resume_with and (output / "config.yaml").is_file():
             both = [_dotted(values) for values in (config.model_dump(), stored_config(output))]
             chosen = _chosen(config, both[1])
             changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
-        write_whole(output / "config.yaml", to_yaml(config))
         for name, content in problems.items():
-            write_whole(output / f"problems-{name}.jsonl", content)
+            write_whole(output / _PASSED_FILE.format(name), content)
         _record_start(output, changed, code_digests(config))
+        write_whole(output / "config.yaml", to_yaml(config))  # the last file, which makes the folder a run
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -160,6 +184,27 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
             " write checkpoints"
         )
     return output
+
+
+def _is_run(output: Path) -> bool:
+    """True if a folder has the config of a run and what only recjax writes; a config alone may be the user's."""
+    return (output / "config.yaml").is_file() and any((output / name).exists() for name in (ENVIRONMENT, "checkpoints"))
+
+
+def _others(output: Path, patterns: Sequence[str]) -> list[str]:
+    """The names in a folder that match none of the patterns, in order."""
+    names = sorted(path.name for path in output.iterdir())
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _delete_run(output: Path) -> None:
+    """Deletes what recjax writes in a run folder, except the lock, and keeps all other files."""
+    kept = _others(output, (*_WRITTEN, run_lock.NAME))
+    written = [path for path in output.iterdir() if path.name not in (*kept, run_lock.NAME)]
+    for path in sorted(written, key=lambda path: path.name == "config.yaml"):  # without it the folder is not a run
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if kept:
+        logger.warning("%s: deleted the run there, and kept what recjax did not write: %s", output, ", ".join(kept))
 
 
 def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
