@@ -36,15 +36,10 @@ ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
 _PASSED_FILE = "problems-{}.jsonl"  # problems that a program passed, by the key that names them
+_FILES = ("config.yaml", ENVIRONMENT, "metrics.jsonl", "summary.json", "tracking.json", "grader.json")
 # Patterns of all names that recjax gives to files and folders in a run folder, apart from the lock.
 _WRITTEN = (
-    "config.yaml",
-    ENVIRONMENT,
-    "metrics.jsonl",
-    "summary.json",
-    "tracking.json",
-    "grader.json",
-    "samples.html",
+    *_FILES,
     "checkpoints",
     "damaged",
     "samples",
@@ -55,7 +50,8 @@ _WRITTEN = (
     "warm_start",
     "experience.db*",
     _PASSED_FILE.format("*"),
-    partial_of("*"),
+    partial_of("*", "*"),
+    "samples.html",
 )
 
 
@@ -91,7 +87,7 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         return
     if not _is_run(output):
         # A process that was killed before it wrote the config leaves the other files.
-        left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*"))
+        left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
         if foreign := _others(output, left):
             raise ValueError(
                 f"output = {config.output!r}: the folder contains files that are not a run ({', '.join(foreign[:3])});"
@@ -167,6 +163,9 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
             if overwrite and output.exists():
                 _delete_run(output)
             output.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                for leftover in output.glob(partial_of(name, "*")):  # of a killed process, since this one has the lock
+                    leftover.unlink()
         changed = ""
         if config.training.resume_with and (output / "config.yaml").is_file():
             both = [_dotted(values) for values in (config.model_dump(), stored_config(output))]
