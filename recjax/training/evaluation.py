@@ -32,8 +32,7 @@ from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
-from recjax.tasks.prompts import Prompts
-from recjax.tasks.toolace import CONVERSATION
+from recjax.tasks.prompts import Prompts, prompts_digest
 
 logger = logging.getLogger(__name__)
 
@@ -283,20 +282,6 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     )
     require_enough([train.problems[index] for index in chosen], config, "widen task.keep.pass_rate, or add problems")
     return train.take(chosen)
-
-
-def prompts_digest(prompts: Prompts, task: str | None = None) -> str:
-    """A digest of the prompts with their answers and columns, in order.
-
-    Args:
-        task: the only task of a mixture to digest; None: all.
-    """
-    digest = hashlib.sha256()
-    for text, problem in zip(prompts.texts, prompts.problems, strict=True):
-        if task in (None, problem.task):
-            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)  # a path
-            digest.update(repr((text, problem.answer, columns)).encode())
-    return digest.hexdigest()[:16]
 
 
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:

@@ -26,8 +26,8 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters, problem_key
-from recjax.tasks.prompts import Prompts
-from recjax.training.evaluation import kept_prompts, prompts_digest
+from recjax.tasks.prompts import Prompts, prompts_digest
+from recjax.training.evaluation import kept_prompts
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import initial_policy
