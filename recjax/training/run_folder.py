@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import platform
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence, Set
 from datetime import UTC, date, datetime
 from importlib.metadata import version
@@ -27,7 +29,7 @@ from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
 from recjax.training import run_lock
-from recjax.training.checkpoint import newest_whole, progress, split_step, steps_of
+from recjax.training.checkpoint import BASE, newest_whole, progress, split_step, steps_of
 from recjax.training.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
+PROGRAM = "__main__"  # module of the program that Python started
+OTHER_RUNS = ("teacher", "reference")  # keys of model.* that may name runs, of which config.yaml has the steps
 _PASSED_FILE = "problems-{}.jsonl"  # problems that a program passed, by the key that names them
 _FILES = ("config.yaml", ENVIRONMENT, "metrics.jsonl", "summary.json", "tracking.json", "grader.json")
 # Patterns of all names that recjax gives to files and folders in a run folder, apart from the lock.
@@ -146,11 +150,13 @@ def is_finished(config: Config) -> bool:
         return False
 
 
-def open_run_folder(config: Config, overwrite: bool) -> Path:
+def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path:
     """Creates or reopens the folder `output` and writes config.yaml; `overwrite` deletes an earlier run there.
 
     The first process creates the folder; all processes must see it.
 
+    Args:
+        reward: function, or functions, that a program passed as the reward.
     Raises:
         ValueError: see `check_run_folder`; also if a process does not see the folder.
     """
@@ -173,7 +179,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
             changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
         for name, content in problems.items():
             write_whole(output / _PASSED_FILE.format(name), content)
-        _record_start(output, changed, code_digests(config))
+        _record_start(output, changed, code_digests(config, reward))
         write_whole(output / "config.yaml", to_yaml(config))  # the last file, which makes the folder a run
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
@@ -221,7 +227,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
     gone = tuple(".".join(map(str, key)) for key in unknown_keys(theirs))
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
-    if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | _chosen(config, theirs)):
+    same = _chosen(config, theirs) | _same_runs(config, theirs)
+    if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | same):
         raise ValueError(
             f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
         )
@@ -232,6 +239,7 @@ def _check_same_config(config: Config, output: Path) -> None:
     theirs = stored_config(output)
     fixed = MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     fixed |= _chosen(config, theirs)
+    fixed |= _same_runs(config, theirs)
     if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
         of_start = ("model.run", "model.path", "model.decoder")
         fixed |= {key for key in _dotted(ours).keys() | _dotted(theirs).keys() if key.startswith(of_start)}
@@ -281,12 +289,18 @@ def stored_config(output: Path) -> dict[str, Any]:
 
 
 def continues(given: str | None, stored: str | None) -> bool:
-    """True if a stored `model.run` is the one that a config gives; the stored one names a step."""
+    """True if a stored run is the one that a config gives; the stored one names a step, apart from older versions."""
     if given is None or stored is None:
         return False
     run, name = split_step(given)
     stored_run, step = split_step(stored)
-    return run == stored_run and name in (None, "best", step)
+    return run == stored_run and (step is None or name in (None, "best", step))
+
+
+def _same_runs(config: Config, theirs: dict) -> set[str]:
+    """The keys of teacher and reference that name the same run in both configs; `with_pinned` adds its step."""
+    model = theirs.get("model") or {}
+    return {f"model.{name}" for name in OTHER_RUNS if continues(getattr(config.model, name), model.get(name))}
 
 
 def _chosen(config: Config, theirs: dict) -> set[str]:
@@ -324,13 +338,41 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
         "processes": jax.process_count(),
         "code": code,
     }
-    before = next(reversed(starts(output)), {}).get("code", {})
-    if other := [module for module in code if before.get(module, code[module]) != code[module]]:
+    before = next(reversed(starts(output)), {})
+    known = before.get("code", {})
+    if other := [module for module in code if known.get(module, code[module]) != code[module]]:
         logger.warning("%s resumes with changed code in %s; environment.json has digests", output, ", ".join(other))
+    kept = {name: before[name] for name in ("recjax", "recjax_source", "packages", "python") if name in before}
+    if versions := differences({name: entry[name] for name in kept}, kept):
+        logger.warning(
+            "%s resumes with other versions, so its numbers may differ from those of an uninterrupted run: %s",
+            output,
+            versions,
+        )
     if changed:
         entry["changed"] = {"after_step": newest_whole(output / "checkpoints")[0], "settings": changed}
         logger.info("%s resumes with other settings: %s", output, changed)
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
+
+
+def record_weights(output: Path, weights: dict[str, str]) -> None:
+    """Adds digests of weights to the newest entry of environment.json.
+
+    Args:
+        weights: digest by name; the initial policy has the name BASE.
+    """
+    if hosts.is_first() and (entries := starts(output)):
+        entries[-1]["weights"] = weights
+        write_whole(output / ENVIRONMENT, json.dumps(entries, indent=2) + "\n")
+
+
+def base_policy(output: Path) -> str | None:
+    """The digest of the initial policy of a run; None if the record has none, as of older versions.
+
+    Starts of one run may differ by the rounding of a warm start; the first entry counts, whose policy the run trained.
+    """
+    digests = [entry["weights"][BASE] for entry in starts(output) if BASE in entry.get("weights", {})]
+    return next(iter(digests), None)
 
 
 @functools.cache
@@ -345,15 +387,48 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def code_digests(config: Config) -> dict[str, str]:
-    """Digests of the files of the modules that a config names as module:function, by module."""
+def code_digests(config: Config, function: Any = None) -> dict[str, str]:
+    """Digests of the user's code that a run calls, by module.
+
+    They cover the modules that a config names as module:function, and the user's modules that these import.
+
+    Args:
+        function: reward function, or functions, that a program passed; functions of the program itself that they call
+            have one digest.
+    """
     digests = {}
-    for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
+    for name in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
         with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
-            path = Path(getattr(sys.modules.get(module), "__file__", None) or importlib.util.find_spec(module).origin)
-            if not module.startswith("recjax."):
-                digests[module] = digest(path.read_bytes())
+            path = Path(getattr(sys.modules.get(name), "__file__", None) or importlib.util.find_spec(name).origin)
+            if not name.startswith("recjax."):
+                digests[name] = digest(path.read_bytes())
+    functions = function if isinstance(function, Sequence) else [function]
+    called = [each for each in functions if inspect.isfunction(each)]
+    passed = len(called)
+    for each in called:
+        others = (each.__globals__.get(name) for name in each.__code__.co_names)
+        called += [other for other in others if inspect.isfunction(other) and other not in called]
+    in_program = [each for each in called[passed:] if each.__module__ == PROGRAM]
+    with contextlib.suppress(OSError):  # a function of an interactive program has no source
+        if in_program:
+            digests[PROGRAM] = digest("".join(map(inspect.getsource, in_program)).encode())
+    pending = [*digests, *(each.__module__ for each in called)]
+    for name in pending:
+        if name not in digests and _is_users_module(name):
+            digests[name] = digest(Path(sys.modules[name].__file__).read_bytes())
+        values = [*vars(sys.modules[name]).values()] if name in sys.modules else []
+        names = {value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) for value in values}
+        pending += sorted(filter(_is_users_module, names - {*pending}))
     return digests
+
+
+def _is_users_module(name: Any) -> bool:
+    """True for an imported module that belongs to neither the program, recjax, Python nor an installed package."""
+    path = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+    if path is None or name in (PROGRAM, "recjax") or name.startswith("recjax."):
+        return False
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return not path.startswith(installed) and "site-packages" not in path and path.endswith(".py")
 
 
 def starts(output: Path) -> list[dict]:
@@ -362,7 +437,9 @@ def starts(output: Path) -> list[dict]:
         entries = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return entries if isinstance(entries, list) else []
+    is_whole = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    nested = [entry.get(name, {}) for entry in entries for name in ("code", "packages", "weights")] if is_whole else []
+    return entries if is_whole and all(isinstance(each, dict) for each in nested) else []
 
 
 @functools.cache  # a process runs the code of one commit
