@@ -417,7 +417,9 @@ def code_digests(config: Config, function: Any = None) -> dict[str, str]:
         if name not in digests and _is_users_module(name):
             digests[name] = digest(Path(sys.modules[name].__file__).read_bytes())
         values = [*vars(sys.modules[name]).values()] if name in sys.modules else []
-        names = {value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) for value in values}
+        modules = {value.__name__ for value in values if inspect.ismodule(value)}
+        owners = (value if inspect.isclass(value) or inspect.isfunction(value) else type(value) for value in values)
+        names = modules | {owner.__module__ for owner in owners}
         pending += sorted(filter(_is_users_module, names - {*pending}))
     return digests
 

@@ -320,6 +320,21 @@ def test_changed_code_that_a_reward_calls_is_named(tiny, tmp_path, monkeypatch, 
     assert {*run_folder.code_digests(tiny("passed"), [score])} >= {"calling_reward", "called_score"}
 
 
+def test_the_record_has_the_batches_that_a_resumed_run_trained_on(tiny, caplog):
+    config = tiny("run", "experience.record=true", "evaluation.every=0")
+    first, second = (functools.partial(prepared_batch, reward=reward) for reward in (0.25, 0.75))
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=6), sample=first)  # in step 6, after the checkpoint of step 3
+    record = Path(config.output) / "experience.db"
+    assert {row.group_id.split("/")[0] for row in read_columns(record)} >= {"000004", "000005"}
+    count(config, sample=second)
+    rewards = {row.group_id.split("/")[0]: row.reward for row in read_columns(record)}
+    assert rewards == {f"{batch:06d}": 0.25 if batch <= 3 else 0.75 for batch in range(1, 8)}
+    record.unlink()
+    count(tiny("run", "experience.record=true", "evaluation.every=0", "training.steps=8"), sample=second)
+    assert "experience.db is gone; the record has only batches after number 7" in caplog.text
+
+
 def test_other_versions_are_named_when_a_run_resumes(tiny, caplog):
     config = tiny("run")
     file = run_folder.open_run_folder(config, overwrite=False) / run_folder.ENVIRONMENT
