@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from recjax.analysis.collect import check_metrics, metrics_of
 from recjax.analysis.compare import (
     ACCURACY,
+    differing_bases,
     differing_steps,
     final,
     in_words,
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
             verdict(metric_words, problems, "problems", first, second),
             "This holds for these runs; other seeds may differ.",
         )
-    for setting in changed + differing_steps(pairs.values(), metric):
+    for setting in changed + differing_steps(pairs.values(), metric) + differing_bases(pairs):
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:

@@ -1,6 +1,6 @@
 """Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from pandas.api.typing import SeriesGroupBy
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import base_policy
 
 ACCURACY = "evaluation/accuracy"
 RESAMPLES = 9999
@@ -163,6 +164,20 @@ def differing_steps(pairs: Iterable[tuple[Path, Path]], metric: str) -> list[str
     sides = zip(*(pair for pair in latest if pair[0] != pair[1]), strict=True)
     words = [", ".join(map(str, sorted({*side}))) for side in sides]
     return [f"latest step with {metric} = {' and '.join(words)}"] if words else []
+
+
+def differing_bases(pairs: Mapping[str, tuple[Path, Path]]) -> list[str]:
+    """Pairs of runs whose records name different initial policies, in words; [] without any.
+
+    Args:
+        pairs: folders by the settings that they share, as of `pair_runs`.
+    """
+    bases = {label: [base_policy(folder) for folder in pair] for label, pair in pairs.items()}
+    return [
+        f"initial policy of the pair {label or 'of runs'} = {first} and {second}"
+        for label, (first, second) in bases.items()
+        if None not in (first, second) and first != second
+    ]
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:

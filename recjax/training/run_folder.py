@@ -337,6 +337,7 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
         "code": code,
+        "weights": {},  # see `record_weights`
     }
     before = next(reversed(starts(output)), {})
     known = before.get("code", {})
@@ -367,12 +368,16 @@ def record_weights(output: Path, weights: dict[str, str]) -> None:
 
 
 def base_policy(output: Path) -> str | None:
-    """The digest of the initial policy of a run; None if the record has none, as of older versions.
+    """The digest of the initial policy that a run trained; None if its record has none, as of older versions.
 
-    Starts of one run may differ by the rounding of a warm start; the first entry counts, whose policy the run trained.
+    Later starts compute the policy again, which a warm start on another machine may round otherwise.
     """
-    digests = [entry["weights"][BASE] for entry in starts(output) if BASE in entry.get("weights", {})]
-    return next(iter(digests), None)
+    for entry in starts(output):
+        if "weights" not in entry:  # an older version began the run
+            return None
+        if BASE in entry["weights"]:  # a start that was killed early has none
+            return entry["weights"][BASE]
+    return None
 
 
 @functools.cache
