@@ -62,6 +62,7 @@ from recjax.training.policies import export_checkpoint, open_policy, run_config,
 from recjax.training.run_folder import is_finished
 from recjax.training.sampling import prompts_of
 from recjax.training.start import STOPPED, train
+from recjax.workers import refuse_while_loading
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
@@ -135,8 +136,10 @@ def run(
         ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
             in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
+        RuntimeError: a worker process imports the module of this call for the reward.
         (others): see `recjax.training.start.train`.
     """
+    refuse_while_loading("recjax.run")
     require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
     keep_compiled_programs()
     config = _with_task(config, problems, reward, keys)
