@@ -63,6 +63,7 @@ from recjax.training.policies import export_checkpoint, open_policy, run_config,
 from recjax.training.run_folder import is_finished
 from recjax.training.sampling import prompts_of
 from recjax.training.start import STOPPED, train
+from recjax.workers import refuse_while_loading
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
@@ -137,8 +138,10 @@ def run(
             in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
             ends with one line.
+        RuntimeError: a worker process imports the module of this call for the reward.
         (others): see `recjax.training.start.train`.
     """
+    refuse_while_loading("recjax.run")
     require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
     show_messages()
     keep_compiled_programs()

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 
 from recjax.analysis.collect import check_metrics, metrics_of
 from recjax.analysis.compare import (
+    differing_bases,
     differing_steps,
     final,
     held_out_metric,
@@ -108,7 +109,13 @@ def main(argv: list[str]) -> None:
             verdict(metric_words, problems, "problems", first, second),
             "This holds for these runs; other seeds may differ.",
         )
-    for setting in changed + resumed_changes(pairs.values()) + differing_steps(pairs.values(), metric):
+    differences_in_words = [
+        *changed,
+        *resumed_changes(pairs.values()),
+        *differing_steps(pairs.values(), metric),
+        *differing_bases(pairs),
+    ]
+    for setting in differences_in_words:
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,9 +48,13 @@ def short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-def partial_of(name: str) -> str:
-    """Temporary name, in the same folder, of a file during writing."""
-    return f".{name}.partial"
+def partial_of(name: str, writer: str | None = None) -> str:
+    """Temporary name, in the same folder, of a file or folder during writing; no two writers share a name.
+
+    Args:
+        writer: the name's part for this writer; "*" makes a pattern for all writers. None: a random part.
+    """
+    return f".{name}.{writer or uuid.uuid4().hex[:12]}.partial"
 
 
 @contextlib.contextmanager
@@ -91,7 +96,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         ValueError: the folder cannot be written.
     """
     folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial = folder.with_name(partial_of(folder.name))
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()

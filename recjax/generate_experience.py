@@ -33,9 +33,11 @@ from recjax.experience.group import Group, with_grades
 from recjax.experience.records import Record, records_of
 from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenizer_name
+from recjax.files import digest
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
+from recjax.models.trainable import fingerprint
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades
 from recjax.rollout.remote import RemoteEngine
@@ -44,12 +46,12 @@ from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import characters
-from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems
+from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, prompts_digest
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.policies import for_sampling, open_policy, run_config, with_start
 from recjax.training.prepare import check_problems, prepare, untrained
-from recjax.training.run_folder import check_processes
+from recjax.training.run_folder import check_processes, code_digests
 from recjax.training.sampling import BatchSampler, without_long_prompts
 
 FLAGS = flags.FLAGS
@@ -77,13 +79,18 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
-        digest = _name(config, None, 0)
-        dates = (row[len(digest) + 1 :].partition("/")[0] for row in stored_ids if row.startswith(f"{digest}-"))
-        chat_date = min(dates, default=date.today().isoformat())
+        name = _name(config, None, 0)
+        after = (row[len(name) + 1 :].partition("/")[0] for row in stored_ids if row.startswith(f"{name}-"))
+        chat_date = min((each.partition(".")[0] for each in after), default=date.today().isoformat())
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
-        name = f"{digest}-{chat_date}"
+        name = f"{name}-{chat_date}"
     sampler, params, version = _sampler(config, run, step)
-    name = name or _name(config, run, version)
+    content = {
+        "problems": prompts_digest(sampler.prompts),
+        "code": code_digests(config),
+        "weights": fingerprint(params),
+    }
+    name = _with_content(name or _name(config, run, version), content, stored_ids, location)
     with sampler.grading, sampler.agents or contextlib.nullcontext():
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
@@ -120,7 +127,8 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
-        name = _name(config, f"{engine.server.model} of a server", 0)
+        content = {"problems": prompts_digest(train), "code": code_digests(config)}
+        name = _with_content(_name(config, f"{engine.server.model} of a server", 0), content, stored_ids, location)
         count = config.rollout.prompts_per_step
 
         def batches(numbers: list[int]) -> Iterator[list[Record]]:
@@ -134,6 +142,26 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
                 yield [record if record.completion.rows else record._replace(tokenizer=None) for record in records]
 
         return _fill(location, stored_ids, name, steps, batches)
+
+
+def _with_content(name: str, content: dict[str, Any], stored_ids: Collection[str], location: str | Path) -> str:
+    """A name of rows that also depends on the content of problems, code and weights, which the config only names.
+
+    Rows of an older version have only the config's name and keep it.
+
+    Raises:
+        ValueError: the store has rows of the same config with other content.
+    """
+    written = {row.partition("/")[0] for row in stored_ids if row.startswith(name)}
+    if name in written:
+        return name
+    full_name = f"{name}.{digest(json.dumps(content, sort_keys=True).encode())[:8]}"
+    if written - {full_name}:
+        raise ValueError(
+            f"{store_name(location)}: the same command sampled rows there with other problems, code or weights; restore"
+            " them, or give another --output"
+        )
+    return full_name
 
 
 def _fill(

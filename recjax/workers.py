@@ -20,13 +20,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from recjax.streams import outlast_readers
 
+_LOOK_SECONDS = 0.25  # time between two looks for the process that started the program
 _MOST_CALLS = 16  # that a worker gets at once
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,6 +36,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 def cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_while_loading(what: str) -> None:
+    """Raises if this process is a program of workers that still imports its modules.
+
+    Raises:
+        RuntimeError: a module that the workers import would start workers, which would import the module again.
+    """
+    if Workers.loading:
+        raise RuntimeError(
+            f"{what} cannot start in a module that worker processes import for its functions; put the call under"
+            ' `if __name__ == "__main__":`, or move the functions to a module of their own'
+        )
 
 
 class CallFailed(Exception):
@@ -91,6 +105,7 @@ class Workers:
         self._control = None
 
     held: Any = None  # in a worker, the object of the argument `held`
+    loading = False  # True in the program while it imports its modules
 
     def __enter__(self) -> "Workers":
         """Returns itself; the first call starts the processes."""
@@ -179,8 +194,9 @@ class Workers:
             raise RuntimeError("the worker processes ended by themselves; standard error says why") from error
 
     def _start(self) -> None:
+        refuse_while_loading("worker processes")
         self._control, of_program = socket.socketpair()
-        arguments = of_program.fileno(), self._modules, self._memory
+        arguments = of_program.fileno(), self._modules, self._memory, os.getpid()
         with of_program:
             self._program = subprocess.Popen(
                 [sys.executable, "-u", "-c", f"from recjax.workers import fork_workers; fork_workers{arguments}"],
@@ -201,21 +217,48 @@ class Workers:
             threading.Thread(target=self._answer_all, name="workers", daemon=True).start()
 
 
-def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> None:
+@contextlib.contextmanager
+def _ending_with(starter: int) -> Iterator[None]:
+    """Ends this program during the block, which may import for minutes, if the process that started it ends.
+
+    Linux's signal for this comes at the end of the thread that started the program, which is too early.
+    """
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(_LOOK_SECONDS):
+            if os.getppid() != starter:
+                _end_descendants(os.getpid())
+                os.killpg(0, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, name="parent", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()  # workers are forked from a single thread
+
+
+def fork_workers(control: int, modules: Sequence[str], memory: int | None, starter: int) -> None:
     """Runs in the program: forks a worker for each connection that arrives; ends everything at the end of input.
 
     Args:
         control: file descriptor of a socket that receives connections.
+        starter: id of the process that started the program.
         (others): see `Workers`.
     """
     with contextlib.suppress(OSError):  # standard error is closed
         os.dup2(2, 1)
     outlast_readers()
     _set_process(_PR_SET_CHILD_SUBREAPER, 1)
-    for module in modules:
-        importlib.import_module(module)
-    if held := sys.stdin.buffer.read():
-        Workers.held = pickle.loads(held)
+    Workers.loading = True
+    with _ending_with(starter):
+        for module in modules:
+            importlib.import_module(module)
+        if held := sys.stdin.buffer.read():
+            Workers.held = pickle.loads(held)
+    Workers.loading = False
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes ended workers
     with socket.socket(fileno=control) as connections:
         while descriptors := socket.recv_fds(connections, 1, 1)[1]:
@@ -294,7 +337,8 @@ def _work(connection: Connection, memory: int | None) -> None:
                 with open("/proc/self/statm", encoding="ascii") as file:
                     memory += int(file.read().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        connection.send(os.getpid())
+        pid = os.getpid()
+        connection.send(pid)
         while True:
             for request in connection.recv():
                 try:
@@ -307,6 +351,8 @@ def _work(connection: Connection, memory: int | None) -> None:
                         message = "its message cannot be printed"
                     message = f"{type(error).__name__}: {message}"[:500].encode("utf-8", "replace").decode()
                     reply = pickle.dumps((message, None))
+                if os.getpid() != pid:  # a child that the function forked; the worker itself answers
+                    os._exit(0)
                 connection.send_bytes(reply)
     except (EOFError, OSError):
         pass

@@ -56,3 +56,14 @@ def alive_after(pids: str, seconds: float) -> list[int]:
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive(pids)
+
+
+def forked(number: int) -> int:
+    """The number; the child that call 2 forks returns another one, and that of call 5 raises."""
+    if number in (2, 5) and os.fork() == 0:
+        time.sleep(0.1)
+        if number == 5:
+            raise RuntimeError("a child")
+        return -100
+    time.sleep(0.02)
+    return number

@@ -67,3 +67,11 @@ def test_what_is_cut_or_gone_is_named(tmp_path, change, message):
 def test_a_folder_that_is_gone_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         files.check_manifest(tmp_path / "nowhere")
+
+
+def test_writers_of_one_file_take_nothing_from_each_other(tmp_path):
+    first, second = files.whole_file(tmp_path / "rows"), files.whole_file(tmp_path / "rows")
+    with first as one, second as other:
+        one.write(b"rows")
+        other.write(b"rows")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]

@@ -1,5 +1,6 @@
 """Generated experience: what an offline run would draw, to the bit, however often it was stopped."""
 
+import json
 import subprocess
 import time
 
@@ -115,6 +116,23 @@ def test_a_larger_number_of_steps_goes_on(tiny, generated, tmp_path):
     # Another temperature is other experience, and stands beside it.
     generate(load_config(tiny[1], ["rollout.temperature=0.5"]), tmp_path, 1, None, None, "cold")
     assert [row.source for row in read_columns(tmp_path)] == ["initial"] * 48 + ["cold"] * 16
+
+
+def test_rows_of_changed_problems_do_not_join_older_rows(tiny, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    config = load_config(tiny[1], ["task.arithmetic=null", f"task.file.train={problems}", "evaluation.problems=2"])
+
+    def write(shift):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b + shift)} for a in range(1, 5) for b in range(1, 5)]
+        problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(0)
+    assert [generate(config, tmp_path / "s.db", steps, None, None, "initial") for steps in (1, 2)] == [1, 1]
+    write(1)
+    with pytest.raises(ValueError, match="s.db: the same command sampled rows there with other problems"):
+        generate(config, tmp_path / "s.db", 3, None, None, "initial")
+    write(0)
+    assert generate(config, tmp_path / "s.db", 2, None, None, "initial") == 0
 
 
 def recorded(path):

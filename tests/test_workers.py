@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,32 @@ def test_what_a_call_starts_ends_with_a_killed_parent(pids, then):
         assert parent.stdout.readline() == "left\n"
         parent.kill()
     assert leftovers.alive_after(pids, 20) == []
+
+
+def test_a_child_that_a_call_forks_answers_no_calls():
+    with Workers(1, 20.0, "tests.leftovers") as workers:
+        calls = [workers.call(leftovers.forked, number) for number in range(16)]
+        assert [call.result() for call in calls] == list(range(16))
+
+
+@pytest.mark.slow
+def test_a_program_that_still_imports_ends_with_a_killed_parent(tmp_path):
+    (tmp_path / "slow_module.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    program = "from recjax.workers import Workers\nWorkers(1, None, 'slow_module').call(len, 'a').result()"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as parent:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        parent.kill()
+    assert leftovers.alive_after(tmp_path / "pid", 20) == []
+
+
+@pytest.mark.slow
+def test_a_module_that_starts_workers_is_refused_in_workers(tmp_path):
+    (tmp_path / "chain.py").write_text(
+        "from recjax.workers import Workers\nprint(Workers(1, None, 'chain').call(len, 'a').result())\n"
+    )
+    done = subprocess.run([sys.executable, "chain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "worker processes cannot start in a module that worker processes import" in done.stderr
+    assert "the worker processes ended by themselves" in done.stderr

@@ -1,15 +1,21 @@
 """The metrics of many runs as one table."""
 
+import collections
 import difflib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import base_policy
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = (  # every table has these metrics; NaN without a value
     "reward",
@@ -30,6 +36,17 @@ COLUMNS = (  # every table has these metrics; NaN without a value
     "evaluation/reward",
     "evaluation/initial_kl",
 )
+_NOT_OF_BASE = {
+    "lora",
+    "freeze",
+    "teacher",
+    "teacher_rate",
+    "reference",
+    "dtype",
+    "attention",
+    "remat",
+    "logprob_chunk",
+}
 WINDOW = 5  # optimizer steps averaged in a row of the table
 
 
@@ -39,10 +56,63 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     An evaluation keeps its own step; the evaluation before training has step 0. An evaluation within a window has a
     separate row, whose other columns are NaN.
 
+    A warning names runs that should begin with one policy and do not.
+
     Raises:
         ValueError: none of the runs has metrics yet.
     """
+    for words in mixed_bases(runs):
+        logger.warning("%s", words)
     return metrics_of([(run.settings, Path(run.config.output)) for run in runs])
+
+
+def mixed_bases(runs: Sequence[SweepRun]) -> list[str]:
+    """Runs of a sweep that should begin with one policy and began with several, in words; [] if the records agree.
+
+    Runs should begin with one policy if they have the same seed of it, model, warm start and task. Records of older
+    versions have no digest of the policy.
+    """
+    groups = collections.defaultdict(lambda: collections.defaultdict(list))
+    for run in runs:
+        config = run.config
+        model = config.model.model_dump(exclude=_NOT_OF_BASE)
+        task = config.task.model_dump() if config.warm_start else {}
+        same = repr((config.seed_of_base, model, config.warm_start, task))
+        if (digest := base_policy(Path(config.output))) is not None:
+            groups[same][digest].append(run.name)
+    return [
+        "runs with one seed, model and task began with several initial policies, so that their differences include"
+        f" those of the policies: {' and '.join(f'{digest} ({_some(names)})' for digest, names in bases.items())};"
+        " make the runs of all but one again"
+        for bases in groups.values()
+        if len(bases) > 1
+    ]
+
+
+def differing_starts(
+    table: pd.DataFrame, axes: Sequence[str] = ("seed",), metric: str = "evaluation/accuracy"
+) -> list[str]:
+    """Runs of a table that have different values of a metric at step 0, though they should begin with one policy.
+
+    For tables without the records of their runs.
+
+    Args:
+        axes: settings that determine the policy.
+    """
+    first = table[table["step"] == 0].dropna(subset=[metric])
+    values = first.groupby([*axes])[metric].unique()
+    return [
+        f"{', '.join(f'{axis} {value}' for axis, value in zip(axes, np.atleast_1d(place), strict=True))}: {metric} at"
+        f" step 0 = {', '.join(f'{value:.4g}' for value in sorted(found))}"
+        for place, found in values.items()
+        if len(found) > 1
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and the number of further ones."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from pandas.api.typing import SeriesGroupBy
 from recjax.analysis.collect import axes_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
-from recjax.training.run_folder import starts
+from recjax.training.run_folder import base_policy, starts
 
 ACCURACY = "evaluation/accuracy"
 REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict
@@ -192,6 +192,20 @@ def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
                 first, second = (", ".join([*values.get(key, ()), str(now.get(key))]) for values, now in sides)
                 words.append(f"{key} = {first} and {second}")
     return list(dict.fromkeys(words))
+
+
+def differing_bases(pairs: Mapping[str, tuple[Path, Path]]) -> list[str]:
+    """Pairs of runs whose records name different initial policies, in words; [] without any.
+
+    Args:
+        pairs: folders by the settings that they share, as of `pair_runs`.
+    """
+    bases = {label: [base_policy(folder) for folder in pair] for label, pair in pairs.items()}
+    return [
+        f"initial policy of the pair {label or 'of runs'} = {first} and {second}"
+        for label, (first, second) in bases.items()
+        if None not in (first, second) and first != second
+    ]
 
 
 def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.ndarray:

@@ -6,6 +6,7 @@ Every row has a checksum, which readers verify. docs/store_format.md describes t
 """
 
 import contextlib
+import logging
 import os
 import threading
 import uuid
@@ -35,6 +36,8 @@ from recjax.experience.records import Record, from_json, record_of, row_of, sign
 from recjax.experience.store_checks import check_records
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
+
+logger = logging.getLogger(__name__)
 
 VERSION = 9
 GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
@@ -255,11 +258,13 @@ class Store:
                     f"{self.name}: another server records there; give another file with --record"
                 ) from None
 
+    _said_unchecked = False  # that the database checks no pages
+
     def check_indexes(self) -> None:
         """Compares the indexes of a file with its rows, which takes about a second for each 200,000 rows.
 
         A lookup compares the rows that an index finds. Only this check notices rows that are missing in an index.
-        PostgreSQL checks its pages itself.
+        PostgreSQL checks its pages itself if its setting data_checksums is on; a warning says so if it is off.
 
         Raises:
             ValueError: an index or a page is damaged.
@@ -269,6 +274,15 @@ class Store:
                 problem = connection.exec_driver_sql("pragma integrity_check(1)").scalar()
             if problem != "ok":
                 raise self._damaged_index(problem)
+            return
+        (row,) = self._select(sql.select(sql.func.current_setting("data_checksums")))
+        if not self._said_unchecked and row[0] != "on":
+            self._said_unchecked = True
+            logger.warning(
+                "%s: PostgreSQL's data_checksums is off, so damage of an index may hide rows; stop the database and run"
+                " pg_checksums --enable",
+                self.name,
+            )
 
     def rebuild_indexes(self) -> None:
         """Makes all indexes of a file again from the rows.
@@ -588,6 +602,7 @@ class Store:
         """
         if values is None:
             self.check_indexes()
+        asked = None if values is None else {*values}
         row = COMPLETIONS.alias()
         numbers = {}
         # The index answers for the first two columns, and the row itself for the third.
@@ -595,6 +610,9 @@ class Store:
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
         for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
+            # PostgreSQL takes also the first value from the row, so a wrong index gives a row that nobody asked for.
+            if asked is not None and value not in asked:
+                raise self._damaged_index(f"a search for another {column} finds completion {number}")
             if value_of_row != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
             numbers.setdefault(value, []).append(number)
@@ -794,6 +812,8 @@ class Store:
 
     def _damaged_index(self, problem: str) -> ValueError:
         remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
+        if not self._file:
+            remedy = "run the database's REINDEX"
         return ValueError(f"{self.name} is damaged: {problem}; {remedy}, or {RESTORE}")
 
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:

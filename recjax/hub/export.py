@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import progress_bar
 from recjax.files import whole_folder
 from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
-from recjax.hub.tokenizers import listed_eos
+from recjax.hub.tokenizers import checked_links, listed_eos
 from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -70,9 +70,11 @@ def export_model(
         stop_ids: token ids that end the policy's completions. eos_token_id lists the ids that the base's files lack, in
             generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
-        ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
+        ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values; or a file of the base
+            is a link out of its folder.
     """
     check_output(output)
+    checked_links(base)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
     with whole_folder(Path(output)) as partial:

@@ -33,6 +33,7 @@ _CONTEXT = 32  # preceding tokens that can change how tokens decode
 _PARTS = 3  # most tokens that can make up an incomplete character
 LONG_TEXT = 4096  # characters of a text that is tokenized while other threads run
 _CONFIG_BYTES = 2**18  # transformers takes minutes to check the lists of larger configs
+_TEMPLATES = "additional_chat_templates"  # folder of chat templates with names in a model folder
 _BEFORE = ("\n", "a", "0", ".", "(")  # texts to encode a text after; few tokens span both
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
@@ -45,17 +46,45 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         path: local folder, or hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
         patterns: glob patterns of the files to download; ignored for a local folder.
     Raises:
-        ValueError: `path` is not a folder, and the hub cannot serve it.
+        ValueError: `path` is not a folder, and the hub cannot serve it; or a file of the folder is a link out of it.
     """
     if Path(path).is_dir():
-        return Path(path)
+        return checked_links(Path(path))
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(patterns)))
+        return checked_links(Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(patterns))))
+    except LinkError:
+        raise
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it"
             f" ({str(error).splitlines()[0]}); give a local folder with config.json, weights and tokenizer.json"
         ) from error
+
+
+class LinkError(ValueError):
+    """A file of a model folder is a link to a file elsewhere."""
+
+
+def checked_links(folder: Path) -> Path:
+    """The folder of a model, after a check that its files are its own, since exports copy some of them.
+
+    The Hugging Face cache may link files of `snapshots/REVISION` to `blobs` next to `snapshots`.
+
+    Raises:
+        LinkError: a file, or the folder of chat templates, is a link out of the model folder.
+    """
+    root = folder.resolve()
+    places = [root]
+    if root.parent.name == "snapshots":
+        places.append(root.parent.parent / "blobs")
+    for file in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")):
+        is_read = file.is_file() or file.name == _TEMPLATES
+        if is_read and not any(file.resolve().is_relative_to(place) for place in places):
+            raise LinkError(
+                f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
+                " folder that has it"
+            )
+    return folder
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
@@ -110,7 +139,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
 
 def reads_clock(path: str | Path) -> bool:
     """True if a chat template of the folder or hub name writes the current date or time into prompts."""
-    patterns = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
+    patterns = ("*.jinja", f"{_TEMPLATES}/*.jinja", "chat_template.json", "tokenizer_config.json")
     files = (file for pattern in patterns for file in model_folder(path).glob(pattern))
     return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in files)
 

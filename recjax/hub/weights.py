@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from recjax.config import LoraConfig
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
-from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, model_folder
+from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, checked_links, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
@@ -289,13 +289,7 @@ def _check_layers(folder: Path, written: dict, tensors: dict[str, _Tensor]) -> N
 
 
 def _opened(file: Path):
-    folder = file.parent.resolve()
-    root = folder.parent.parent if folder.parent.name == "snapshots" else folder  # links within the hub's cache
-    if not file.resolve().is_relative_to(root):
-        raise ValueError(
-            f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
-            " folder that has it"
-        )
+    checked_links(file.parent)
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:

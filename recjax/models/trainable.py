@@ -111,12 +111,17 @@ def unflatten(leaves: dict[str, Any]) -> dict:
 
 def fingerprint(params: dict) -> str:
     """A digest of every bit of the parameters; equal weights have equal digests, wherever they are stored."""
-    sums = {path: (leaf.shape, str(leaf.dtype), int(_checksum(leaf))) for path, leaf in flatten(params).items()}
+    leaves = flatten(params)
+    checksums = jax.device_get(_checksums(leaves))
+    sums = {path: (leaf.shape, str(leaf.dtype), int(checksums[path])) for path, leaf in leaves.items()}
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
-@jax.jit
-def _checksum(leaf: jax.Array) -> jax.Array:
-    # Integer sums wrap around, so they do not depend on the order in which a device adds.
-    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+@jax.jit  # one program for all leaves, which compiles faster than one for each shape
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def checksum(leaf: jax.Array) -> jax.Array:
+        # Integer sums wrap around, so they do not depend on the order in which a device adds.
+        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(checksum, leaves)

@@ -165,7 +165,25 @@ class Recorder:
 
     async def _number(self, row: str) -> int | None:
         numbers = await self._read(self._store.numbers, "id", [row])
-        return next((number for number, *_ in numbers.values()), None)
+        return numbers[row][0] if row in numbers else None
+
+    async def _open_session(self, row: str) -> Session | None:
+        """An open session by the id of its completion; None if it is over.
+
+        If the database did not say whether the session has ended, its completion in the store does.
+        """
+        session = self.sessions.get(row)
+        if session is None or not session.may_have_ended:
+            return session
+        number = await self._number(row)
+        if number is not None:
+            (stored,) = await self._read(self._store.read, [number], None)
+            ours = session.record(self.options.prompts, None, None).completion
+            if (stored.completion.text, len(stored.completion.turns)) == (ours.text, len(ours.turns)):
+                self._forget(session)
+                return None
+        session.may_have_ended = False
+        return session
 
     async def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function of the store in a thread, as a database may block for minutes."""
@@ -202,6 +220,7 @@ class Recorder:
             await self._write(Change(kept))
             return
         async with self._lock(session):
+            await self._open_session(session_row(session))
             check_sampling(await self.session(session), session, records[0].completion.sampling)
             plain = [
                 {"prompt": text if has_prompts else None, "turn": record_to_plain(turn)}
@@ -223,7 +242,7 @@ class Recorder:
         """
         name = row.removeprefix("session/")
         async with self._lock(name) if row in self.sessions else contextlib.nullcontext():
-            if (session := self.sessions.get(row)) is None:
+            if (session := await self._open_session(row)) is None:
                 code, problem = (404, "is unknown") if await self._number(row) is None else (409, "is over")
                 remedy = "send the rewards of its turns as turn_rewards, with its reward"
                 raise Refused(code, f"session {name!r} {problem}; {remedy}", code="session_over")
@@ -248,10 +267,14 @@ class Recorder:
             Refused: the completion does not exist or has another reward, or the store cannot be written.
         """
         async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
-            if session := self.sessions.get(row):
+            if session := await self._open_session(row):
                 grade = body.grade(len(session.turns), session.turn_rewards)
-                await self._end(session, grade, body.comment)
-                return grade.reward, True
+                try:
+                    await self._end(session, grade, body.comment)
+                    return grade.reward, True
+                except Refused as error:
+                    if error.status != 409 or await self._open_session(row):
+                        raise
         for tries in (1, 0):  # another client may give the reward first, or the completion may be deleted
             number = await self._number(row)
             if number is None:
@@ -289,7 +312,8 @@ class Recorder:
             async with self._lock(session.name.removeprefix("session/")):
                 if session.name in self.sessions and session.changed <= before:
                     with contextlib.suppress(Refused):  # said in the log, and tried again
-                        await self._end(session)
+                        if await self._open_session(session.name):
+                            await self._end(session)
         if self.options.keep_days is not None:
             oldest = datetime.now(UTC) - timedelta(days=self.options.keep_days)
             with contextlib.suppress(Refused):
@@ -298,9 +322,16 @@ class Recorder:
     async def _end(self, session: Session, grade: Grade | None = None, comment: str | None = None) -> None:
         record = session.record(self.options.prompts, grade, comment)
         name = session.name.removeprefix("session/")
-        await self._write(Change([record], ended=[name]))
+        try:
+            await self._write(Change([record], ended=[name]))
+        except Refused:
+            session.may_have_ended = True  # a database may lose the answer to a commit
+            raise
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
         del self.sessions[session.name]
-        self._locks.pop(name, None)
+        self._locks.pop(session.name.removeprefix("session/"), None)
         for turn in session.turns:
             del self._turns[turn.completion.id]
 

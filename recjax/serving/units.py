@@ -23,7 +23,10 @@ class Session:
         trajectory: trajectory of the turns; prompts that continue it keep its tokens.
         rewards: rewards of turns, by the turn's number from 0.
         changed: time of the last turn or reward, by time.monotonic.
+        may_have_ended: True if the database did not say whether it wrote the end of the session.
     """
+
+    may_have_ended = False
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
         """Creates an empty session.

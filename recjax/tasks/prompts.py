@@ -1,6 +1,7 @@
 """Encodes problems as token arrays, and chooses the problems of each batch."""
 
 import functools
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from recjax.config import Config
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import REASONING_KEYS, Problem, check_last_message
+from recjax.tasks.toolace import CONVERSATION
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,20 @@ class Prompts(NamedTuple):
         """Selects the prompts at the given indices."""
         texts, problems = ([column[i] for i in indices] for column in (self.texts, self.problems))
         return Prompts(self.tokens[indices], self.mask[indices], texts, problems)
+
+
+def prompts_digest(prompts: Prompts, task: str | None = None) -> str:
+    """A digest of the prompts with their answers and columns, in order.
+
+    Args:
+        task: the only task of a mixture to digest; None: all.
+    """
+    digest = hashlib.sha256()
+    for text, problem in zip(prompts.texts, prompts.problems, strict=True):
+        if task in (None, problem.task):
+            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)  # a path
+            digest.update(repr((text, problem.answer, columns)).encode())
+    return digest.hexdigest()[:16]
 
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:

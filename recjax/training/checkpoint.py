@@ -32,6 +32,7 @@ from recjax.training.update import Averaged, TrainState
 
 CHECKPOINT_FORMAT = 1  # version of the checkpoint format
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
+BASE = "initial policy"  # name of the digest of the policy before its first step
 BATCH = "batch"  # checkpoint item with the batch that further updates train on
 
 logger = logging.getLogger(__name__)
@@ -268,6 +269,27 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
             f" the data{rates}, or continue with the new data in a new run: another output=… with"
             f" model.run={config.output!r}"
         )
+
+
+def check_weights(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
+    """Compares the weights that a run reads and does not keep in its checkpoints with those that it began with.
+
+    Args:
+        step: step of the checkpoint; a digest that it does not know is not compared.
+        weights: result of `weight_digests`.
+        read: True if the run still reads parameters of its initial policy.
+    Raises:
+        ValueError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
+            if the run reads them no more, a warning names them instead.
+    """
+    known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
+    changed = [name for name, digest in weights.items() if known.get(name, digest) != digest]
+    for name in changed:
+        words = f"{name}: the weights changed since this run began ({known[name]} then, {weights[name]} now)"
+        is_stored = config.warm_start is None and (config.model.path is not None or config.model.run is not None)
+        if name != BASE or (read and is_stored):
+            raise ValueError(f"{words}; restore them, or begin again with --overwrite or another output=…")
+        logger.warning("%s; the run keeps the weights of its checkpoint", words)
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import inspect
 import json
 import logging
 from collections import Counter
@@ -32,8 +31,8 @@ from recjax.tasks.grading.pool import FAILURES, NO_REWARD, Grading
 from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
-from recjax.tasks.prompts import Prompts
-from recjax.tasks.toolace import CONVERSATION
+from recjax.tasks.prompts import Prompts, prompts_digest
+from recjax.training.run_folder import code_digests
 
 logger = logging.getLogger(__name__)
 
@@ -297,37 +296,23 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     return train.take(chosen)
 
 
-def prompts_digest(prompts: Prompts, task: str | None = None) -> str:
-    """A digest of the prompts with their answers and columns, in order.
-
-    Args:
-        task: the only task of a mixture to digest; None: all.
-    """
-    digest = hashlib.sha256()
-    for text, problem in zip(prompts.texts, prompts.problems, strict=True):
-        if task in (None, problem.task):
-            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)  # a path
-            digest.update(repr((text, problem.answer, columns)).encode())
-    return digest.hexdigest()[:16]
-
-
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
     rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
-    sources = []
-    for each_reward in rewards:
-        with contextlib.suppress(OSError, TypeError):  # functions without a source
-            sources.append(inspect.getsource(each_reward.function))
+    functions = [
+        each for one in rewards for each in (one.function if isinstance(one.function, tuple) else [one.function])
+    ]
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards
         "weights": fingerprint(params),
         "dtype": str(policy.decoder.dtype),
         "problems": prompts_digest(train),
+        "code": code_digests(config, functions),
         "samples": config.task.keep.samples,
         **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
     }
-    content = json_text({**depends_on, "task": task, "rewards": sources}, sort_keys=True)
+    content = json_text({**depends_on, "task": task}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

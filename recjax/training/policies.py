@@ -40,7 +40,14 @@ from recjax.tasks.prompts import Prompts
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
-from recjax.training.run_folder import check_config_file, continues, differences, starts, stored_config
+from recjax.training.run_folder import (
+    OTHER_RUNS,
+    check_config_file,
+    continues,
+    differences,
+    starts,
+    stored_config,
+)
 from recjax.training.sampling import prompts_of
 from recjax.training.warm_start import FOLDER, warm_start
 
@@ -230,6 +237,35 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})
+
+
+def with_pinned(config: Config, overwrite: bool) -> Config:
+    """The config with the step of the checkpoint of a run that `model.teacher` or `model.reference` names.
+
+    A run that resumes has the steps of its config.yaml, also if the other runs have newer checkpoints.
+
+    Args:
+        overwrite: read no config.yaml in the folder `output`.
+    Raises:
+        ValueError: the checkpoint does not exist or is damaged.
+    """
+    resumes = not overwrite and (Path(config.output) / "config.yaml").is_file()
+    stored = (stored_config(Path(config.output)).get("model") or {}) if resumes else {}
+    pinned = {}
+    for name in OTHER_RUNS:
+        source = getattr(config.model, name)
+        if source is None or source == POLICY:
+            continue
+        known = stored.get(name)
+        run, step = split_step(known if continues(source, known) else source)
+        if _is_run(run, step):
+            theirs = run_config(run)
+            try:
+                step = hosts.from_first(functools.partial(_whole_step, run, theirs, step))
+            except ValueError as error:
+                raise ValueError(f"model.{name} = {source!r}: {error}") from error
+            pinned[name] = f"{run}/checkpoints/{step}"
+    return _with_model(config, pinned)
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:

@@ -17,16 +17,20 @@ from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.teacher_prompts import TeacherPrompts
+from recjax.files import digest, size_and_digest
 from recjax.hub.policy import Policy, policy_alone
+from recjax.hub.tokenizers import model_folder
+from recjax.hub.weights import MODEL_FILES
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params
 from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import MODEL
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters, problem_key
-from recjax.tasks.prompts import Prompts
-from recjax.training.evaluation import kept_prompts, prompts_digest
+from recjax.tasks.prompts import Prompts, prompts_digest
+from recjax.training.evaluation import kept_prompts
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import initial_policy
@@ -193,6 +197,12 @@ def data_digests(
             source = f"{block_key}.{task.chosen()}" + (f" = {file!r}" if file else "")
             count = sum(problem.task == name for problem in prompts.problems)
             digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
+        reward = task.reward_name()
+        if reward is not None and reward.startswith(MODEL):
+            folder = model_folder(reward.removeprefix(MODEL), MODEL_FILES)
+            files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".jinja"))
+            content = repr([(path.name, *size_and_digest(path)) for path in files])
+            digests[f"the reward model {block_key}.reward = {reward!r}"] = digest(content.encode())
     return digests
 
 

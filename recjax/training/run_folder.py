@@ -1,8 +1,10 @@
 """Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
 import contextlib
+import fnmatch
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import platform
@@ -10,7 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Set
+import sysconfig
+from collections.abc import Sequence, Set
 from datetime import UTC, date, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +29,7 @@ from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
 from recjax.training import run_lock
-from recjax.training.checkpoint import newest_whole, progress, split_step, steps_of
+from recjax.training.checkpoint import BASE, newest_whole, progress, split_step, steps_of
 from recjax.training.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,26 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT = "environment.json"  # versions, commit and devices, one entry for each start
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _OF_HOSTS = {"output", "grading.workers"}  # settings that the processes of a run need not share
+PROGRAM = "__main__"  # module of the program that Python started
+OTHER_RUNS = ("teacher", "reference")  # keys of model.* that may name runs, of which config.yaml has the steps
+_PASSED_FILE = "problems-{}.jsonl"  # problems that a program passed, by the key that names them
+_FILES = ("config.yaml", ENVIRONMENT, "metrics.jsonl", "summary.json", "tracking.json", "grader.json")
+# Patterns of all names that recjax gives to files and folders in a run folder, apart from the lock.
+_WRITTEN = (
+    *_FILES,
+    "checkpoints",
+    "damaged",
+    "samples",
+    "figures",
+    "profile",
+    "tensorboard",
+    "pushed",
+    "warm_start",
+    "experience.db*",
+    _PASSED_FILE.format("*"),
+    partial_of("*", "*"),
+    "samples.html",
+)
 
 
 def check_processes(config: Config) -> None:
@@ -64,13 +87,17 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         )
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
-    # A process that was killed before it wrote the config leaves these files.
-    if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
+    if not output.exists():
         return
-    if not (output / "config.yaml").is_file():
-        raise ValueError(
-            f"output = {config.output!r}: the folder contains files that are not a run; name another folder"
-        )
+    if not _is_run(output):
+        # A process that was killed before it wrote the config leaves the other files.
+        left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
+        if foreign := _others(output, left):
+            raise ValueError(
+                f"output = {config.output!r}: the folder contains files that are not a run ({', '.join(foreign[:3])});"
+                " name another folder"
+            )
+        return
     if not overwrite:
         _check_same_config(config, output)
         if is_finished(config):
@@ -123,11 +150,13 @@ def is_finished(config: Config) -> bool:
         return False
 
 
-def open_run_folder(config: Config, overwrite: bool) -> Path:
+def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path:
     """Creates or reopens the folder `output` and writes config.yaml; `overwrite` deletes an earlier run there.
 
     The first process creates the folder; all processes must see it.
 
+    Args:
+        reward: function, or functions, that a program passed as the reward.
     Raises:
         ValueError: see `check_run_folder`; also if a process does not see the folder.
     """
@@ -137,21 +166,21 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     if hosts.is_first():
         problems = {name.partition(":")[2]: path.read_bytes() for name, path in passed_files(config).items()}
         with writing(f"output = {config.output!r}: it"):
-            # Deletes all but the lock, and config.yaml last, since without it the folder is not a run.
-            old = output.iterdir() if overwrite and output.exists() else ()
-            for path in sorted(old, key=lambda path: path.name == "config.yaml"):
-                if path.name != run_lock.NAME:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if overwrite and output.exists():
+                _delete_run(output)
             output.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                for leftover in output.glob(partial_of(name, "*")):  # of a killed process, since this one has the lock
+                    leftover.unlink()
         changed = ""
         if config.training.resume_with and (output / "config.yaml").is_file():
             both = [_dotted(values) for values in (config.model_dump(), stored_config(output))]
             chosen = _chosen(config, both[1])
             changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
-        write_whole(output / "config.yaml", to_yaml(config))
         for name, content in problems.items():
-            write_whole(output / f"problems-{name}.jsonl", content)
-        _record_start(output, changed, code_digests(config))
+            write_whole(output / _PASSED_FILE.format(name), content)
+        _record_start(output, changed, code_digests(config, reward))
+        write_whole(output / "config.yaml", to_yaml(config))  # the last file, which makes the folder a run
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -160,6 +189,27 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
             " write checkpoints"
         )
     return output
+
+
+def _is_run(output: Path) -> bool:
+    """True if a folder has the config of a run and what only recjax writes; a config alone may be the user's."""
+    return (output / "config.yaml").is_file() and any((output / name).exists() for name in (ENVIRONMENT, "checkpoints"))
+
+
+def _others(output: Path, patterns: Sequence[str]) -> list[str]:
+    """The names in a folder that match none of the patterns, in order."""
+    names = sorted(path.name for path in output.iterdir())
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _delete_run(output: Path) -> None:
+    """Deletes what recjax writes in a run folder, except the lock, and keeps all other files."""
+    kept = _others(output, (*_WRITTEN, run_lock.NAME))
+    written = [path for path in output.iterdir() if path.name not in (*kept, run_lock.NAME)]
+    for path in sorted(written, key=lambda path: path.name == "config.yaml"):  # without it the folder is not a run
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if kept:
+        logger.warning("%s: deleted the run there, and kept what recjax did not write: %s", output, ", ".join(kept))
 
 
 def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
@@ -177,7 +227,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
     gone = tuple(".".join(map(str, key)) for key in unknown_keys(theirs))
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
-    if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | _chosen(config, theirs)):
+    same = _chosen(config, theirs) | _same_runs(config, theirs)
+    if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | same):
         raise ValueError(
             f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
         )
@@ -188,6 +239,7 @@ def _check_same_config(config: Config, output: Path) -> None:
     theirs = stored_config(output)
     fixed = MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     fixed |= _chosen(config, theirs)
+    fixed |= _same_runs(config, theirs)
     if continues(config.model.run, (theirs.get("model") or {}).get("run")):  # `with_start` sets and checks its model
         of_start = ("model.run", "model.path", "model.decoder")
         fixed |= {key for key in _dotted(ours).keys() | _dotted(theirs).keys() if key.startswith(of_start)}
@@ -237,12 +289,18 @@ def stored_config(output: Path) -> dict[str, Any]:
 
 
 def continues(given: str | None, stored: str | None) -> bool:
-    """True if a stored `model.run` is the one that a config gives; the stored one names a step."""
+    """True if a stored run is the one that a config gives; the stored one names a step, apart from older versions."""
     if given is None or stored is None:
         return False
     run, name = split_step(given)
     stored_run, step = split_step(stored)
-    return run == stored_run and name in (None, "best", step)
+    return run == stored_run and (step is None or name in (None, "best", step))
+
+
+def _same_runs(config: Config, theirs: dict) -> set[str]:
+    """The keys of teacher and reference that name the same run in both configs; `with_pinned` adds its step."""
+    model = theirs.get("model") or {}
+    return {f"model.{name}" for name in OTHER_RUNS if continues(getattr(config.model, name), model.get(name))}
 
 
 def _chosen(config: Config, theirs: dict) -> set[str]:
@@ -279,14 +337,47 @@ def _record_start(output: Path, changed: str, code: dict[str, str]) -> None:
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "processes": jax.process_count(),
         "code": code,
+        "weights": {},  # see `record_weights`
     }
-    before = next(reversed(starts(output)), {}).get("code", {})
-    if other := [module for module in code if before.get(module, code[module]) != code[module]]:
+    before = next(reversed(starts(output)), {})
+    known = before.get("code", {})
+    if other := [module for module in code if known.get(module, code[module]) != code[module]]:
         logger.warning("%s resumes with changed code in %s; environment.json has digests", output, ", ".join(other))
+    kept = {name: before[name] for name in ("recjax", "recjax_source", "packages", "python") if name in before}
+    if versions := differences({name: entry[name] for name in kept}, kept):
+        logger.warning(
+            "%s resumes with other versions, so its numbers may differ from those of an uninterrupted run: %s",
+            output,
+            versions,
+        )
     if changed:
         entry["changed"] = {"after_step": newest_whole(output / "checkpoints")[0], "settings": changed}
         logger.info("%s resumes with other settings: %s", output, changed)
     write_whole(output / ENVIRONMENT, json.dumps([*starts(output), entry], indent=2) + "\n")
+
+
+def record_weights(output: Path, weights: dict[str, str]) -> None:
+    """Adds digests of weights to the newest entry of environment.json.
+
+    Args:
+        weights: digest by name; the initial policy has the name BASE.
+    """
+    if hosts.is_first() and (entries := starts(output)):
+        entries[-1]["weights"] = weights
+        write_whole(output / ENVIRONMENT, json.dumps(entries, indent=2) + "\n")
+
+
+def base_policy(output: Path) -> str | None:
+    """The digest of the initial policy that a run trained; None if its record has none, as of older versions.
+
+    Later starts compute the policy again, which a warm start on another machine may round otherwise.
+    """
+    for entry in starts(output):
+        if "weights" not in entry:  # an older version began the run
+            return None
+        if BASE in entry["weights"]:  # a start that was killed early has none
+            return entry["weights"][BASE]
+    return None
 
 
 @functools.cache
@@ -301,15 +392,50 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def code_digests(config: Config) -> dict[str, str]:
-    """Digests of the files of the modules that a config names as module:function, by module."""
+def code_digests(config: Config, function: Any = None) -> dict[str, str]:
+    """Digests of the user's code that a run calls, by module.
+
+    They cover the modules that a config names as module:function, and the user's modules that these import.
+
+    Args:
+        function: reward function, or functions, that a program passed; functions of the program itself that they call
+            have one digest.
+    """
     digests = {}
-    for module in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
+    for name in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
         with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
-            path = Path(getattr(sys.modules.get(module), "__file__", None) or importlib.util.find_spec(module).origin)
-            if not module.startswith("recjax."):
-                digests[module] = digest(path.read_bytes())
+            path = Path(getattr(sys.modules.get(name), "__file__", None) or importlib.util.find_spec(name).origin)
+            if not name.startswith("recjax."):
+                digests[name] = digest(path.read_bytes())
+    functions = function if isinstance(function, Sequence) else [function]
+    called = [each for each in functions if inspect.isfunction(each)]
+    passed = len(called)
+    for each in called:
+        others = (each.__globals__.get(name) for name in each.__code__.co_names)
+        called += [other for other in others if inspect.isfunction(other) and other not in called]
+    in_program = [each for each in called[passed:] if each.__module__ == PROGRAM]
+    with contextlib.suppress(OSError):  # a function of an interactive program has no source
+        if in_program:
+            digests[PROGRAM] = digest("".join(map(inspect.getsource, in_program)).encode())
+    pending = [*digests, *(each.__module__ for each in called)]
+    for name in pending:
+        if name not in digests and _is_users_module(name):
+            digests[name] = digest(Path(sys.modules[name].__file__).read_bytes())
+        values = [*vars(sys.modules[name]).values()] if name in sys.modules else []
+        modules = {value.__name__ for value in values if inspect.ismodule(value)}
+        owners = (value if inspect.isclass(value) or inspect.isfunction(value) else type(value) for value in values)
+        names = modules | {owner.__module__ for owner in owners}
+        pending += sorted(filter(_is_users_module, names - {*pending}))
     return digests
+
+
+def _is_users_module(name: Any) -> bool:
+    """True for an imported module that belongs to neither the program, recjax, Python nor an installed package."""
+    path = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+    if path is None or name in (PROGRAM, "recjax") or name.startswith("recjax."):
+        return False
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return not path.startswith(installed) and "site-packages" not in path and path.endswith(".py")
 
 
 def starts(output: Path) -> list[dict]:
@@ -318,7 +444,9 @@ def starts(output: Path) -> list[dict]:
         entries = json.loads((output / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return entries if isinstance(entries, list) else []
+    is_whole = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    nested = [entry.get(name, {}) for entry in entries for name in ("code", "packages", "weights")] if is_whole else []
+    return entries if is_whole and all(isinstance(each, dict) for each in nested) else []
 
 
 @functools.cache  # a process runs the code of one commit

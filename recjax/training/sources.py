@@ -95,7 +95,7 @@ class StoreSource(Source):
         with Store(self._config.record_file, create=True) as store:
             for groups in batches:
                 records = self._setup.sampler.records(groups)
-                # A run that resumed from before this batch has recorded it already.
+                # A batch that was in the queue at the checkpoint is in the record already.
                 if records and not store.numbers("id", [records[0].completion.id]):
                     store.append(records)
 
@@ -187,13 +187,15 @@ class PolicySource(StoreSource):
     def opened(self, state: State) -> Iterator[None]:
         """Opens the sampler, and issues the batches again that were in flight at the checkpoint.
 
-        Batches that an asynchronous run sampled after the checkpoint leave the record: their weights no longer exist.
+        Batches that the run sampled after the checkpoint leave the record, as it samples them again, maybe otherwise.
         """
         in_flight = state.source.get("in_flight", [])
         with self.sampler:
             issued = state.queue.counts["batches"] + len(in_flight)
             record = self._config.record_file
-            if self._is_async and record and hosts.is_first():
+            if record and issued and hosts.is_first() and not record.exists():
+                logger.warning("%s is gone; the record has only batches after number %d", record, issued)
+            elif record and hosts.is_first() and record.exists():
                 with Store(record, create=True) as store:
                     batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
                     store.delete([number for number, batch in batches if batch > issued or batch in in_flight])

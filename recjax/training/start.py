@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -25,7 +26,7 @@ from recjax.hub.policy import Policy
 from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import recorded_shapes
 from recjax.models.sampling import NOTHING_RECORDED
-from recjax.models.trainable import adapted
+from recjax.models.trainable import adapted, fingerprint, flatten, is_adapter
 from recjax.rollout.collecting import compile_first_round
 from recjax.rollout.device import CompilingDevice
 from recjax.tasks.prompts import Prompts
@@ -36,11 +37,17 @@ from recjax.training.learner import Learner
 from recjax.training.log import RunLog
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
-from recjax.training.policies import older_params, with_start
+from recjax.training.policies import older_params, with_pinned, with_start
 from recjax.training.prepare import Setup, data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
-from recjax.training.run_folder import check_processes, check_run_folder, open_run_folder, with_chat_date
+from recjax.training.run_folder import (
+    check_processes,
+    check_run_folder,
+    open_run_folder,
+    record_weights,
+    with_chat_date,
+)
 from recjax.training.signs import Watched, look
 from recjax.training.sources import PolicySource, check_source, source_of
 from recjax.training.tracking import Trackers
@@ -79,7 +86,7 @@ def train(
     """
     check_processes(config)
     check_run_folder(config, overwrite)
-    config = with_chat_date(with_start(config, overwrite), overwrite)
+    config = with_chat_date(with_start(with_pinned(config, overwrite), overwrite), overwrite)
     output = Path(config.output)
     with contextlib.ExitStack() as stack:
         if jax.sharding.get_mesh().empty:
@@ -296,7 +303,7 @@ def begin(
     check_source(config)
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(setup) if regrades else {}
-    output = open_run_folder(config, overwrite)
+    output = open_run_folder(config, overwrite, reward)
     if regrades:
         setup = regraded(setup, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
@@ -310,8 +317,14 @@ def begin(
             params, losses = train_on_demonstrations(setup, params, data, stopping)
             if hosts.any_says(bool(stopping)):  # the loop returns if a signal arrives during the last step
                 raise loop.Preempted(0, next(iter(stopping), signal.SIGTERM))
+    base = base_digest(config, params)
     trained = learner.begin(setup, params)
     del params
+    weights = {checkpoint.BASE: base, **other_digests(setup, learner)}
+    if manager.latest_step() is not None:
+        reads_base = bool(learner.frozen) or learner.initial is not None
+        checkpoint.check_weights(config, manager.latest_step(), weights, reads_base)
+    record_weights(output, weights)
     if setup.agents:
         setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)
     begun = Started(setup, learner, sources(setup, learner), manager)
@@ -320,6 +333,7 @@ def begin(
         "wall_seconds": 0.0,
         "tokens": 0,
         "data": data,
+        "weights": weights,
         "config": config.model_dump(),
         "metrics": None,
         "warm_start": losses,
@@ -332,7 +346,27 @@ def begin(
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     del trained, state  # the restored arrays need their memory
     state = checkpoint.restore(manager, *like)
-    state = state._replace(totals=totals | state.totals | {"config": totals["config"], "data": data})
+    known = {"weights": weights | state.totals.get("weights", {}), "data": data, "config": totals["config"]}
+    state = state._replace(totals=totals | state.totals | known)
     logger.info("resuming from the checkpoint of step %d", state.step)
     setup.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return begun, state
+
+
+def base_digest(config: Config, params: dict) -> str:
+    """The digest of a run's initial policy, without new adapters, which change nothing yet."""
+    has_trained_adapters = config.model.adapter is not None or config.model.run is not None
+    leaves = flatten(params)
+    return fingerprint({path: leaf for path, leaf in leaves.items() if has_trained_adapters or not is_adapter(path)})
+
+
+def other_digests(setup: Setup, learner: Learner) -> dict[str, str]:
+    """Digests of other models' weights that the run reads, by key and dtype, since devices have their own dtypes."""
+    config = setup.config
+    dtype = jnp.dtype(setup.policy.decoder.dtype).name
+    models = {}
+    if learner.teacher is not None:
+        models["model.teacher"] = learner.teacher.params
+    if config.model.reference and learner.reference is not None:
+        models["model.reference"] = learner.reference
+    return {f"{key} ({dtype})": fingerprint(params) for key, params in models.items()}

@@ -28,10 +28,11 @@ from recjax.hub.tokenizers import check_embedded, encode_after
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
+from recjax.models.trainable import fingerprint
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from recjax.tasks.problems import REASONING_KEYS, checked_messages, messages_in
-from recjax.tasks.prompts import Prompts
+from recjax.tasks.prompts import Prompts, prompts_digest
 from recjax.tasks.reading import FileRow, read_data, template_of
 from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import step_bar
@@ -84,7 +85,14 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     # Only values that a chat template sets, so that the digests of all other policies do not change.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
     depends_on |= {key: value for key, value in of_chats.items() if value is not None}
-    depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
+    # Paths in the config are only names: files of problems and models may change under them.
+    mistakes = repr([problem.mistakes for problem in prompts.problems])
+    depends_on |= {
+        "problems": [prompts_digest(prompts), hashlib.sha256(mistakes.encode()).hexdigest()],
+        "weights": fingerprint(params),
+        "version": __version__,
+        "backend": jax.default_backend(),
+    }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest
     # If several runs need the same base policy at once, one run makes it while the other runs wait.

@@ -13,6 +13,7 @@ from recjax.analysis.collect import (
     axes_of,
     check_metrics,
     collect,
+    differing_starts,
     metrics_in,
     metrics_of,
     read_folders,
@@ -55,6 +56,22 @@ def test_windows_are_averaged_and_evaluations_keep_their_step(path):
     np.testing.assert_allclose(first["evaluation/accuracy"], [0.25, 0.25, 0.5, np.nan])
     second = table[(table["algorithm"] == "wide") & (table["seed"] == "1")].set_index("step")
     np.testing.assert_allclose(second["reward"], 10 * first["reward"])
+
+
+def test_runs_with_several_initial_policies_are_named(path, caplog):
+    runs = read_sweep(path)[1]
+    for name, digest in (("grpo__0", "x"), ("wide__0", "y"), ("wide__1", "z")):
+        folder = path.parent / "runs" / name
+        folder.mkdir(exist_ok=True)
+        (folder / "environment.json").write_text(json.dumps([{"weights": {"initial policy": digest}}]))
+    collect(runs)
+    assert "several initial policies, so that" in caplog.text and "x (grpo__0) and y (wide__0)" in caplog.text
+    assert "wide__1" not in caplog.text, "another seed has another policy"
+
+
+def test_a_table_says_where_its_runs_begin_apart():
+    table = pd.DataFrame({"seed": ["0", "0", "1"], "step": 0, "evaluation/accuracy": [0.4492, 0.4766, 0.5]})
+    assert differing_starts(table) == ["seed 0: evaluation/accuracy at step 0 = 0.4492, 0.4766"]
 
 
 def test_an_evaluation_within_a_window_keeps_its_step_too(path, tmp_path):

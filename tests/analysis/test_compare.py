@@ -10,6 +10,7 @@ import pytest
 from experiments.claims.verdicts import fallen, mean_over_steps, paired_difference
 from recjax.analysis.collect import COLUMNS
 from recjax.analysis.compare import (
+    differing_bases,
     differing_steps,
     estimate,
     final,
@@ -224,3 +225,14 @@ def test_the_seats_of_a_problem_are_compared_apart(run):
     (first / "samples" / "after.jsonl").write_text("".join(rows))
     second = run("b", [(0, 0)], seat="x")
     assert problem_differences([(first, second)], "evaluation/accuracy").tolist() == [-1]
+
+
+def test_pairs_with_two_initial_policies_are_named(tmp_path):
+    for name, digest in {"a0": "x", "b0": "x", "a1": "x", "b1": "y", "a2": "x", "b2": None}.items():
+        (tmp_path / name).mkdir()
+        entry = {"weights": {"initial policy": digest}} if digest else {}  # {}: of an older version
+        # A run trains the policy of its first start.
+        (tmp_path / name / "environment.json").write_text(json.dumps([entry, {"weights": {"initial policy": "z"}}]))
+    pairs = {f"seed {seed}": (tmp_path / f"a{seed}", tmp_path / f"b{seed}") for seed in range(3)}
+    assert differing_bases(pairs) == ["initial policy of the pair seed 1 = x and y"]
+    assert differing_bases({"": (tmp_path / "a1", tmp_path / "b0")}) == []

@@ -337,3 +337,22 @@ def test_recorded_arrays_that_unpack_to_far_more_are_refused(monkeypatch, bomb):
         content = content.replace(b"'shape': (3,), }            ", b"'shape': (3000000000000,), }")
     with pytest.raises(ValueError, match="recorded arrays cannot be read .*(more than 4000 bytes, 1000 for|CRC|all)"):
         group.recorded_from_bytes(zlib.compress(content), [3])
+
+
+def test_a_row_that_nobody_asked_for_is_no_answer(tmp_path, monkeypatch):
+    """As of PostgreSQL, which takes a found row's values from the row and not from the index."""
+    select = Store._select
+    with Store(tmp_path / "s.db", create=True) as store:
+        store.append([make_row(number) for number in range(3)])
+        names = [*store.numbers("id")]
+        monkeypatch.setattr(Store, "_select", lambda self, *query: select(self, *query[:2], names[1:2], *query[3:]))
+        with pytest.raises(ValueError, match="a search for another id finds completion 2"):
+            store.numbers("id", names[:1])
+
+
+@pytest.mark.slow
+def test_a_database_without_checksums_is_named(database_url, caplog):
+    with Store(database_url(), create=True) as store:
+        for _ in range(2):
+            store.check_indexes()
+    assert caplog.text.count("PostgreSQL's data_checksums is off") == 1

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from recjax.hub.export import export_model, write_base
-from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenizer
+from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenizer, model_folder
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
@@ -266,6 +266,43 @@ def test_refusals_leave_nothing_behind(small, tmp_path):
     with pytest.raises(ValueError, match="head/kernel.* not those of the config"):
         export_model(tmp_path / "new", config, {k: v for k, v in params.items() if k != "head"}, base)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "chat_template.jinja", "config.json", "additional_chat_templates"])
+def test_a_link_out_of_a_model_folder_is_refused(small, tmp_path, name):
+    base, config, params = small
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    if name == "additional_chat_templates":
+        (outside / "own.jinja").write_text("a template of the user")
+        (base / name).symlink_to(outside)
+    else:
+        shutil.copy(base / "config.json", outside / "secret")
+        (base / name).unlink(missing_ok=True)
+        (base / name).symlink_to(outside / "secret")
+    for reads in (
+        lambda: export_model(tmp_path / "new", config, params, base),
+        lambda: model_folder(base),
+        lambda: load_tokenizer(base),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} is a link to .*outside.*; put the file itself there"):
+            reads()
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_blobs_of_the_hub_cache_may_be_links(small, tmp_path):
+    base, *_ = small
+    revision = tmp_path / "models--a--b" / "snapshots" / "12"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    shutil.copytree(base, revision)
+    blobs.mkdir()
+    (revision / "config.json").rename(blobs / "0a")
+    (revision / "config.json").symlink_to(blobs / "0a")
+    assert model_folder(revision) == revision
+    (revision / "LICENSE").symlink_to(tmp_path / "models--a--b" / "secret")
+    (tmp_path / "models--a--b" / "secret").write_text("beside the blobs")
+    with pytest.raises(ValueError, match="LICENSE is a link"):
+        model_folder(revision)
 
 
 QWEN_VISION = {

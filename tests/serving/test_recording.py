@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
+from recjax.experience.database import Unavailable
 from recjax.experience.following import Follower
 from recjax.experience.group import Grade, has_sets, sets_to_lists, top_to_lists, turn_rewards
 from recjax.experience.records import PROMPT_LEFT_OUT
@@ -368,6 +369,30 @@ LOCKED = sqlalchemy.exc.OperationalError("", {}, sqlite3.OperationalError("datab
 
 
 STRANGE = sqlalchemy.exc.InvalidRequestError("a strange error")
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_session_survives_a_lost_answer_to_its_end(db, monkeypatch, is_written):
+    with serve(db) as client:
+        path = "/sessions/game" + TEXT
+        post(client, path, prompt="a", max_tokens=2)
+        change = Store.change
+
+        def loses_the_answer(store, *arguments):
+            if is_written:
+                change(store, *arguments)
+            raise Unavailable("the connection was lost")
+
+        monkeypatch.setattr(Store, "change", loses_the_answer)
+        feedback = {"id": "session/game", "reward": 1.0}
+        post(client, FEEDBACK, status=503, **feedback)
+        monkeypatch.setattr(Store, "change", change)
+        repeated = post(client, FEEDBACK, **feedback)
+        assert (repeated["reward"], repeated["new"]) == (1.0, not is_written)
+        assert post(client, path, status=409, prompt="a", max_tokens=2)["error"]["code"] == "session_over"
+        post(client, FEEDBACK, status=409, **feedback | {"reward": 0.0})
+    with Store(db) as store:
+        assert not list(store.turns("")) and rewards(db) == {"session/game": 1.0}
 
 
 @pytest.mark.parametrize(

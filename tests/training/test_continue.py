@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,8 +14,8 @@ from recjax.config import TrainingConfig, load_config
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
 from recjax.training import checkpoint
-from recjax.training.policies import open_policy, with_start
-from recjax.training.run_folder import open_run_folder
+from recjax.training.policies import open_policy, with_pinned, with_start
+from recjax.training.run_folder import base_policy, check_run_folder, open_run_folder
 from recjax.training.start import begin
 from tests.training.counting import count
 from tests.training.tiny_run import TINY, one_device, train
@@ -27,7 +28,7 @@ LETTERS = "task={arithmetic: {problems: ['1..9 - 1..9'], template: 'x{a}{op}{b}=
 def begun(config):
     """The run and the state before its first step, from a config as a user gives it."""
     with one_device():
-        run, state = begin(with_start(config, overwrite=False), overwrite=False)
+        run, state = begin(with_start(with_pinned(config, overwrite=False), overwrite=False), overwrite=False)
     run.manager.close()
     return run, state
 
@@ -111,6 +112,52 @@ def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
     other = other.model_copy(update={"model": other.model.model_copy(update={"run": f"{second.model.run}x"})})
     with pytest.raises(ValueError, match="run of another config"):
         open_run_folder(other, overwrite=False)
+
+
+@pytest.mark.parametrize("key", ["teacher", "reference"])
+def test_another_model_of_a_run_stays_when_its_run_goes_on(tiny, key):
+    _, before = trained(tiny("first"), 4)
+    changes = {"teacher": ["algorithm.preset=on_policy_distillation"], "reference": [KL, "algorithm.preset=grpo"]}[key]
+    config = tiny("second", f"model.{key}={tiny('first').output}", *changes)
+
+    def params():
+        learner = begun(config)[0].learner
+        return learner.teacher.params if key == "teacher" else learner.reference
+
+    assert same(params(), before.trained.params)
+    trained(tiny("first"), 5)
+    assert same(params(), before.trained.params)
+    check_run_folder(config, overwrite=False)  # as the user gives it again
+    shutil.rmtree(Path(tiny("first").output) / "checkpoints" / "4")
+    with pytest.raises(ValueError, match=f"model.{key} = .*: step 4: .*holds the steps 5"):
+        begun(config)
+
+
+def test_changed_weights_are_refused_or_named_at_a_resume(tiny, monkeypatch, caplog):
+    config = tiny("run", "model.decoder=null", "model.path=folder")
+    names = {checkpoint.BASE: "old", "model.teacher (float32)": "old"}
+    monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {"weights": names}})
+    checkpoint.check_weights(config, 3, names | {"model.reference (float32)": "new"}, True)
+    with pytest.raises(ValueError, match="model.teacher .float32.: the weights changed .*old then, new now"):
+        checkpoint.check_weights(config, 3, {"model.teacher (float32)": "new"}, True)
+    with pytest.raises(ValueError, match="initial policy: the weights changed"):
+        checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, True)
+    assert not caplog.text
+    checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, False)
+    checkpoint.check_weights(tiny("run"), 3, {checkpoint.BASE: "new"}, True)  # random weights, which may be rounded
+    assert caplog.text.count("initial policy: the weights changed") == 2
+
+
+def test_a_record_has_the_digest_of_the_initial_policy(tiny):
+    first, other = (
+        tiny("run", f"output={tiny(name).output}", *changes)
+        for name, *changes in (("first", "optimizer.learning_rate=0.5", LORA), ("other", "seed=1"))
+    )
+    second = tiny("second")
+    for config in (first, second, other):
+        begun(config)
+    digests = [base_policy(Path(config.output)) for config in (first, second, other)]
+    assert digests[0] == digests[1] != digests[2] and None not in digests
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_accuracy(tiny):

@@ -216,6 +216,7 @@ def test_a_config_file_of_before_a_key_is_that_of_its_default(tiny):
     output.mkdir(parents=True)
     lines = to_yaml(config).splitlines()
     (output / "config.yaml").write_text("\n".join(line for line in lines if "min_p" not in line))
+    (output / run_folder.ENVIRONMENT).write_text("[]")
     assert sum("min_p" in line for line in lines) == 2
     run_folder.check_run_folder(config, overwrite=False)
     with pytest.raises(ValueError, match="rollout.min_p: None there, 0.2 now"):

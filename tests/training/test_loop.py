@@ -312,8 +312,27 @@ def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
     config = tiny("thesis")
     Path(config.output).mkdir()
     (Path(config.output) / "chapter.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="not a run"):
+    with pytest.raises(ValueError, match="not a run .chapter.tex."):
         open_run_folder(config, overwrite=True)
+    # A config without what only recjax writes is the user's, next to a reward and data.
+    (Path(config.output) / "config.yaml").write_text("output: thesis  # mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="not a run .chapter.tex, config.yaml."):
+            open_run_folder(config, overwrite)
+    assert (Path(config.output) / "config.yaml").read_text() == "output: thesis  # mine"
+
+
+def test_overwrite_keeps_files_that_recjax_did_not_write(tiny, caplog):
+    config = tiny("run")
+    output = open_run_folder(config, overwrite=False)
+    of_run = ("checkpoints/4/state", "samples/after.jsonl", "experience.db-wal", ".metrics.jsonl.7.partial")
+    of_user = ("reward.py", "notes/a.md", "train.jsonl")
+    for name in (*of_run, *of_user):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text("content")
+    open_run_folder(config, overwrite=True)
+    assert [name for name in (*of_run, *of_user) if (output / name).exists()] == [*of_user]
+    assert "kept what recjax did not write: notes, reward.py, train.jsonl" in caplog.text
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):

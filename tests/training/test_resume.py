@@ -4,6 +4,7 @@ A learner that computes nothing goes through most rows; the real one, with its w
 """
 
 import functools
+import importlib
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from recjax.experience.group import Grade
-from recjax.training import checkpoint
+from recjax.training import checkpoint, run_folder
 from recjax.training.checkpoint import check_data
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import starts
@@ -300,6 +301,58 @@ def test_changed_code_of_the_reward_is_named_when_a_run_resumes(tiny, tmp_path, 
     assert "resumes with changed code in resumed_reward" in caplog.text
     first, second, third = (entry["code"] for entry in starts(Path(config.output)))
     assert first == second and [*third] == ["resumed_reward"] and first != third
+
+
+def test_changed_code_that_a_reward_calls_is_named(tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "called_score.py").write_text("def half():\n    return 0.5\n")
+    (tmp_path / "calling_reward.py").write_text(
+        "from called_score import half\ndef score(p, c, a):\n    return half()\n"
+    )
+    score = importlib.import_module("calling_reward").score
+    config = tiny("run", "task.reward=calling_reward:score")
+    run_folder.open_run_folder(config, overwrite=False)
+    (tmp_path / "called_score.py").write_text("def half():\n    return 0.6\n")
+    run_folder.open_run_folder(config, overwrite=False)
+    assert "resumes with changed code in called_score;" in caplog.text
+    named = run_folder.code_digests(config)
+    assert {*named} == {"calling_reward", "called_score"}
+    assert {*run_folder.code_digests(tiny("passed"), [score])} >= {"calling_reward", "called_score"}
+
+
+def test_the_record_has_the_batches_that_a_resumed_run_trained_on(tiny, caplog):
+    config = tiny("run", "experience.record=true", "evaluation.every=0")
+    first, second = (functools.partial(prepared_batch, reward=reward) for reward in (0.25, 0.75))
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=6), sample=first)  # in step 6, after the checkpoint of step 3
+    record = Path(config.output) / "experience.db"
+    assert {row.group_id.split("/")[0] for row in read_columns(record)} >= {"000004", "000005"}
+    count(config, sample=second)
+    rewards = {row.group_id.split("/")[0]: row.reward for row in read_columns(record)}
+    assert rewards == {f"{batch:06d}": 0.25 if batch <= 3 else 0.75 for batch in range(1, 8)}
+    record.unlink()
+    count(tiny("run", "experience.record=true", "evaluation.every=0", "training.steps=8"), sample=second)
+    assert "experience.db is gone; the record has only batches after number 7" in caplog.text
+
+
+def test_other_versions_are_named_when_a_run_resumes(tiny, caplog):
+    config = tiny("run")
+    file = run_folder.open_run_folder(config, overwrite=False) / run_folder.ENVIRONMENT
+    run_folder.open_run_folder(config, overwrite=False)
+    assert "other versions" not in caplog.text
+    entries = json.loads(file.read_text())
+    entries[-1]["packages"]["jax"] = "0.9.9"
+    file.write_text(json.dumps(entries))
+    run_folder.open_run_folder(config, overwrite=False)
+    assert "resumes with other versions" in caplog.text and "packages.jax: '0.9.9' there" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["[1]", '[{"code": 1}]', '{"a": 1}', "null"])
+def test_a_record_that_is_no_list_of_starts_is_replaced(tiny, content):
+    file = run_folder.open_run_folder(tiny("run"), overwrite=False) / run_folder.ENVIRONMENT
+    file.write_text(content)
+    run_folder.open_run_folder(tiny("run"), overwrite=False)
+    assert len(run_folder.starts(file.parent)) == 1
 
 
 def test_the_newest_checkpoints_are_kept(tiny):

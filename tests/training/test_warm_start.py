@@ -135,6 +135,20 @@ def test_the_first_steps_show_only_right_answers(config, shown, tmp_path, right_
     assert [np.mean([*map(is_wrong, *batch)]) for batch in shown] == shares
 
 
+@pytest.mark.parametrize("changed", ["answer", "mistake", "weights"])
+def test_the_cache_knows_content_and_not_only_paths(config, shown, tmp_path, monkeypatch, changed):
+    made, params = prepare.prepare(config)
+    shown.clear()
+    warm_start.warm_start(config, made.policy, params, made.train)
+    assert not shown, "equal content is in the cache"
+    first, *others = made.train.problems
+    first = first._replace(**{"answer": {"answer": "77"}, "mistake": {"mistakes": ("5",)}}.get(changed, {}))
+    if changed == "weights":
+        params = jax.tree.map(lambda leaf: leaf + 1, params)
+    warm_start.warm_start(config, made.policy, params, made.train._replace(problems=[first, *others]))
+    assert shown, "the base policy of other content came from the cache"
+
+
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
 
 
