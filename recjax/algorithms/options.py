@@ -60,7 +60,24 @@ def described(error: BaseException) -> str:
     skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    return f"{type(error).__name__}: {error}" + "".join(places)
+    try:
+        message = str(error)
+    except Exception:  # a user's exception class may be unable to print itself
+        message = "its message cannot be printed"
+    return f"{type(error).__name__}: {message}" + "".join(places)
+
+
+def shown(value: Any, longest: int = 200) -> str:
+    """A user's value in an error message: its `repr`, cut, or its type if `repr` raises.
+
+    Examples:
+        >>> shown([1, 2, 3], 5)
+        '[1, 2'
+    """
+    try:
+        return repr(value)[:longest]
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
 
 
 def user_function(key: str, name: str) -> Callable[..., Any]:

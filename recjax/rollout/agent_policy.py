@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from recjax.algorithms.options import shown
 from recjax.config import Config
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
@@ -19,6 +20,7 @@ from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
 from recjax.rollout.trajectory import Trajectory, up_to_stop
 from recjax.tasks.grading.reward import MOST_REWARD
+from recjax.tasks.problems import checked_messages
 
 
 class ContextFull(Exception):
@@ -66,8 +68,29 @@ def is_reward(value: Any) -> bool:
     """True for a finite number of at most MOST_REWARD in absolute value."""
     try:
         return bool(abs(float(value)) <= MOST_REWARD)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # an agent may return any object, whose conversion may raise anything
         return False
+
+
+def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
+    """The token ids of a prompt that is no text.
+
+    Args:
+        prompt: sequence or one-dimensional array of whole numbers.
+    Raises:
+        ValueError: the prompt has another form.
+    """
+    remedy = "give a text or a one-dimensional sequence of token ids"
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        raise ValueError("policy.complete: the prompt is a list of messages; call policy.chat")
+    try:
+        ids = np.asarray(prompt)
+    except Exception as error:
+        raise ValueError(f"policy.complete: the prompt is no array of token ids ({error}); {remedy}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
+        raise ValueError(f"policy.complete: {problem}; {remedy}")
+    return ids
 
 
 class Seats:
@@ -176,18 +199,21 @@ class AgentPolicy:
         """Returns the reply to messages, which the model's chat template renders.
 
         Args:
-            messages: messages with role and content, as the template takes them.
+            messages: messages with role and content, in OpenAI's format.
             tools: JSON schemas of functions that the template shows to the model; None: the problem's tools, if any.
             max_tokens: limit on the reply; None or a larger number: rollout.max_completion_tokens.
             stop: strings that end the reply; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: the template refuses the messages, or the model has no template.
+            ValueError: an argument has another form, the template refuses the messages or lacks a variable, or the
+                model has no template.
             ContextFull: the prompt leaves no room for a reply.
             TurnsSpent: the agent has had all its replies.
         """
+        tokenizer = self._policy.tokenizer
+        read = checked_messages(messages, "policy.chat: messages")
         variables = [{**self._template, **chat_template_kwargs}]
-        (text,) = render_chats(self._policy.tokenizer, [messages], TURN_SECONDS, tools=tools, variables=variables)
+        (text,) = render_chats(tokenizer, [read], TURN_SECONDS, tools=tools, variables=variables)
         return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(
@@ -207,16 +233,23 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: the tokenizer does not know the prompt, or the model has no embedding for a token.
+            ValueError: an argument has another form, the tokenizer does not know the prompt, or the model has no
+                embedding for a token.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
         """
         stop = [stop] if isinstance(stop, str) else list(stop)
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
+        if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
+            remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
+            raise ValueError(f"max_tokens = {shown(max_tokens, 80)}: {remedy}")
+        if isinstance(prompt, str):
+            text = prompt
+            ids = self.trajectory.tokens_of(text, rendered)
+        else:
+            text = None
+            ids = token_ids(prompt)
         check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
+        ids = ids.astype(np.int32)
         context = self._config.rollout.max_context_tokens
         turns = self._config.task.agent_turns
         longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
@@ -244,7 +277,7 @@ class AgentPolicy:
             ValueError: the policy has not replied yet.
         """
         if not is_reward(value):
-            raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
+            raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
             raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
@@ -278,7 +311,7 @@ class Script:
             raise TurnsSpent(f"task.agent_turns = {turn}")
         text = self._function(prompt, random.Random(self._keys[turn].tobytes()))
         if not isinstance(text, str):
-            raise TypeError(f"the script {self._function.__name__} returned {text!r:.200}; return a text")
+            raise TypeError(f"the script {self._function.__name__} returned {shown(text)}; return a text")
         return Reply(text, text, np.zeros(0, np.int32), np.zeros(0, np.int32), False, turn)
 
     chat = complete

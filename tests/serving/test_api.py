@@ -349,6 +349,7 @@ BAD = [
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"enable_thinkin": True}}, "messages"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
     (TEXT, {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -405,7 +406,7 @@ def test_deep_values_are_templates_or_refused(client, key, depth):
     deep = json.loads('{"a":' * depth + "1" + "}" * depth)
     call = {"type": "function", "function": {"name": "f", "parameters": deep, "arguments": deep}}
     said = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    more = {"chat_template_kwargs": {"x": deep}, "tools": [call], "messages": [*HELLO, said, *HELLO]}[key]
+    more = {"chat_template_kwargs": {"enable_thinking": deep}, "tools": [call], "messages": [*HELLO, said, *HELLO]}[key]
     error = post(client, CHAT, status=200 if depth < 100 else 400, **{"messages": HELLO, "max_tokens": 1, key: more})
     assert depth < 100 or "nested more than 100 deep" in error["error"]["message"]
 
