@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import numpy as np
 
 from recjax.rollout.agent_policy import AgentPolicy, Seats
 from recjax.tasks.problems import Problem
@@ -131,10 +132,42 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             policy.reward(float("nan"))
         case "long":
             await policy.complete(problem.prompt * 100)
+        case "long in a group":
+            async with asyncio.TaskGroup() as both:
+                both.create_task(policy.complete(problem.prompt))
+                both.create_task(policy.complete(problem.prompt * 100))
+        case "long in a framework":
+            try:
+                await policy.complete(problem.prompt * 100)
+            except Exception as error:
+                raise RuntimeError("the framework failed") from error
+        case "grid":
+            await policy.complete(np.array([[1, 2]]))
+        case "unprintable":
+            raise Unprintable
+        case "odd object":
+            return Odd()
         case "on and on":
             while True:
                 await policy.complete(problem.prompt)
     return 0.5 if reply else None
+
+
+class Unprintable(Exception):
+    """An error that has no text."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Odd(float):
+    """A return value that can be neither read nor printed."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __float__(self):
+        raise RuntimeError("no number")
 
 
 async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:

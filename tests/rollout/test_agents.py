@@ -25,7 +25,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentPolicy
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, token_ids
 from recjax.rollout.agents import AGENT_FAILURES, Agents, Tried
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
@@ -304,8 +304,25 @@ def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
 DOES = {
     "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
     "nonsense": "invalid", "infinite": "invalid", "paid nonsense": "invalid", "silent": "silent",
-    "long": "context", "on and on": "turns",
+    "long": "context", "on and on": "turns", "long in a group": "context", "long in a framework": "context",
+    "grid": "raised", "unprintable": "raised", "odd object": "invalid",
 }  # fmt: skip
+
+
+def test_a_group_with_a_mistake_is_a_mistake():
+    full = ContextFull("full")
+    for inner, expected in [([full, full], ContextFull), ([full, KeyError("a")], ExceptionGroup)]:
+        assert type(agents.root_failure(ExceptionGroup("group", inner))) is expected
+    circle = KeyError("a")
+    circle.__cause__ = ValueError("b")
+    circle.__cause__.__cause__ = circle
+    assert agents.root_failure(circle) is circle
+
+
+@pytest.mark.parametrize("prompt", [None, 7, 1.5, [[1, 2]], [1.0, 2.0], [{"role": "user"}], [[1], [2, 3]], []])
+def test_a_prompt_of_another_form_is_refused(prompt):
+    with pytest.raises(ValueError, match="policy.complete: the prompt is"):
+        token_ids(prompt)
 
 
 @pytest.mark.slow
