@@ -12,13 +12,14 @@ from jaxtyping import Int, UInt32
 
 from recjax.algorithms.options import shown
 from recjax.config import Config
+from recjax.grading.thinking import after_thoughts, whole_reply
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
-from recjax.rollout.trajectory import Trajectory, up_to_stop
+from recjax.rollout.trajectory import Trajectory, prompt_opening, up_to_stop
 from recjax.tasks.grading.reward import MOST_REWARD
 from recjax.tasks.problems import checked_messages
 
@@ -49,6 +50,7 @@ class Reply(NamedTuple):
     prompt_tokens, tokens: tokens of the prompt, and the sampled tokens, including the token that ended the reply.
     truncated: True if the reply reached a limit before it ended.
     turn: number of the reply among its agent's replies, from 0, in order of arrival.
+    answer: `text` after the reply's thoughts; empty if the reply ends inside them.
     """
 
     text: str
@@ -57,6 +59,7 @@ class Reply(NamedTuple):
     tokens: Int[np.ndarray, " time"]
     truncated: bool
     turn: int
+    answer: str
 
     @property
     def message(self) -> dict[str, str]:
@@ -265,7 +268,16 @@ class AgentPolicy:
         sampled, reply_text, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = reply_text
-        return Reply(reply_text, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
+        opening = prompt_opening(self._policy.tokenizer, (*ids.tolist(),))
+        return Reply(
+            text=reply_text,
+            raw=raw,
+            prompt_tokens=ids,
+            tokens=sampled.tokens,
+            truncated=sampled.truncated,
+            turn=len(self.trajectory.turns) - 1,
+            answer=after_thoughts(whole_reply(opening, reply_text)),
+        )
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Gives a reply a reward, which is added to the agent's return value; several rewards of one reply add up.
@@ -312,7 +324,8 @@ class Script:
         text = self._function(prompt, random.Random(self._keys[turn].tobytes()))
         if not isinstance(text, str):
             raise TypeError(f"the script {self._function.__name__} returned {shown(text)}; return a text")
-        return Reply(text, text, np.zeros(0, np.int32), np.zeros(0, np.int32), False, turn)
+        no_tokens = np.zeros(0, np.int32)
+        return Reply(text, text, no_tokens, no_tokens, truncated=False, turn=turn, answer=after_thoughts(text))
 
     chat = complete
 

@@ -24,7 +24,7 @@ from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward,
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.named_agents import Agent, load_agent, named
+from recjax.rollout.named_agents import Agent, check_tool_template, load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
@@ -100,6 +100,8 @@ class Agents(contextlib.AbstractContextManager):
         self.last_failure = ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
+        if task.agent == "tools":
+            check_tool_template(policy.tokenizer, self._tools)
         scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
         self._scripts = {name: named(f"task.seats.{name}", player) for name, player in scripted.items()}
         self.older_params = older_params

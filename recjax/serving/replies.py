@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import sets_to_lists, top_to_lists
+from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tools import CALL, parsed_calls
@@ -164,8 +165,15 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 
 
 def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
-    calls = parsed_calls(text) if job.body.functions else []
+    """A message's content and tool calls.
+
+    There are calls only if the request has tools and all calls after the reply's thoughts are valid.
+    """
+    if not job.body.functions:
+        return text, []
+    opening = opening_tag(job.prompts[0].text)  # a chat has one prompt
+    answer = after_thoughts(whole_reply(opening, text))
+    calls = parsed_calls(answer)
     if not calls or any(call.error for call in calls):
         return text, []
     written = [
@@ -176,7 +184,9 @@ def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dic
         }
         for call_index, call in enumerate(calls)
     ]
-    return CALL.sub("", text).rstrip() or None, written
+    before, _, after = text.rpartition(answer)
+    content = (before + CALL.sub("", answer) + after).rstrip()
+    return content or None, written
 
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:

@@ -283,6 +283,37 @@ class Countdown:
         return str(self.left), float(len(action)), self.left == 0, False, {}
 
 
+class Chatty:
+    """An environment of coroutines whose observations the problem's column `do` chooses."""
+
+    def __init__(self, problem: Problem):
+        self.does = problem.columns["do"]
+
+    async def reset(self, *, seed=None, options=None):
+        await asyncio.sleep(0)
+        return None, {}
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        match self.does:
+            case "number":
+                return 3, 0.0, False, False, {}
+            case "four":
+                return "3", 0.0, False, {}
+        told = [{"role": "tool", "content": "so"}, {"role": "user", "content": [{"type": "text", "text": "on"}]}]
+        return told, 0.5, False, False, {}
+
+
+class Unseeded:
+    """An environment whose reset takes no seed."""
+
+    def __init__(self, problem: Problem):
+        pass
+
+    def reset(self):
+        return "", {}
+
+
 opened: list[str] = []
 closed: list[str] = []
 

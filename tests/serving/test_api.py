@@ -270,6 +270,7 @@ def a_piece(text, finish):
 
 
 PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
+DRAFT = '<think><tool_call>{"name": "x"}</tool_call></think>'
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,12 @@ PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
         ('<tool_call>[{"name": "x"}, {"name": "y"}]</tool_call>', None, ["x", "y"]),
         ("<tool_call>{nonsense}</tool_call>", "<tool_call>{nonsense}</tool_call>", []),
         ("no call", "no call", []),
+        (
+            '<think><tool_call>{"name": "x"}</tool_call></think>3',
+            '<think><tool_call>{"name": "x"}</tool_call></think>3',
+            [],
+        ),
+        (f'{DRAFT}<tool_call>{{"name": "y"}}</tool_call>', DRAFT, ["y"]),
     ],
 )
 def test_tool_calls_are_read_and_streamed(written, content, names):
