@@ -9,6 +9,7 @@ Both return a `Result`, which reads the folder.
 
 import contextlib
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -125,8 +126,8 @@ def run(
             `grading`; its changes to other objects are lost. An `async` function runs in this process. A list of
             functions is a reward with a part for each, named as the function is; `task.reward_weights` may then also be
             a list, as in TRL.
-        on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
-            checkpoint and stops, and `run` returns it.
+        on_step: called with each row of metrics, one step late at most. If it returns True, the run writes a checkpoint
+            and stops, and `run` returns it. Other values than True, False and None are an error.
         overwrite: delete the run in `output` first.
         keys: values over those of `config`, by the short names of `recjax.config.SHORT_NAMES`, such as model, steps and
             learning_rate, by `output`, `seed` and the other keys without a block, or by dotted key:
@@ -137,7 +138,8 @@ def run(
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint.
         (others): see `recjax.training.start.train`.
     """
-    require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
+    is_function = callable(on_step) and not inspect.iscoroutinefunction(on_step)
+    require(on_step is None or is_function, "on_step", on_step, "takes a function, not async, which gets a row")
     keep_compiled_programs()
     config = _with_task(config, problems, reward, keys)
     require_ray(config)

@@ -159,6 +159,22 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
     assert longer.summary is None, "the summary is of step 7"
 
 
+def test_on_step_stops_a_run_only_by_true(counted, caplog):
+    async def waits(row):
+        pass
+
+    with pytest.raises(ValueError, match="on_step .*takes a function, not async"):
+        counted("refused", on_step=waits)
+    for returned, shown in ((1, "1"), (np.zeros(2), "array"), ("no", "'no'")):
+        with pytest.raises(ValueError, match=f"on_step returned {shown}.*; return True to stop"):
+            counted("chance", on_step=lambda row, returned=returned: returned)
+    with pytest.raises(ValueError, match="on_step returned <coroutine .*; write it as def, not async def"):
+        counted("chance", on_step=lambda row: waits(row))
+    with caplog.at_level("INFO", "recjax"):
+        counted("stopped", on_step=lambda row: np.bool_(row["step"] == 2))
+    assert "on_step asked to stop after step 2" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
     gc.unfreeze()
