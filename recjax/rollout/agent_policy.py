@@ -17,6 +17,7 @@ from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
+from recjax.rollout.agent_server import AgentServer
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
 from recjax.rollout.trajectory import Trajectory, prompt_opening, up_to_stop
@@ -104,8 +105,13 @@ class Seats:
         timeout: the time limit, whose clock stands still while tasks wait for replies in any seat.
     """
 
-    def __init__(self):
-        """Has no seats and no time limit yet."""
+    def __init__(self, server: AgentServer | None = None):
+        """Has no seats and no time limit yet.
+
+        Args:
+            server: server for agents with clients of their own; None: a server of these seats alone.
+        """
+        self.server = server or AgentServer()
         self.players: dict[str, AgentPolicy | Script] = {}
         self.timeout: asyncio.Timeout | None = None
         self._left = 0.0
@@ -189,6 +195,23 @@ class AgentPolicy:
         self.rewards: dict[int, float] = {}  # by turn
         self.seats = seats or Seats()
         self.seat = self.seats.seat
+        self.relayed: Exception | None = None  # failure that an agent's own client got as an HTTP error
+        self._endpoint: tuple[str, str] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The base URL for an OpenAI client of the agent, whose requests are replies of this policy, see `chat`."""
+        return self._address()[0]
+
+    @property
+    def api_key(self) -> str:
+        """The key for `base_url`, which only this agent has."""
+        return self._address()[1]
+
+    def _address(self) -> tuple[str, str]:
+        if self._endpoint is None:
+            self._endpoint = self.seats.server.address(self)
+        return self._endpoint
 
     async def chat(
         self,
@@ -309,6 +332,7 @@ class Script:
         self._function = function
         self._keys = keys
         self._asked = 0
+        self.relayed = None  # see AgentPolicy; a script has no address
 
     async def complete(self, prompt: Any, **options: Any) -> Reply:
         """Returns the function's reply to a prompt or to messages, without tokens; ignores options of sampling.

@@ -21,6 +21,7 @@ from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, Script, Seats, TurnsSpent, is_reward
+from recjax.rollout.agent_server import AgentServer
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -212,8 +213,9 @@ class Agents(contextlib.AbstractContextManager):
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
                 await stack.enter_async_context(live)
+            server = await stack.enter_async_context(AgentServer())
             for index, problem in enumerate(problems):
-                seats = Seats()
+                seats = Seats(server)
                 for number, name in enumerate(names, index * len(names)):
                     if name in self._scripts:
                         seats.players[name] = Script(self._scripts[name], keys[:, number])
@@ -327,6 +329,9 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
             return await agent(problem, policy), None, ""
         except BaseException as error:  # an agent may raise SystemExit, which must not end the run
             root = root_failure(error)
+            relayed = [player.relayed for player in seats.players.values() if player.relayed]
+            if relayed and not isinstance(root, NAMED_FAILURES):
+                root = relayed[-1]  # the agent's own client raised an error of its own about it
             if isinstance(root, NAMED_FAILURES):
                 return None, root.failure, str(root)
             return None, "raised", described(error)

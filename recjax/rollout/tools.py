@@ -51,6 +51,30 @@ def parsed_calls(text: str) -> list[Call]:
     return calls
 
 
+def split_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """A reply's content and its tool calls in OpenAI's form, without ids.
+
+    There are calls only if all calls after the reply's thoughts are valid.
+
+    Args:
+        text: text of the reply.
+        answer: its part after the thoughts.
+    """
+    calls = parsed_calls(answer)
+    if not calls or any(call.error for call in calls):
+        return text, []
+    written = [
+        {
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]
+    before, _, after = text.rpartition(answer)
+    content = (before + CALL.sub("", answer) + after).rstrip()
+    return content or None, written
+
+
 class Tools(contextlib.AbstractContextManager):
     """Tools by name; a context that holds the worker processes, which start with the first call.
 

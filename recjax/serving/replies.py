@@ -1,7 +1,6 @@
 """Replies in the form of OpenAI's API and vLLM's API: whole, and as the chunks of a stream."""
 
 import codecs
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from recjax.experience.group import sets_to_lists, top_to_lists
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import CALL, parsed_calls
+from recjax.rollout.tools import split_calls
 from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 
@@ -172,21 +171,8 @@ def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dic
     if not job.body.functions:
         return text, []
     opening = opening_tag(job.prompts[0].text)  # a chat has one prompt
-    answer = after_thoughts(whole_reply(opening, text))
-    calls = parsed_calls(answer)
-    if not calls or any(call.error for call in calls):
-        return text, []
-    written = [
-        {
-            "id": call_id(job.id, index, call_index),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call_index, call in enumerate(calls)
-    ]
-    before, _, after = text.rpartition(answer)
-    content = (before + CALL.sub("", answer) + after).rstrip()
-    return content or None, written
+    content, calls = split_calls(text, after_thoughts(whole_reply(opening, text)))
+    return content, [{"id": call_id(job.id, index, number)} | call for number, call in enumerate(calls)]
 
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:

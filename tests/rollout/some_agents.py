@@ -91,6 +91,27 @@ async def talks(problem: Problem, policy: AgentPolicy) -> None:
         messages += [reply.message, {"role": "user", "content": "1+1"}]
 
 
+async def has_a_client(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
+    """Two turns of a chat by way of HTTP, as the problem's column `do` says."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    headers = {"Authorization": f"Bearer {policy.api_key}"}
+    if problem.columns["do"] == "stranger":
+        headers = {"Authorization": "Bearer 1234"}
+    body = {"model": "any", "max_tokens": 4, "temperature": None}
+    if problem.columns["do"] == "hot":
+        body["temperature"] = 0.5
+    if problem.columns["do"] == "long":
+        messages[0]["content"] *= 100
+    async with httpx.AsyncClient(base_url=policy.base_url, headers=headers) as client:
+        for _ in range(2):
+            answer = await client.post("/chat/completions", json=body | {"messages": messages})
+            if answer.status_code != 200:
+                raise RuntimeError(f"{answer.status_code}: {answer.json()['error']['message']}")
+            choice = answer.json()["choices"][0]
+            messages += [choice["message"], {"role": "user", "content": "1+1"}]
+    return {"seen": float(answer.json()["usage"]["completion_tokens"])}
+
+
 async def rests(problem: Problem, policy: AgentPolicy) -> float:
     """Two turns, and between them a tenth of a second of something else."""
     await policy.complete(problem.prompt)

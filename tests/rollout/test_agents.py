@@ -330,6 +330,21 @@ DOES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_an_agents_own_client_samples_from_the_policy(made, caplog):
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", "fine")]
+    groups, grades = sampled(*made("has_a_client"), asked, group_size=1)
+    direct, _ = sampled(*made("talks"), asked, group_size=1)
+    same(completions_of(groups), completions_of(direct))
+    for grade, one in zip(grades, completions_of(groups), strict=True):
+        assert grade.reward_parts["turns"] == 2
+        assert grade.reward_parts["seen"] == one.rows[-1].mask[one.turns[0].end :].sum()
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", "hot", "long", "stranger")]
+    _, grades = sampled(*made("has_a_client"), asked, group_size=1)
+    assert [grade.failure for grade in grades] == ["none", "raised", "context", "raised"]
+    assert "temperature = 0.5: policy.base_url takes None; remove it" in caplog.text
+
+
 def test_a_group_with_a_mistake_is_a_mistake():
     full = ContextFull("full")
     for inner, expected in [([full, full], ContextFull), ([full, KeyError("a")], ExceptionGroup)]:
