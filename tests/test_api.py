@@ -473,6 +473,13 @@ result = asyncio.run(cell())  # on_step saw the row before, so the run goes to i
 print(repr(result))
 policy, prompts = result.policy, ["1+2=", "3+4=", "9+9="]
 completions = policy.sample(prompts, 2, seed=3)
+assert policy.sample([]) == [] and policy.score([], []) == []
+for ask in (lambda: policy.sample(prompts, 0), lambda: policy.sample(prompts, 1.5), lambda: policy.score(prompts, [])):
+    try:
+        ask()
+        raise AssertionError("accepted")
+    except ValueError as error:
+        assert "takes a whole number from 1" in str(error) or "3 prompts and 0 completions" in str(error), error
 stopped = policy.sample(prompts, 2, seed=3, stop=list(digits))
 for one, whole in zip(stopped, completions):  # the text is that before the stop token
     first = next((place for place, character in enumerate(whole.text) if character in digits), None)

@@ -357,6 +357,7 @@ BAD = [
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"enable_thinkin": True}}, "messages"),
+    (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
     (TEXT, {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -379,13 +380,13 @@ def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
     error = post(client, CHAT, status=400, messages=HELLO, store=False)["error"]
     assert (
         error["message"]
-        == "store = False: takes true; remove it, as a server records all completions, or none with --norecording"
+        == "store = False: this server records all completions; remove it, or start the server with --norecording"
     )
     for path, more, said in (
         (
             TEXT,
             {"max_token": 3},
-            "'max_token' is not supported; remove it; did you mean 'max_tokens'?; this request takes",
+            "'max_token' is not supported; remove it; did you mean 'max_tokens'? This request takes",
         ),
         (TEXT, {"best_off": 1}, "'best_off' is not supported; remove it; this request takes temperature, top_p, top_k"),
         (TEXT, {"presence_penalty": 0.5}, "presence_penalty = 0.5: takes 0; other values are not supported"),
