@@ -9,6 +9,7 @@ Both return a `Result`, which reads the folder.
 
 import contextlib
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -127,8 +128,8 @@ def run(
             `grading`; its changes to other objects are lost. An `async` function runs in this process. A list of
             functions is a reward with a part for each, named as the function is; `task.reward_weights` may then also be
             a list, as in TRL.
-        on_step: called with each row of metrics, one step late at most. If it returns a true value, the run writes a
-            checkpoint and stops, and `run` returns it.
+        on_step: called with each row of metrics, one step late at most. If it returns True, the run writes a checkpoint
+            and stops, and `run` returns it. Other values than True, False and None are an error.
         overwrite: delete the run in `output` first.
         keys: values over those of `config`, by the short names of `recjax.config.SHORT_NAMES`, such as model, steps and
             learning_rate, by `output`, `seed` and the other keys without a block, or by dotted key:
@@ -142,7 +143,8 @@ def run(
         (others): see `recjax.training.start.train`.
     """
     refuse_while_loading("recjax.run")
-    require(on_step is None or callable(on_step), "on_step", on_step, "takes a function, which gets a row")
+    is_function = callable(on_step) and not inspect.iscoroutinefunction(on_step)
+    require(on_step is None or is_function, "on_step", on_step, "takes a function, not async, which gets a row")
     show_messages()
     keep_compiled_programs()
     config = _with_task(config, problems, reward, keys)
@@ -296,7 +298,7 @@ class TrainedPolicy:
         Args:
             prompts: texts, which the model reads unchanged, or chats as lists of messages with role and content; or
                 one text.
-            samples: completions of each prompt, consecutive in the result.
+            samples: completions of each prompt, at least 1, consecutive in the result.
             seed: equal seeds give equal completions.
             rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
                 max_completion_tokens and stop. Temperature 0 takes the most likely tokens, whose log-probs are then 0.
@@ -304,12 +306,16 @@ class TrainedPolicy:
             ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
         _check_keys(rollout, _SAMPLE_KEYS)
+        is_count = isinstance(samples, int | np.integer) and samples >= 1
+        require(is_count, "samples", samples, "takes a whole number from 1")
         # Training cannot be greedy, so `rollout` refuses temperature 0.
         checked = {name: value for name, value in rollout.items() if (name, value) != ("temperature", 0)}
         settings = RolloutConfig(**(dict(self._config.rollout) | checked))
         sampling = settings.sampling() if checked.keys() == rollout.keys() else Sampling(0.0)
         policy = self._opened.policy
         problems = [Problem(prompt, "") for prompt in _checked(prompts)]
+        if not problems:
+            return []
         if "stop" in rollout:
             policy = policy._replace(stop_ids=stop_token_ids(policy.tokenizer, settings.stop, self._config.model.path))
         with self._mesh():
@@ -332,7 +338,12 @@ class TrainedPolicy:
         """
         _check_keys(sampling, Sampling._fields)
         records = []
-        for number, (prompt, completion) in enumerate(zip(_checked(prompts), completions, strict=True)):
+        checked = _checked(prompts)
+        if len(checked) != len(completions):
+            raise ValueError(f"{len(checked)} prompts and {len(completions)} completions; give one prompt for each")
+        if not checked:
+            return []
+        for number, (prompt, completion) in enumerate(zip(checked, completions, strict=True)):
             if isinstance(completion, str):
                 completion = Completion("", "text", completion, (), None, None, False)
             rows = tuple(row._replace(behavior_logprobs=None) for row in completion.rows)

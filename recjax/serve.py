@@ -25,7 +25,7 @@ from recjax.config import Config
 from recjax.console import command, start
 from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
-from recjax.hub.weights import load_pretrained, read_config
+from recjax.hub.weights import load_pretrained, read_config, warn_beyond_context
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import put_params
 from recjax.rollout.requests import Weights
@@ -170,6 +170,7 @@ def main(argv: list[str]) -> None:
                 FLAGS.max_sessions,
                 FLAGS.server_name,
             )
+            warn_beyond_context(policy.tokenizer.name_or_path, FLAGS.max_context_tokens, "--max_context_tokens")
             limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue
             serving = Serving(
                 name,

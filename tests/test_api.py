@@ -198,6 +198,22 @@ def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
     assert longer.summary is None, "the summary is of step 7"
 
 
+def test_on_step_stops_a_run_only_by_true(counted, caplog):
+    async def waits(row):
+        pass
+
+    with pytest.raises(ValueError, match="on_step .*takes a function, not async"):
+        counted("refused", on_step=waits)
+    for returned, shown in ((1, "1"), (np.zeros(2), "array"), ("no", "'no'")):
+        with pytest.raises(ValueError, match=f"on_step returned {shown}.*; return True to stop"):
+            counted("chance", on_step=lambda row, returned=returned: returned)
+    with pytest.raises(ValueError, match="on_step returned <coroutine .*; write it as def, not async def"):
+        counted("chance", on_step=lambda row: waits(row))
+    with caplog.at_level("INFO", "recjax"):
+        counted("stopped", on_step=lambda row: np.bool_(row["step"] == 2))
+    assert "on_step asked to stop after step 2" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
     gc.unfreeze()
@@ -496,6 +512,13 @@ result = asyncio.run(cell())  # on_step saw the row before, so the run goes to i
 print(repr(result))
 policy, prompts = result.policy, ["1+2=", "3+4=", "9+9="]
 completions = policy.sample(prompts, 2, seed=3)
+assert policy.sample([]) == [] and policy.score([], []) == []
+for ask in (lambda: policy.sample(prompts, 0), lambda: policy.sample(prompts, 1.5), lambda: policy.score(prompts, [])):
+    try:
+        ask()
+        raise AssertionError("accepted")
+    except ValueError as error:
+        assert "takes a whole number from 1" in str(error) or "3 prompts and 0 completions" in str(error), error
 stopped = policy.sample(prompts, 2, seed=3, stop=list(digits))
 for one, whole in zip(stopped, completions):  # the text is that before the stop token
     first = next((place for place, character in enumerate(whole.text) if character in digits), None)

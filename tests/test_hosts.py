@@ -400,7 +400,7 @@ def test_two_processes_share_out_the_problems_that_they_encode(tmp_path, ended, 
     assert [process.wait(120) for process in started] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     (one, found), (two, also) = (pickle.loads((tmp_path / f"{number}.pickle").read_bytes()) for number in range(2))
     if fault:
-        assert found == also == "prompt 26, '?' has text outside the tokenizer's vocabulary"
+        assert found == also == "prompt 26, '?' has text outside the tokenizer's vocabulary: '?'"
         return
     assert one == [14, 14] and two == [13, 13]
     tokenizer = character_tokenizer("0123456789+=")

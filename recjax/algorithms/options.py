@@ -63,8 +63,26 @@ def described(error: BaseException, first_line: bool = False) -> str:
     skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    message = str(error).partition("\n")[0] if first_line else str(error)
+    try:
+        message = str(error)
+    except Exception:  # a user's exception class may be unable to print itself
+        message = "its message cannot be printed"
+    if first_line:
+        message = message.partition("\n")[0]
     return f"{type(error).__name__}: {message}" + "".join(places)
+
+
+def shown(value: Any, longest: int = 200) -> str:
+    """A user's value in an error message: its `repr`, cut, or its type if `repr` raises.
+
+    Examples:
+        >>> shown([1, 2, 3], 5)
+        '[1, 2'
+    """
+    try:
+        return repr(value)[:longest]
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
 
 
 def user_function(key: str, name: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -46,10 +46,13 @@ def render_chats(
         variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
         asks: flag; if False, the text ends with the last message.
     Raises:
-        ValueError: the tokenizer has no template, or the template refuses messages or exceeds a limit.
+        ValueError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
+            a limit.
     """
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template; use an instruct model's, or give prompts as plain text")
+    names = {name for chat_variables in variables or [] for name in chat_variables}
+    check_variables(tokenizer, sorted(names), "chat_template_kwargs")
     common = tokenizer.special_tokens_map | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
     fixed = {"tokenize": False, "add_generation_prompt": asks} | ({} if tools is None else {"tools": list(tools)})
     requests = [
@@ -117,14 +120,26 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[s
     Raises:
         ValueError: the template does not read one of the variables.
     """
-    for name in variables:
-        if not reads_variable(tokenizer, name):
-            raise ValueError(
-                f"model.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-                " does not read it; correct the name, or remove it"
-            )
+    check_variables(tokenizer, variables, "model.chat_template_kwargs")
     if variables:
         tokenizer.init_kwargs[TEMPLATE_KWARGS] = dict(variables)
+
+
+def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Iterable[str], location: str) -> None:
+    """Refuses template variables that the chat template does not read, apart from `tools`, which has its own checks.
+
+    Args:
+        variables: names.
+        location: key or argument of the variables, for the error message.
+    Raises:
+        ValueError: with the variable and the remedy.
+    """
+    for name in variables:
+        if name != "tools" and not reads_variable(tokenizer, name):
+            raise ValueError(
+                f"{location}.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not read"
+                " it; correct the name, or remove it"
+            )
 
 
 def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:

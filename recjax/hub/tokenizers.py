@@ -265,16 +265,33 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, speci
     """Token ids of a text, without added special tokens unless `special` is true."""
     backend = _backend(tokenizer)
     # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
-    with _explained(tokenizer, f"{text_name} {text[:200]!r}", "has text outside the tokenizer's vocabulary"):
+    with _explained(tokenizer, f"{text_name} {text[:200]!r}", "has text outside the tokenizer's vocabulary", text):
         if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
             return backend.encode_batch([text], add_special_tokens=special)[0].ids
         encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
         return getattr(encoded, "ids", encoded)
 
 
+def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Up to ten characters that the tokenizer cannot encode, in order of appearance."""
+    unknown = []
+    for character in dict.fromkeys(text):
+        try:
+            tokenizer.encode(character, add_special_tokens=False)
+        except Exception:  # the Rust tokenizer raises a bare Exception
+            unknown.append(character)
+        if len(unknown) == 10:
+            break
+    return "".join(unknown)
+
+
 @contextlib.contextmanager
-def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str) -> Iterator[None]:
-    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python."""
+def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str, text: str = "") -> Iterator[None]:
+    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python.
+
+    Args:
+        text: text to encode, whose unknown characters the error names.
+    """
     try:
         yield
     except BaseException as error:
@@ -285,6 +302,8 @@ def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str)
             )
         elif not isinstance(error, Exception):
             raise
+        elif text:
+            problem = f"{problem}: {_unknown_characters(tokenizer, text)!r}"
         raise ValueError(f"{text_name} {problem}") from error
 
 

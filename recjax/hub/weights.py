@@ -152,6 +152,28 @@ def pretrained_config(path: str | Path) -> DecoderConfig:
     return read_config(model_folder(path, MODEL_FILES))
 
 
+def warn_beyond_context(model: str, tokens: int, keys: str) -> None:
+    """Warns if a prompt with its completion may be longer than the model was trained for.
+
+    Args:
+        model: folder or hub name; "" for a decoder made from scratch, which has no such length.
+        tokens: largest number of tokens of a prompt with its completion.
+        keys: keys that set this number.
+    """
+    if not model:
+        return
+    context = text_fields(_written_config(model_folder(model))).get("max_position_embeddings")
+    if isinstance(context, int) and tokens > context:
+        logger.warning(
+            "%s was trained with max_position_embeddings = %d tokens, and a prompt with its completion may have %d; the"
+            " model may fail beyond its length: lower %s, or use a model with a longer context",
+            model,
+            context,
+            tokens,
+            keys,
+        )
+
+
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder config that a folder's config.json describes.
 

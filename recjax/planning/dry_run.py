@@ -44,7 +44,7 @@ from recjax.planning.targets import (
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.prepare import Setup
+from recjax.training.prepare import Setup, warn_of_context
 from recjax.training.schedule import expected_staleness
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     prompt_tokens = result.prompt_tokens
     notes = result.notes
     if model:
+        warn_of_context(config, prompt_tokens or 0)
         mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
         check_fits(mesh, model.decoder.config)
         sizes = prompt_tokens, mesh, devices and devices.usable, tuple(REMAT), devices and devices.platform

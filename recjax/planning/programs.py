@@ -20,7 +20,8 @@ from recjax.config.model import POLICY
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
-from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config
+from recjax.hub.chat_rendering import set_template_kwargs
+from recjax.hub.policy import Policy, attention_kernel, compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
@@ -32,9 +33,9 @@ from recjax.planning.sampling import Executable, SamplingPlan, sampling_executab
 from recjax.planning.targets import Target
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters
-from recjax.tasks.prompts import encode_problems
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.policies import check_teacher, teacher_decoder, with_start
+from recjax.training.sampling import prompts_of
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
@@ -142,15 +143,20 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     if config.model.path or task:
         model = reached(shapes)
     prompt_tokens = config.rollout.max_prompt_tokens
-    if model and task and prompt_tokens is None:
+    encoder = None
+    if model and task:
         try:
             encoder = tokenizer()
         except ValueError as error:
-            missing.append(str(error))
-        else:
-            problems = [*task.train, *task.evaluation]
-            vocabulary = model.decoder.config.vocab_size
-            prompt_tokens = encode_problems(problems, encoder, None, vocabulary).tokens.shape[1]
+            if prompt_tokens is None:
+                missing.append(str(error))
+            else:
+                notes.append(f"whether all prompts fit rollout.max_prompt_tokens = {prompt_tokens} ({error})")
+    if encoder:
+        set_template_kwargs(encoder, config.model.chat_template_kwargs)
+        train, held_out = prompts_of(config, Policy(model.decoder, encoder, ()), task)
+        task = task._replace(train=train.problems, evaluation=held_out.problems)
+        prompt_tokens = train.tokens.shape[1]
     return model, task, prompt_tokens, notes, missing
 
 

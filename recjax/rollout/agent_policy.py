@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from recjax.algorithms.options import shown
 from recjax.config import Config
+from recjax.grading.thinking import after_thoughts, whole_reply
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
+from recjax.rollout.agent_server import AgentServer
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
-from recjax.rollout.trajectory import Trajectory, up_to_stop
+from recjax.rollout.trajectory import Trajectory, prompt_opening, up_to_stop
 from recjax.tasks.grading.reward import MOST_REWARD
+from recjax.tasks.problems import checked_messages
 
 
 class ContextFull(Exception):
@@ -47,6 +51,7 @@ class Reply(NamedTuple):
     prompt_tokens, tokens: tokens of the prompt, and the sampled tokens, including the token that ended the reply.
     truncated: True if the reply reached a limit before it ended.
     turn: number of the reply among its agent's replies, from 0, in order of arrival.
+    answer: `text` after the reply's thoughts; empty if the reply ends inside them.
     """
 
     text: str
@@ -55,6 +60,7 @@ class Reply(NamedTuple):
     tokens: Int[np.ndarray, " time"]
     truncated: bool
     turn: int
+    answer: str
 
     @property
     def message(self) -> dict[str, str]:
@@ -68,8 +74,29 @@ def is_reward(value: Any) -> bool:
         if isinstance(value, str | bytes):
             return False
         return bool(abs(float(value)) <= MOST_REWARD)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # an agent may return any object, whose conversion may raise anything
         return False
+
+
+def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
+    """The token ids of a prompt that is no text.
+
+    Args:
+        prompt: sequence or one-dimensional array of whole numbers.
+    Raises:
+        ValueError: the prompt has another form.
+    """
+    remedy = "give a text or a one-dimensional sequence of token ids"
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        raise ValueError("policy.complete: the prompt is a list of messages; call policy.chat")
+    try:
+        ids = np.asarray(prompt)
+    except Exception as error:
+        raise ValueError(f"policy.complete: the prompt is no array of token ids ({error}); {remedy}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
+        raise ValueError(f"policy.complete: {problem}; {remedy}")
+    return ids
 
 
 class Seats:
@@ -80,8 +107,13 @@ class Seats:
         timeout: the time limit, whose clock stands still while tasks wait for replies in any seat.
     """
 
-    def __init__(self):
-        """Has no seats and no time limit yet."""
+    def __init__(self, server: AgentServer | None = None):
+        """Has no seats and no time limit yet.
+
+        Args:
+            server: server for agents with clients of their own; None: a server of these seats alone.
+        """
+        self.server = server or AgentServer()
         self.players: dict[str, AgentPolicy | Script] = {}
         self.timeout: asyncio.Timeout | None = None
         self._left = 0.0
@@ -165,6 +197,23 @@ class AgentPolicy:
         self.rewards: dict[int, float] = {}  # by turn
         self.seats = seats or Seats()
         self.seat = self.seats.seat
+        self.relayed: Exception | None = None  # failure that an agent's own client got as an HTTP error
+        self._endpoint: tuple[str, str] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The base URL for an OpenAI client of the agent, whose requests are replies of this policy, see `chat`."""
+        return self._address()[0]
+
+    @property
+    def api_key(self) -> str:
+        """The key for `base_url`, which only this agent has."""
+        return self._address()[1]
+
+    def _address(self) -> tuple[str, str]:
+        if self._endpoint is None:
+            self._endpoint = self.seats.server.address(self)
+        return self._endpoint
 
     async def chat(
         self,
@@ -178,18 +227,21 @@ class AgentPolicy:
         """Returns the reply to messages, which the model's chat template renders.
 
         Args:
-            messages: messages with role and content, as the template takes them.
+            messages: messages with role and content, in OpenAI's format.
             tools: JSON schemas of functions that the template shows to the model; None: the problem's tools, if any.
             max_tokens: limit on the reply; None or a larger number: rollout.max_completion_tokens.
             stop: strings that end the reply, or one string, or None; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: the template refuses the messages, or the model has no template.
+            ValueError: an argument has another form, the template refuses the messages or lacks a variable, or the
+                model has no template.
             ContextFull: the prompt leaves no room for a reply.
             TurnsSpent: the agent has had all its replies.
         """
+        tokenizer = self._policy.tokenizer
+        read = checked_messages(messages, "policy.chat: messages")
         variables = [{**self._template, **chat_template_kwargs}]
-        (text,) = render_chats(self._policy.tokenizer, [messages], TURN_SECONDS, tools=tools, variables=variables)
+        (text,) = render_chats(tokenizer, [read], TURN_SECONDS, tools=tools, variables=variables)
         return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(
@@ -209,19 +261,25 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: the tokenizer does not know the prompt, the model has no embedding for a token, or a stop string
-                is empty.
+            ValueError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
+                for a token, or a stop string is empty.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
         """
         stop = [stop] if isinstance(stop, str) else list(stop or ())
         if "" in stop:
             raise ValueError(f"stop = {stop!r}: an empty string would end every reply; remove it")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
+        if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
+            remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
+            raise ValueError(f"max_tokens = {shown(max_tokens, 80)}: {remedy}")
+        if isinstance(prompt, str):
+            text = prompt
+            ids = self.trajectory.tokens_of(text, rendered)
+        else:
+            text = None
+            ids = token_ids(prompt)
         check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
+        ids = ids.astype(np.int32)
         context = self._config.rollout.max_context_tokens
         turns = self._config.task.agent_turns
         longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
@@ -237,7 +295,16 @@ class AgentPolicy:
         sampled, reply_text, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = reply_text
-        return Reply(reply_text, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
+        opening = prompt_opening(self._policy.tokenizer, (*ids.tolist(),))
+        return Reply(
+            text=reply_text,
+            raw=raw,
+            prompt_tokens=ids,
+            tokens=sampled.tokens,
+            truncated=sampled.truncated,
+            turn=len(self.trajectory.turns) - 1,
+            answer=after_thoughts(whole_reply(opening, reply_text)),
+        )
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Gives a reply a reward, which is added to the agent's return value; several rewards of one reply add up.
@@ -249,7 +316,7 @@ class AgentPolicy:
             ValueError: the policy has not replied yet.
         """
         if not is_reward(value):
-            raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
+            raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
             raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
@@ -269,6 +336,7 @@ class Script:
         self._function = function
         self._keys = keys
         self._asked = 0
+        self.relayed = None  # see AgentPolicy; a script has no address
 
     async def complete(self, prompt: Any, **options: Any) -> Reply:
         """Returns the function's reply to a prompt or to messages, without tokens; ignores options of sampling.
@@ -283,8 +351,9 @@ class Script:
             raise TurnsSpent(f"task.agent_turns = {turn}")
         text = self._function(prompt, random.Random(self._keys[turn].tobytes()))
         if not isinstance(text, str):
-            raise TypeError(f"the script {self._function.__name__} returned {text!r:.200}; return a text")
-        return Reply(text, text, np.zeros(0, np.int32), np.zeros(0, np.int32), False, turn)
+            raise TypeError(f"the script {self._function.__name__} returned {shown(text)}; return a text")
+        no_tokens = np.zeros(0, np.int32)
+        return Reply(text, text, no_tokens, no_tokens, truncated=False, turn=turn, answer=after_thoughts(text))
 
     chat = complete
 

@@ -5,9 +5,8 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
-from recjax.algorithms.options import described
+from recjax.algorithms.options import described, shown
 from recjax.config import Config, TaskConfig
 from recjax.config.tasks import POLICY
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, Script, Seats, TurnsSpent, is_reward
+from recjax.rollout.agent_server import AgentServer
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.named_agents import Agent, load_agent, named
+from recjax.rollout.named_agents import Agent, check_tool_template, load_agent, named
 from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
 from recjax.rollout.trajectory import thoughts_opening
@@ -60,6 +60,7 @@ AGENT_FAILURES = {
 }
 # The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
 MISTAKES = ("raised", "timeout", "invalid", "silent")
+NAMED_FAILURES = (ContextFull, TurnsSpent, InvalidReward)
 _LAST = 2**32 - 1
 
 
@@ -112,6 +113,8 @@ class Agents(contextlib.AbstractContextManager):
         self._reads_parts = config.algorithm.build().reads("reward_parts")
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
+        if task.agent == "tools":
+            check_tool_template(policy.tokenizer, self._tools)
         scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
         self._scripts = {name: named(f"task.seats.{name}", player) for name, player in scripted.items()}
         self.older_params = older_params
@@ -229,8 +232,9 @@ class Agents(contextlib.AbstractContextManager):
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
                 await stack.enter_async_context(live)
+            server = await stack.enter_async_context(AgentServer())
             for index, problem in enumerate(problems):
-                seats = Seats()
+                seats = Seats(server)
                 for number, name in enumerate(names, index * len(names)):
                     if name in self._scripts:
                         seats.players[name] = Script(self._scripts[name], keys[:, number])
@@ -381,9 +385,13 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
     async def outcome() -> tuple[Any, str | None, str]:
         try:
             return await agent(problem, policy), None, ""
-        except (ContextFull, TurnsSpent, InvalidReward) as error:
-            return None, error.failure, str(error)
         except BaseException as error:  # an agent may raise SystemExit, which must not end the run
+            root = root_failure(error)
+            relayed = [player.relayed for player in seats.players.values() if player.relayed]
+            if relayed and not isinstance(root, NAMED_FAILURES):
+                root = relayed[-1]  # the agent's own client raised an error of its own about it
+            if isinstance(root, NAMED_FAILURES):
+                return None, root.failure, str(root)
             return None, "raised", described(error)
         finally:
             seats.end()
@@ -405,27 +413,87 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
     if failure is None and not any(seats.players[name].trajectory.turns for name in trained):
         failure = "silent"
         words = "it returned without a call of the policy"
-    rewards = [returned]
-    form = "" if not task.seats else f" for each of the seats {', '.join(trained)}"
-    if task.seats:
-        by_seat = dict.fromkeys(trained) if returned is None else returned
-        has_all = isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= seats.players.keys()
-        rewards = [by_seat[name] if has_all else math.nan for name in trained]
-    parts = [
-        value.items() if isinstance(value, Mapping) else [("", 0.0 if value is None else value)] for value in rewards
-    ]
-    reserved = [name for each in parts for name, _ in each if name in SHAPING]
-    are_valid = (each and all(isinstance(name, str) and is_reward(value) for name, value in each) for each in parts)
-    if failure is None and not all(are_valid):
-        form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None{form}"
-        failure = "invalid"
-        words = f"it returned {returned!r:.200}; rewards are {form}"
-    elif failure is None and reserved:
-        failure = "invalid"
-        words = f"it returned a part {reserved[0]!r}; recjax itself adds {', '.join(SHAPING)}, so rename the part"
+    rewards: list[dict[str, float] | float | None] = [None] * len(trained)
+    if failure is None:
+        try:
+            rewards = seat_rewards(returned, task.seats, trained)
+        except InvalidReward as error:
+            failure = error.failure
+            words = str(error)
+        except Exception as error:  # an agent may return any object, and reading that object may raise anything
+            failure = "raised"
+            words = described(error)
     return [
         Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
     ]
+
+
+def root_failure(error: BaseException, depth: int = 20) -> BaseException:
+    """The full context, the spent turns or the invalid reward that an error stands for; otherwise the error itself.
+
+    Frameworks wrap errors in errors of their own, and task groups in exception groups. A group that also has another
+    error stands for itself.
+
+    Args:
+        depth: number of wrapped errors to look through.
+    """
+    if isinstance(error, NAMED_FAILURES) or depth == 0:
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        wrapped = list(error.exceptions)
+    elif error.__cause__ is not None:
+        wrapped = [error.__cause__]
+    elif error.__context__ is not None and not error.__suppress_context__:
+        wrapped = [error.__context__]
+    else:
+        return error
+    roots = [root_failure(inner, depth - 1) for inner in wrapped]
+    if all(isinstance(root, NAMED_FAILURES) for root in roots):
+        return roots[0]
+    return error
+
+
+def seat_rewards(
+    returned: Any, seats: Collection[str], trained: Sequence[str]
+) -> list[dict[str, float] | float | None]:
+    """The rewards of each trained seat, in order: a number, numbers by name, or None for the task's reward.
+
+    Args:
+        returned: the agent's return value: one reward, or with seats a dict of rewards by seat.
+        seats: names of all seats; empty for an agent without seats.
+        trained: names of the trained seats; [""] for an agent without seats.
+    Raises:
+        InvalidReward: the value has another form, or a number that is no reward.
+    """
+    form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
+    by_seat = {trained[0]: returned}
+    if seats:
+        form = f"{form} for each of the seats {', '.join(trained)}"
+        by_seat = dict.fromkeys(trained) if returned is None else returned
+        if not (isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= {*seats}):
+            raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
+    rewards: list[dict[str, float] | float | None] = []
+    for name in trained:
+        value = by_seat[name]
+        if value is None:
+            rewards.append(None)
+        elif isinstance(value, Mapping):
+            parts = dict(value)
+            are_valid = all(isinstance(part, str) and is_reward(number) for part, number in parts.items())
+            if not parts or not are_valid:
+                raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
+            reserved = [part for part in parts if part in SHAPING]
+            if reserved:
+                names = ", ".join(SHAPING)
+                raise InvalidReward(
+                    f"it returned a part {reserved[0]!r}; recjax itself adds {names}, so rename the part"
+                )
+            rewards.append({part: float(number) for part, number in parts.items()})
+        elif is_reward(value):
+            rewards.append(float(value))
+        else:
+            raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
+    return rewards
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:

@@ -8,11 +8,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from recjax.algorithms.options import described
+from transformers import PreTrainedTokenizerBase
+
+from recjax.algorithms.options import described, shown
 from recjax.config import TaskConfig
+from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools, parsed_calls
-from recjax.tasks.problems import Problem
+from recjax.tasks.problems import Problem, checked_messages
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ def named(key: str, name: str) -> Any:
 def tool_agent(tools: Tools, turns: int) -> Callable:
     """Returns an agent that lets the model call tools until a reply has no call; the task's reward grades that reply.
 
+    A call inside the model's thoughts is a draft, which does not run.
+
     Args:
         tools: tools that stay open while the agent runs.
         turns: largest number of replies.
@@ -73,7 +78,7 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         for turn in range(turns):
             reply = await policy.chat(messages, tools=tools.schemas)
-            calls = parsed_calls(reply.text)
+            calls = parsed_calls(reply.answer)
             if not calls or turn == turns - 1:
                 return
             results = await asyncio.gather(*(tools.answer(call) for call in calls))
@@ -87,6 +92,32 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
     return use_tools
 
 
+def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> None:
+    """Checks that the chat template can render the messages of the tools agent; warns if it shows no tools.
+
+    Raises:
+        ValueError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
+    """
+    name = tools.schemas[0]["function"]["name"]
+    call = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    chat = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": call},
+        {"role": "tool", "name": name, "content": "a result"},
+    ]
+    try:
+        render_chats(tokenizer, [chat], tools=tools.schemas)
+    except ValueError as error:
+        remedy = "use a model whose template takes tool results, or write an agent of your own"
+        raise ValueError(f"task.agent = 'tools': {error}; {remedy}") from error
+    if not reads_variable(tokenizer, "tools"):
+        logger.warning(
+            "task.agent = 'tools': the chat template of %s shows no tools to the model, so the model knows only the"
+            " tools that your prompts describe",
+            tokenizer.name_or_path or "the tokenizer",
+        )
+
+
 # --- Environments.
 
 
@@ -95,8 +126,9 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
 
     The agent creates the environment from the problem. If the environment has `close()`, the agent calls it at the end,
     also after an error or a timeout. `reset(seed=…)` returns (observation, info) and `step(action)` returns
-    (observation, reward, terminated, truncated, info); observations are text. Both run in the event loop, so they must
-    not block. If the final info contains "parts", these named parts are the whole reward instead of the steps' rewards.
+    (observation, reward, terminated, truncated, info). All of them may be coroutine functions; others must not block.
+    An observation is a text, None, or, after a prompt of messages, a list of messages. If the final info contains
+    "parts", these named parts are the whole reward instead of the steps' rewards.
 
     Args:
         environment: class or function that takes the problem.
@@ -104,25 +136,26 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
     """
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
-        world = environment(problem)
+        world = await _awaited(environment(problem))
         steps = []
         try:
             # The seed depends only on the problem, so that all agents of a group play the same game.
             digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
-            observation, info = world.reset(seed=int.from_bytes(digest[:4], "big"))
+            _check_reset(world)
+            started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
+            observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
             for _ in range(turns):
                 reply = await (policy.complete if isinstance(told, str) else policy.chat)(told)
-                observation, reward, terminated, truncated, info = world.step(reply.text)
+                stepped = await _awaited(world.step(reply.text))
+                observation, reward, terminated, truncated, info = _checked_result("step", stepped, _STEP)
                 steps.append((float(reward), reply))
                 if terminated or truncated:
                     break
                 told = _told(told + reply.raw if isinstance(told, str) else [*told, reply.message], observation)
         finally:
             try:
-                closing = getattr(world, "close", lambda: None)()
-                if inspect.isawaitable(closing):
-                    await closing
+                await _awaited(getattr(world, "close", lambda: None)())
             except Exception:
                 logger.warning("an environment's close() failed", exc_info=True)
         if "parts" in info:
@@ -134,7 +167,45 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
     return play
 
 
-def _told(before: str | list, observation: str) -> str | list:
+_STEP = ("observation", "reward", "terminated", "truncated", "info")
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _check_reset(world: Any) -> None:
+    """Refuses an environment whose `reset` takes no seed."""
+    try:
+        inspect.signature(world.reset).bind(seed=0)
+    except TypeError as error:
+        form = "write it as reset(self, *, seed=None, options=None)"
+        raise ValueError(f"task.environment: reset() must take a seed ({error}); {form}") from error
+
+
+def _checked_result(method: str, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """What a method of an environment returned, if it has the right number of values."""
+    if not isinstance(result, tuple) or len(result) != len(names):
+        raise ValueError(f"task.environment: {method}() returned {shown(result, 80)}; return ({', '.join(names)})")
+    return result
+
+
+def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[dict[str, Any]]:
+    """The next prompt: the text or the messages before, and the observation.
+
+    Raises:
+        ValueError: the observation is neither a text nor messages, or there are messages after a text.
+    """
+    if observation is None or isinstance(observation, str) and not observation:
+        return before
     if isinstance(before, str):
+        if not isinstance(observation, str):
+            remedy = "after a prompt that is a text, return a text or None"
+            raise ValueError(f"task.environment: the observation is {shown(observation, 80)}; {remedy}")
         return before + observation
-    return [*before, {"role": "user", "content": observation}] if observation else before
+    if isinstance(observation, str):
+        return [*before, {"role": "user", "content": observation}]
+    if not isinstance(observation, list):
+        remedy = "return a text, a list of messages or None"
+        raise ValueError(f"task.environment: the observation is {shown(observation, 80)}; {remedy}")
+    return [*before, *checked_messages(observation, "task.environment: the observation")]

@@ -16,6 +16,7 @@ from recjax.tasks.grading.event_loop import run_to_end
 from recjax.workers import CallFailed, Workers
 
 MOST_CHARACTERS = 20_000  # longer results are cut
+_MOST_PROBLEM = 500  # characters that an error of a call's arguments may quote
 
 
 # The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
@@ -50,6 +51,30 @@ def parsed_calls(text: str) -> list[Call]:
     return calls
 
 
+def split_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """A reply's content and its tool calls in OpenAI's form, without ids.
+
+    There are calls only if all calls after the reply's thoughts are valid.
+
+    Args:
+        text: text of the reply.
+        answer: its part after the thoughts.
+    """
+    calls = parsed_calls(answer)
+    if not calls or any(call.error for call in calls):
+        return text, []
+    written = [
+        {
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]
+    before, _, after = text.rpartition(answer)
+    content = (before + CALL.sub("", answer) + after).rstrip()
+    return content or None, written
+
+
 class Tools(contextlib.AbstractContextManager):
     """Tools by name; a context that holds the worker processes, which start with the first call.
 
@@ -76,6 +101,10 @@ class Tools(contextlib.AbstractContextManager):
                 " rename one"
             )
         self._functions = dict(zip(names, functions.items(), strict=True))
+        self._validators = {
+            schema["function"]["name"]: _validator(name, schema)
+            for name, schema in zip(functions, self.schemas, strict=True)
+        }
         self._workers = Workers(workers, seconds)
 
     def __exit__(self, *exception: object) -> None:
@@ -91,9 +120,55 @@ class Tools(contextlib.AbstractContextManager):
         import_name, function = self._functions[call.name]
         try:
             inspect.signature(function).bind(**call.arguments)
+            problem = self._problem(call)
+            if problem:
+                return f"error: {problem}"
             return await asyncio.wrap_future(self._workers.call(_called, import_name, call.arguments))
         except (TypeError, CallFailed, RuntimeError) as error:
             return f"error: {error}"
+
+    def _problem(self, call: Call) -> str | None:
+        """How a call's arguments differ from the tool's schema; None if they fit it."""
+        import jsonschema  # not at module level: workers import this file
+
+        error = jsonschema.exceptions.best_match(self._validators[call.name].iter_errors(call.arguments))
+        if error is None:
+            return None
+        return f"{error.json_path.removeprefix('$').removeprefix('.')}: {error.message}"[:_MOST_PROBLEM]
+
+
+def _validator(name: str, schema: Mapping[str, Any]) -> Any:
+    """The jsonschema validator of a tool's arguments.
+
+    Raises:
+        ValueError: the schema of the parameters is no JSON schema.
+    """
+    import jsonschema  # not at module level: workers import this file
+
+    parameters = _with_null(schema["function"].get("parameters", {}))
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        raise ValueError(
+            f"task.tools: {name}: its parameters are no JSON schema ({error.message}); correct its attribute schema"
+        ) from error
+    return jsonschema.Draft202012Validator(parameters)
+
+
+def _with_null(schema: Any) -> Any:
+    """A schema in which `nullable: true`, which JSON Schema does not know and transformers writes, allows null."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    # A parameter may also have the name nullable; its value is then a schema.
+    kept = {key: value for key, value in schema.items() if key != "nullable" or not isinstance(value, bool)}
+    converted = {key: _with_null(value) for key, value in kept.items()}
+    if schema.get("nullable") is not True:
+        return converted
+    if isinstance(converted.get("type"), str) and "enum" not in converted:
+        return converted | {"type": [converted["type"], "null"]}  # its errors name the type
+    return {"anyOf": [converted, {"type": "null"}]}
 
 
 def _called(import_name: str, arguments: dict[str, Any]) -> str:

@@ -132,7 +132,8 @@ def up_to_stop(
 
 
 @functools.lru_cache(maxsize=64)  # the completions of a group have one prompt
-def _opening(tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...]) -> str:
+def prompt_opening(tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...]) -> str:
+    """The thinking tag that ends a prompt of these token ids; empty if the prompt ends without a tag."""
     return opening_tag(decode_after(tokenizer, (), prompt))
 
 
@@ -149,7 +150,7 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     row = completion.rows[number]
     tokens = row.tokens[:end]
     mask = row.mask[:end]
-    opening = _opening(tokenizer, (*row.prompt_tokens.tolist(),))
+    opening = prompt_opening(tokenizer, (*row.prompt_tokens.tolist(),))
     if not completion.turns and mask.all():
         return opening
     ends = {turn.end for turn in completion.turns if turn.row == number}

@@ -42,6 +42,7 @@ class Answering:
         self.recorder = recorder
         self.name = name
         self.versions = versions
+        self.created = int(time.time())  # of the model, in seconds since 1970
         self._rendering = asyncio.Lock()
         self._numbers = numbers
         self._long_prompts = ThreadPoolExecutor(1, "long prompts")
@@ -55,6 +56,9 @@ class Answering:
         checked = read_body(BODIES[kind], body)
         if checked.model not in (None, self.name):
             raise Refused(404, f"model = {checked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
+        if self.recorder is not None and isinstance(checked, Chat) and checked.store is False:
+            remedy = "this server records all completions; remove it, or start the server with --norecording"
+            raise Refused(400, f"store = False: {remedy}", param="store")
         return checked
 
     async def job(self, kind: str, body: ReplyBody, session: str | None) -> Job:

@@ -144,7 +144,7 @@ class Server:
     async def models(self, request: Request) -> Response:
         """Describes the single model."""
         answering = self.answering
-        model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
+        model = {"id": answering.name, "object": "model", "created": answering.created, "owned_by": "recjax"}
         limits = answering.sampler.limits
         model |= {"max_model_len": limits.context, "policy_version": answering.versions.version}
         name = request.path_params.get("model")

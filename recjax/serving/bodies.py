@@ -66,8 +66,9 @@ def read_body(kind: type[T], values: Any) -> T:
     name = str(path[0])
     if first["type"] == "extra_forbidden":
         supported = [key for key, field in kind.model_fields.items() if not field.description.endswith(_UNSUPPORTED)]
-        remedy = f"{did_you_mean(name, supported)}; this request takes {', '.join(supported)}"
-        raise Refused(400, f"{name!r:.100} is not supported; remove it{remedy}", param=name)
+        nearest = did_you_mean(name, supported)
+        takes = f"{' This' if nearest else '; this'} request takes {', '.join(supported)}"
+        raise Refused(400, f"{name!r:.100} is not supported; remove it{nearest}{takes}", param=name)
     takes = kind.model_fields[name].description
     if first["type"] == "missing":
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
@@ -177,6 +178,8 @@ class ReplyBody(Body):
     stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
     return_token_ids: Flag = False
     user: text_field(512) = None
+    safety_identifier: text_field(512) = None
+    prompt_cache_key: text_field(512) = None
     metadata: fits(
         dict[str, str],
         "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
@@ -203,6 +206,13 @@ class ReplyBody(Body):
         """True if the reply has token ids."""
         return self.return_token_ids
 
+    @pydantic.field_validator("stream_options")
+    @classmethod
+    def _check_stream_options(cls, options: StreamOptions, info: Any) -> StreamOptions:
+        if not info.data.get("stream"):
+            raise ValueError("takes effect only with stream = true; remove it, or set stream")
+        return options
+
     @property
     def recorded(self) -> dict[str, Any]:
         """Values that the client wants recorded."""
@@ -224,11 +234,7 @@ class Chat(ReplyBody, SampledBody):
     top_logprobs: neutral(0) = None
     response_format: neutral({"type": "text"}) = None
     parallel_tool_calls: neutral(True) = None
-    store: fits(
-        Any,
-        "true; remove it, as a server records all completions, or none with --norecording",
-        lambda value: value is True,
-    ) = None
+    store: Flag = None  # with a recorder, false is refused
 
     @pydantic.field_validator("messages")
     @classmethod

@@ -1,7 +1,6 @@
 """Replies in the form of OpenAI's API and vLLM's API: whole, and as the chunks of a stream."""
 
 import codecs
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +8,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import sets_to_lists, top_to_lists
+from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import CALL, parsed_calls
+from recjax.rollout.tools import split_calls
 from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 
@@ -164,19 +164,15 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 
 
 def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
-    calls = parsed_calls(text) if job.body.functions else []
-    if not calls or any(call.error for call in calls):
+    """A message's content and tool calls.
+
+    There are calls only if the request has tools and all calls after the reply's thoughts are valid.
+    """
+    if not job.body.functions:
         return text, []
-    written = [
-        {
-            "id": call_id(job.id, index, call_index),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call_index, call in enumerate(calls)
-    ]
-    return CALL.sub("", text).rstrip() or None, written
+    opening = opening_tag(job.prompts[0].text)  # a chat has one prompt
+    content, calls = split_calls(text, after_thoughts(whole_reply(opening, text)))
+    return content, [{"id": call_id(job.id, index, number)} | call for number, call in enumerate(calls)]
 
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:

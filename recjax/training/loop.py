@@ -35,7 +35,7 @@ from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State, Update
 
 _SAMPLED = "sampling the first batch, which compiles the sampler"
-_FROM_STORE = "taking the first batch from the store"
+_FROM_DATA = "taking the first batch of stored completions or demonstrations"
 
 
 class Preempted(SystemExit):
@@ -75,7 +75,7 @@ def train_steps(run: Run, state: State) -> State:
             begins = not state.groups
             queue_before = state.queue if begins else None
             if begins:
-                with under_way(_SAMPLED if config.samples_training_data else _FROM_STORE, step == first):
+                with under_way(_SAMPLED if config.samples_training_data else _FROM_DATA, step == first):
                     state = next_groups(run, state, step)
                 if not state.groups:  # a signal arrived during the wait
                     break

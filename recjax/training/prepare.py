@@ -20,7 +20,7 @@ from recjax.experience.teacher_prompts import TeacherPrompts
 from recjax.files import digest, size_and_digest
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import model_folder
-from recjax.hub.weights import MODEL_FILES
+from recjax.hub.weights import MODEL_FILES, warn_beyond_context
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params
@@ -122,6 +122,7 @@ def prepare(
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     train, held_out = prompts_of(config, policy, task)
+    warn_of_context(config, train.tokens.shape[1])
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
@@ -159,6 +160,17 @@ def prepare(
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
     judge = judge_of(config, grading.reward.weights)
     return setup._replace(judge=judge, teacher_prompts=teacher_prompts), params
+
+
+def warn_of_context(config: Config, prompt_tokens: int) -> None:
+    """Warns if the run's longest rows may exceed the context of its model; `prompt_tokens` is the longest prompt's."""
+    rollout = config.rollout
+    tokens = prompt_tokens + rollout.max_completion_tokens
+    keys = "rollout.max_prompt_tokens or rollout.max_completion_tokens"
+    if rollout.max_context_tokens:
+        tokens = rollout.max_context_tokens
+        keys = "rollout.max_context_tokens"
+    warn_beyond_context(config.model.path or "", tokens, keys)
 
 
 def check_problems(config: Config, task: Task) -> None:

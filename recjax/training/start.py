@@ -1,6 +1,7 @@
 """Opens a run before its first step, or at its newest checkpoint, and trains."""
 
 import contextlib
+import inspect
 import json
 import logging
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax import hosts
+from recjax.algorithms.options import shown
 from recjax.config import Config, to_yaml
 from recjax.console import under_way
 from recjax.experience.batch import to_learn_from, with_part_weights
@@ -75,8 +77,8 @@ def train(
     Args:
         overwrite: delete the run that the folder holds.
         reward: the function whose `passed_name` is `task.reward`; None without one.
-        on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns a
-            true value.
+        on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns
+            True.
         sources: function that makes the source of groups.
         learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
         check: called with the run's setup before the first evaluation or step.
@@ -208,7 +210,8 @@ def opened_run(
             watched, warnings = look(watched, row)
             for warning in warnings:
                 logger.warning("%s", warning)
-            if on_step and on_step(row):
+            if on_step and asks_to_stop(on_step(row)):
+                logger.info("on_step asked to stop after step %d", row["step"])
                 stopping.append(STOPPED)
 
         writer = MetricsWriter(
@@ -241,6 +244,20 @@ def opened_run(
             stopping,
             setup.teacher_prompts,
         )
+
+
+def asks_to_stop(returned: Any) -> bool:
+    """True if `on_step` returned True, False for False and None.
+
+    Raises:
+        ValueError: it returned something else, which may be true by chance.
+    """
+    if returned is None or isinstance(returned, bool | np.bool_):
+        return bool(returned)
+    remedy = "return True to stop the run after this step, and False or None to go on"
+    if inspect.isawaitable(returned):
+        remedy = f"write it as def, not async def, and {remedy}"
+    raise ValueError(f"on_step returned {shown(returned, 80)}; {remedy}")
 
 
 @contextlib.contextmanager

@@ -83,11 +83,14 @@ def test_a_variable_that_the_template_does_not_read_is_refused():
     tokenizer.chat_template = THINKING
     with pytest.raises(ValueError, match="model.chat_template_kwargs.enable_thinkin: .*does not read it"):
         set_template_kwargs(tokenizer, {"enable_thinkin": False})
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="chat_template_kwargs.enable_thinkin: .*does not read it"):
+        render_chats(tokenizer, [chat, chat], variables=[{}, {"enable_thinkin": False}])
 
 
 def test_tools_that_the_template_does_not_read_are_refused():
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
-    problem = Problem([{"role": "user", "content": "hi"}], "1", template={"tools": [{"name": "f"}], "unread": 1})
+    problem = Problem([{"role": "user", "content": "hi"}], "1", template={"tools": [{"name": "f"}]})
     tokenizer.chat_template = THINKING
     assert encode_problems([problem], tokenizer, None).texts == ["<f>hi:"]
     tokenizer.chat_template = CHATML

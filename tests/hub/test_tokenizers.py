@@ -157,7 +157,7 @@ def test_texts_are_those_of_transformers_in_any_state_of_the_tokenizer():
 def test_prompt_errors():
     with pytest.raises(ValueError, match="prompt 1, '', has no tokens"):
         encode_prompts(TOKENIZER, ["1", ""])
-    with pytest.raises(ValueError, match="prompt 0, '1×2' has text outside the tokenizer's vocabulary"):
+    with pytest.raises(ValueError, match="prompt 0, '1×2' has text outside the tokenizer's vocabulary: '×'"):
         encode_prompts(TOKENIZER, ["1×2"])
 
 

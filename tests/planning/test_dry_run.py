@@ -93,6 +93,19 @@ def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("limits", "warning"),
+    [
+        ("max_prompt_tokens: 30000, max_completion_tokens: 2768", ""),
+        ("max_prompt_tokens: 30000, max_completion_tokens: 2769", "32768 tokens, and a prompt with its completion may"),
+    ],
+)
+def test_rows_beyond_the_models_context_are_warned_of(tiny, tmp_path, no_activations, caplog, limits, warning):
+    no_activations()
+    dry_run(tiny(*published(tmp_path / "model", "Qwen2.5-7B-Instruct"), f"rollout={{{limits}}}"))
+    assert bool(warning) == ("max_position_embeddings" in caplog.text) and warning in caplog.text
+
+
 def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path, no_weights, capsys):
     config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
     result = dry_run(config)
@@ -314,6 +327,8 @@ def test_checkpoints_hold_the_queue_too(tiny):
         ("model.freeze=[attic]", "model.freeze: 'attic' is in none of the paths"),
         ("evaluation.problems=81", "evaluation.problems = 81"),
         ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
+        ("rollout.max_prompt_tokens=3", "more than rollout.max_prompt_tokens = 3"),
+        ("rollout={max_prompt_tokens: 3, long_prompts: drop}", "only 0 of 54 train problems"),
     ],
 )
 def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_activations, override, reason):

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import numpy as np
 
 from recjax.rollout.agent_policy import AgentPolicy, Seats
 from recjax.tasks.problems import Problem
@@ -90,6 +91,27 @@ async def talks(problem: Problem, policy: AgentPolicy) -> None:
         messages += [reply.message, {"role": "user", "content": "1+1"}]
 
 
+async def has_a_client(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
+    """Two turns of a chat by way of HTTP, as the problem's column `do` says."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    headers = {"Authorization": f"Bearer {policy.api_key}"}
+    if problem.columns["do"] == "stranger":
+        headers = {"Authorization": "Bearer 1234"}
+    body = {"model": "any", "max_tokens": 4, "temperature": None}
+    if problem.columns["do"] == "hot":
+        body["temperature"] = 0.5
+    if problem.columns["do"] == "long":
+        messages[0]["content"] *= 100
+    async with httpx.AsyncClient(base_url=policy.base_url, headers=headers) as client:
+        for _ in range(2):
+            answer = await client.post("/chat/completions", json=body | {"messages": messages})
+            if answer.status_code != 200:
+                raise RuntimeError(f"{answer.status_code}: {answer.json()['error']['message']}")
+            choice = answer.json()["choices"][0]
+            messages += [choice["message"], {"role": "user", "content": "1+1"}]
+    return {"seen": float(answer.json()["usage"]["completion_tokens"])}
+
+
 async def rests(problem: Problem, policy: AgentPolicy) -> float:
     """Two turns, and between them a tenth of a second of something else."""
     await policy.complete(problem.prompt)
@@ -139,10 +161,42 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             policy.reward(float("nan"))
         case "long":
             await policy.complete(problem.prompt * 100)
+        case "long in a group":
+            async with asyncio.TaskGroup() as both:
+                both.create_task(policy.complete(problem.prompt))
+                both.create_task(policy.complete(problem.prompt * 100))
+        case "long in a framework":
+            try:
+                await policy.complete(problem.prompt * 100)
+            except Exception as error:
+                raise RuntimeError("the framework failed") from error
+        case "grid":
+            await policy.complete(np.array([[1, 2]]))
+        case "unprintable":
+            raise Unprintable
+        case "odd object":
+            return Odd()
         case "on and on":
             while True:
                 await policy.complete(problem.prompt)
     return 0.5 if reply else None
+
+
+class Unprintable(Exception):
+    """An error that has no text."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Odd(float):
+    """A return value that can be neither read nor printed."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __float__(self):
+        raise RuntimeError("no number")
 
 
 async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
@@ -256,6 +310,37 @@ class Countdown:
     def step(self, action):
         self.left -= 1
         return str(self.left), float(len(action)), self.left == 0, False, {}
+
+
+class Chatty:
+    """An environment of coroutines whose observations the problem's column `do` chooses."""
+
+    def __init__(self, problem: Problem):
+        self.does = problem.columns["do"]
+
+    async def reset(self, *, seed=None, options=None):
+        await asyncio.sleep(0)
+        return None, {}
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        match self.does:
+            case "number":
+                return 3, 0.0, False, False, {}
+            case "four":
+                return "3", 0.0, False, {}
+        told = [{"role": "tool", "content": "so"}, {"role": "user", "content": [{"type": "text", "text": "on"}]}]
+        return told, 0.5, False, False, {}
+
+
+class Unseeded:
+    """An environment whose reset takes no seed."""
+
+    def __init__(self, problem: Problem):
+        pass
+
+    def reset(self):
+        return "", {}
 
 
 opened: list[str] = []

@@ -25,7 +25,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentPolicy
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, token_ids
 from recjax.rollout.agents import AGENT_FAILURES, Agents, Tried
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
@@ -81,15 +81,22 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
 
 
 class Talkative(LiveEngine):
-    """An engine's front that says "ok" to everything, and keeps what it was asked."""
+    """An engine's front that replies with the same tokens to everything, and keeps what it was asked."""
 
-    def __init__(self):
+    def __init__(self, tokens=(1,)):
         self.asked = []
+        self.tokens = np.array([*tokens, 2], np.int32)  # the last one ends the reply
 
     async def sample(self, request):
         self.asked.append(request.prefix.tolist())
-        ids = np.array([1, 2], np.int32)
-        return Sampled(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), False)
+        count = len(self.tokens)
+        return Sampled(self.tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), False)
+
+
+async def replied(asker, asked):
+    """A reply, within the time limit that an agent has."""
+    async with asyncio.timeout(60) as asker.seats.timeout:
+        return await asked
 
 
 def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(made):
@@ -102,23 +109,37 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     chat = [{"role": "user", "content": "hi"}]
     asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
 
-    async def replied(asked):
-        async with asyncio.timeout(60) as asker.seats.timeout:
-            return await asked
-
-    reply = asyncio.run(replied(asker.chat(chat)))
-    asyncio.run(replied(asker.chat([*chat, reply.message, *chat])))
-    asyncio.run(replied(asker.complete("hi")))
-    asyncio.run(replied(asker.complete("[user:ho[assistant:", rendered=True)))
+    reply = asyncio.run(replied(asker, asker.chat(chat)))
+    asyncio.run(replied(asker, asker.chat([*chat, reply.message, *chat])))
+    asyncio.run(replied(asker, asker.complete("hi")))
+    asyncio.run(replied(asker, asker.complete("[user:ho[assistant:", rendered=True)))
     tokenizer.add_tokens(["<extra>"])
     for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
         with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
-            asyncio.run(replied(ask))
+            asyncio.run(replied(asker, ask))
     rendered = tokenizer.apply_chat_template(chat, return_dict=False)
     assert live.asked[0] == rendered and rendered[0] != tokenizer.bos_token_id
     assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]
     assert live.asked[2] == tokenizer("hi")["input_ids"] == [tokenizer.bos_token_id, *live.asked[2][1:]]
     assert live.asked[3][0] == rendered[0]
+
+
+def test_a_chat_is_read_as_problems_are(made):
+    config, policy, _ = made("one_turn")
+    live = Talkative()
+    asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 1+1?"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    user = {"role": "user", "content": parts}
+    asyncio.run(replied(asker, asker.chat([user, called, user])))
+    assert policy.tokenizer.decode(live.asked[0]) == "[user:What is 1+1?[assistant:<eos>[user:What is 1+1?[assistant:"
+    with pytest.raises(ValueError, match="policy.chat: messages must hold a list of messages"):
+        asyncio.run(replied(asker, asker.chat("hello")))
+    with pytest.raises(ValueError, match="chat_template_kwargs.breif: .* does not read it"):
+        asyncio.run(replied(asker, asker.chat([user], chat_template_kwargs={"breif": True})))
+    for limit in ("3", 0, 2.0):
+        with pytest.raises(ValueError, match="max_tokens = .*: takes a whole number from 1"):
+            asyncio.run(replied(asker, asker.complete("1+1=", max_tokens=limit)))
 
 
 THINKS = (
@@ -305,8 +326,40 @@ DOES = {
     "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
     "nonsense": "invalid", "infinite": "invalid", "paid nonsense": "invalid", "silent": "silent",
     "digits in a text": "invalid", "name of recjax": "invalid", "empty stop": "raised",
-    "long": "context", "on and on": "turns",
+    "long": "context", "on and on": "turns", "long in a group": "context", "long in a framework": "context",
+    "grid": "raised", "unprintable": "raised", "odd object": "invalid",
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_agents_own_client_samples_from_the_policy(made, caplog):
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", "fine")]
+    groups, grades = sampled(*made("has_a_client"), asked, group_size=1)
+    direct, _ = sampled(*made("talks"), asked, group_size=1)
+    same(completions_of(groups), completions_of(direct))
+    for grade, one in zip(grades, completions_of(groups), strict=True):
+        assert grade.reward_parts["turns"] == 2
+        assert grade.reward_parts["seen"] == one.rows[-1].mask[one.turns[0].end :].sum()
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", "hot", "long", "stranger")]
+    _, grades = sampled(*made("has_a_client"), asked, group_size=1)
+    assert [grade.failure for grade in grades] == ["none", "raised", "context", "raised"]
+    assert "temperature = 0.5: policy.base_url takes None; remove it" in caplog.text
+
+
+def test_a_group_with_a_mistake_is_a_mistake():
+    full = ContextFull("full")
+    for inner, expected in [([full, full], ContextFull), ([full, KeyError("a")], ExceptionGroup)]:
+        assert type(agents.root_failure(ExceptionGroup("group", inner))) is expected
+    circle = KeyError("a")
+    circle.__cause__ = ValueError("b")
+    circle.__cause__.__cause__ = circle
+    assert agents.root_failure(circle) is circle
+
+
+@pytest.mark.parametrize("prompt", [None, 7, 1.5, [[1, 2]], [1.0, 2.0], [{"role": "user"}], [[1], [2, 3]], []])
+def test_a_prompt_of_another_form_is_refused(prompt):
+    with pytest.raises(ValueError, match="policy.complete: the prompt is"):
+        token_ids(prompt)
 
 
 @pytest.mark.slow
@@ -603,6 +656,38 @@ def test_environments_are_closed_whatever_comes_of_them(made):
     assert sorted(some_agents.opened) == sorted(some_agents.closed) == sorted([*does] * 2)
 
 
+def play(made, environment, prompt, does):
+    """What an environment's agent returns, the agent's policy, and the texts that it was asked."""
+    config, policy, _ = made("environment", f"task.environment={HERE}Chatty")
+    live = Talkative()
+    asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
+    problem = Problem(prompt, "3", columns={"do": does})
+    returned = asyncio.run(replied(asker, environment_agent(environment, 2)(problem, asker)))
+    return returned, asker, [policy.tokenizer.decode(ids) for ids in live.asked]
+
+
+def test_an_environment_may_be_of_coroutines_and_messages(made):
+    chat = [{"role": "user", "content": "go"}]
+    returned, asker, asked = play(made, some_agents.Chatty, chat, "messages")
+    assert returned == 0.0 and asker.rewarded == 1.0
+    assert asked[0] == "[user:go[assistant:" and asked[1].endswith("<eos>[tool:so[user:on[assistant:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "prompt", "does", "message"),
+    [
+        ("Chatty", "1+2=", "messages", "the observation is .*after a prompt that is a text, return a text or None"),
+        ("Chatty", "1+2=", "number", "the observation is 3; after a prompt that is a text"),
+        ("Chatty", [{"role": "user", "content": "go"}], "number", "the observation is 3; return a text, a list of"),
+        ("Chatty", "1+2=", "four", r"step\(\) returned .*; return \(observation, reward, terminated, truncated, info"),
+        ("Unseeded", "1+2=", "", r"reset\(\) must take a seed .*; write it as reset\(self, \*, seed=None"),
+    ],
+)
+def test_an_environment_of_another_form_is_refused(made, environment, prompt, does, message):
+    with pytest.raises(ValueError, match=f"task.environment: {message}"):
+        play(made, getattr(some_agents, environment), prompt, does)
+
+
 @pytest.mark.parametrize("does", ["fine", "break at the end", "end later"])
 def test_an_environment_is_closed_when_its_agent_is_canceled(does):
     async def main():
@@ -674,6 +759,31 @@ def test_tools_run_in_processes_of_their_own():
     assert "got an unexpected keyword argument 'c'" in wrong and "there is no tool 'multiply'; there are add" in unknown
 
 
+def test_arguments_are_checked_against_the_tools_schema():
+    def search(query: str, count: int | None = None, nullable: bool = False) -> str:
+        """
+        Searches.
+
+        Args:
+            query: words
+            count: number of results
+            nullable: flag
+        """
+
+    given = {
+        "count: '3' is not of type 'integer', 'null'": {"query": "a", "count": "3"},
+        "query: ['a'] is not of type 'string'": {"query": ["a"]},
+        "nullable: 1 is not of type 'boolean'": {"query": "a", "nullable": 1},
+    }
+    with Tools({f"{TOOLS}search": search}, workers=1, seconds=1.0) as tools:
+        for error, arguments in given.items():
+            assert asyncio.run(tools.answer(Call("search", arguments))) == f"error: {error}"
+        assert tools._problem(Call("search", {"query": "a", "count": None, "nullable": True})) is None
+    search.schema = {"type": "function", "function": {"name": "search", "parameters": {"type": "whole"}}}
+    with pytest.raises(ValueError, match="task.tools: .*search: its parameters are no JSON schema"):
+        Tools({f"{TOOLS}search": search}, workers=1, seconds=1.0)
+
+
 def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
     names = ["add", "sleep", "refuse", "give", "wait", "refuse_later"]
     functions = {f"{TOOLS}{name}": getattr(some_tools, name) for name in names}
@@ -709,6 +819,40 @@ def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
 def test_a_tool_that_yields_is_refused(name):
     with pytest.raises(ValueError, match=f"task.tools: {TOOLS}{name} yields; write a function"):
         Tools({f"{TOOLS}{name}": getattr(some_tools, name)}, workers=1, seconds=1.0)
+
+
+def test_the_tools_agent_needs_a_template_for_results(made, caplog):
+    config, policy, _ = made("tools", f"task.tools=['{TOOLS}add']")
+    Agents(config, policy).__exit__()
+    assert "shows no tools" not in caplog.text
+    policy.tokenizer.chat_template = CHATS.partition("{% endif %}")[2]
+    Agents(config, policy).__exit__()
+    assert "the chat template of the tokenizer shows no tools to the model" in caplog.text
+    refusal = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no call') }}{% endif %}{% endfor %}"
+    policy.tokenizer.chat_template = refusal + CHATS
+    with pytest.raises(ValueError, match="task.agent = 'tools': the chat template .*'tool'.*: no call"):
+        Agents(config, policy)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "answer"),
+    [
+        ("?", f"<think>{CALL}</think> 3", " 3"),
+        ("?<think>", f"{CALL}</think> 3", " 3"),
+        ("?<think>", f"{CALL} and on", ""),
+        ("?<think>", f"so</think>{CALL}", CALL),
+        ("?", CALL, CALL),
+    ],
+)
+def test_a_call_inside_thoughts_is_a_draft(made, prompt, text, answer):
+    config, policy, _ = made("one_turn")
+    live = Talkative(policy.tokenizer.encode(text, add_special_tokens=False))
+    asker = AgentPolicy(live, policy, Sampling(), config, np.zeros((9, 2), np.uint32))
+    reply = asyncio.run(replied(asker, asker.complete(prompt)))
+    assert (reply.text, reply.answer) == (text, answer)
 
 
 def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):

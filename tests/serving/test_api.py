@@ -270,6 +270,7 @@ def a_piece(text, finish):
 
 
 PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
+DRAFT = '<think><tool_call>{"name": "x"}</tool_call></think>'
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,12 @@ PROMPT = Prompt(np.zeros(1, np.int32), "?", None)
         ('<tool_call>[{"name": "x"}, {"name": "y"}]</tool_call>', None, ["x", "y"]),
         ("<tool_call>{nonsense}</tool_call>", "<tool_call>{nonsense}</tool_call>", []),
         ("no call", "no call", []),
+        (
+            '<think><tool_call>{"name": "x"}</tool_call></think>3',
+            '<think><tool_call>{"name": "x"}</tool_call></think>3',
+            [],
+        ),
+        (f'{DRAFT}<tool_call>{{"name": "y"}}</tool_call>', DRAFT, ["y"]),
     ],
 )
 def test_tool_calls_are_read_and_streamed(written, content, names):
@@ -349,6 +356,8 @@ BAD = [
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"enable_thinkin": True}}, "messages"),
+    (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
     (TEXT, {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -371,13 +380,13 @@ def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
     error = post(client, CHAT, status=400, messages=HELLO, store=False)["error"]
     assert (
         error["message"]
-        == "store = False: takes true; remove it, as a server records all completions, or none with --norecording"
+        == "store = False: this server records all completions; remove it, or start the server with --norecording"
     )
     for path, more, said in (
         (
             TEXT,
             {"max_token": 3},
-            "'max_token' is not supported; remove it; did you mean 'max_tokens'?; this request takes",
+            "'max_token' is not supported; remove it; did you mean 'max_tokens'? This request takes",
         ),
         (TEXT, {"best_off": 1}, "'best_off' is not supported; remove it; this request takes temperature, top_p, top_k"),
         (TEXT, {"presence_penalty": 0.5}, "presence_penalty = 0.5: takes 0; other values are not supported"),
@@ -405,7 +414,7 @@ def test_deep_values_are_templates_or_refused(client, key, depth):
     deep = json.loads('{"a":' * depth + "1" + "}" * depth)
     call = {"type": "function", "function": {"name": "f", "parameters": deep, "arguments": deep}}
     said = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    more = {"chat_template_kwargs": {"x": deep}, "tools": [call], "messages": [*HELLO, said, *HELLO]}[key]
+    more = {"chat_template_kwargs": {"enable_thinking": deep}, "tools": [call], "messages": [*HELLO, said, *HELLO]}[key]
     error = post(client, CHAT, status=200 if depth < 100 else 400, **{"messages": HELLO, "max_tokens": 1, key: more})
     assert depth < 100 or "nested more than 100 deep" in error["error"]["message"]
 
