@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy
 
 from recjax.analysis.compare import evaluations_of, final, paired_seeds
 from recjax.analysis.statistics import Estimate, estimate, seed_means
@@ -73,6 +74,23 @@ class Check(NamedTuple):
         if inside:
             return "as claimed"
         return "contrary" if outside else "undecided"
+
+    @property
+    def p_value(self) -> float:
+        """The one-sided p-value of Student's t test of the claim; for `alike` the larger one of two such tests.
+
+        It is below 0.025 if the 95 % interval is on the claimed side. It needs MIN_SEEDS seeds.
+        """
+        mean, low, high, count = self.found
+        reach = (high - low) / 2
+        if reach == 0:
+            return 0.0 if self.outcome == "as claimed" else 1.0
+        error = reach / scipy.stats.t.ppf(0.975, count - 1)
+        above = scipy.stats.t.sf((mean + self.margin * (self.expected in ("alike", "no_lower"))) / error, count - 1)
+        below = scipy.stats.t.cdf((mean - self.margin * (self.expected == "alike")) / error, count - 1)
+        if self.expected == "alike":
+            return float(max(above, below))
+        return float(below if self.expected == "lower" else above)
 
     @property
     def shown(self) -> str:
