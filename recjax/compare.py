@@ -1,10 +1,12 @@
 """Compares two runs, or two sets of runs, in one metric: a sentence with an interval and a test, and a figure.
 
     python -m recjax.compare A B [--metric evaluation/accuracy] [--output figures/compare.png]
+    python -m recjax.compare A B --plan 0.05      # how many seeds would show a difference of 0.05
 
 A and B are folders of a run, of several runs (a sweep's output), or of an evaluation by recjax.evaluate; or quoted
 patterns, such as 'runs/clipping/reinforce__*'. Runs are paired by seed. If a side has several runs with one seed, they
-are also paired by the settings that vary on both sides. Held-out problems are paired by question and answer, at the
+are also paired by the settings that vary on both sides, and a seed counts once, with the mean of its pairs. A verdict
+needs six seeds. One pair of runs alone is compared by its held-out problems, paired by question and answer, at the
 latest evaluation of each run; a line says if the evaluations' steps differ.
 """
 
@@ -24,17 +26,16 @@ from recjax.analysis.compare import (
     in_words,
     minus_line,
     pair_runs,
-    paired_values,
+    paired_seeds,
     problem_differences,
     resumed_changes,
-    sign_flip_p,
 )
+from recjax.analysis.statistics import LEVEL, MIN_SEEDS, SEED, band, seeds_needed, sign_flip_p, student_interval
 from recjax.console import command, start
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import COLORS, GREY, LABELS, save_figure
 
 FLAGS = flags.FLAGS
-SIGNIFICANT = 0.05  # highest p-value of a difference
 
 
 def folders_of(source: str) -> list[Path]:
@@ -54,26 +55,51 @@ def folders_of(source: str) -> list[Path]:
     return folders
 
 
-def verdict(metric: str, differences: np.ndarray, noun: str, first: str, second: str) -> str:
-    """A sentence about differences of `second` from `first`: their mean, interval, test, and conclusion.
+def verdict(metric: str, differences: np.ndarray, first: str, second: str) -> str:
+    """A sentence about differences of `second` from `first`: their mean, spread, test, and conclusion.
 
     Args:
         metric: the metric in words.
-        differences: paired differences.
-        noun: plural noun for the things that are paired.
+        differences: paired differences, one per seed.
     """
-    numbers = in_words(differences, noun)
-    if len(differences) < 2:
-        return f"{second} minus {first} in {metric.rstrip(',')}: {numbers}, which has no interval and no test."
-    if sign_flip_p(differences) <= SIGNIFICANT:
+    numbers = in_words(differences)
+    if len(differences) < MIN_SEEDS:
+        difference = f"{second} minus {first} in {metric.rstrip(',')}"
+        return f"No verdict: {difference}: {numbers}. A verdict needs {MIN_SEEDS} seeds."
+    if sign_flip_p(differences) <= LEVEL:
         return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
-    smallest_p = 2.0 ** (1 - len(differences))
-    too_few = (
-        f" {len(differences)} {noun} cannot give a p below {smallest_p:.2g}, and 6 can."
-        if smallest_p > SIGNIFICANT
-        else ""
+    return f"No difference between {first} and {second} in {metric} is shown: {numbers}."
+
+
+def problems_verdict(metric: str, differences: np.ndarray, first: str, second: str) -> str:
+    """A sentence about differences of single problems between two runs: their mean, Student's interval and conclusion.
+
+    Args:
+        metric: the metric in words.
+        differences: paired differences, one per held-out problem.
+    """
+    low, high = student_interval(differences)
+    numbers = f"{differences.mean():.3f} ({low:.3f} to {high:.3f}), {len(differences)} problems"
+    relation = f"No difference between {first} and {second} in {metric} is shown"
+    if low > 0 or high < 0:
+        relation = f"{second} has {'higher' if low > 0 else 'lower'} {metric} than {first}"
+    return f"{relation}: {numbers}. This holds for these two policies; other seeds may differ."
+
+
+def plan_words(differences: np.ndarray, smallest: float) -> str:
+    """How many seeds show a difference of a size, by the spread of a pilot's differences.
+
+    Raises:
+        ValueError: the pilot has one seed, or the difference needs too many seeds.
+    """
+    if len(differences) < 2:
+        raise ValueError("--plan: the runs have one seed in common; a spread needs at least 2, and better 4")
+    spread = float(np.std(differences, ddof=1))
+    count = seeds_needed(spread, smallest)
+    return (
+        f"Plan: differences of {len(differences)} seeds have a standard deviation of {spread:.3f}; {count} seeds show a"
+        f" difference of {smallest:g} with a probability of 80 %."
     )
-    return f"No difference between {first} and {second} in {metric} is shown: {numbers}.{too_few}"
 
 
 @command
@@ -83,8 +109,9 @@ def main(argv: list[str]) -> None:
         raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
     first, second = argv[1:]
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
+    # A label begins with the seed, unless the only pair has different seeds.
     sides = [
-        ({"side": side, "pair": label}, folder)
+        ({"side": side, SEED: label.partition(", ")[0], "pair": label}, folder)
         for label, pair in pairs.items()
         for side, folder in zip(argv[1:], pair, strict=True)
     ]
@@ -95,20 +122,17 @@ def main(argv: list[str]) -> None:
     for settings, folder in sides:
         if tuple(settings.values()) not in finals.index:
             print(f"skipped: {folder} has no {metric} after step 0, so its pair is not compared")
-    differences = paired_values(finals, "side", second, first)
+    differences = paired_seeds(finals, "side", second, first)
     if not len(differences):
         raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
-    problems = problem_differences(pairs.values(), metric)
+    problems = problem_differences(pairs.values(), metric) if len(pairs) == 1 else np.array([])
     words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
-    metric_words = f"{words}, mean of the last three values,"
     if len(differences) > 1 or len(problems) < 2:
-        print(verdict(metric_words, differences, "pairs of runs", first, second))
+        print(verdict(f"{words}, mean of the last three values,", differences, first, second))
     if len(problems) > 1:
-        metric_words = f"{words} at the latest evaluation"
-        print(
-            verdict(metric_words, problems, "problems", first, second),
-            "This holds for these runs; other seeds may differ.",
-        )
+        print(problems_verdict(f"{words} at the latest evaluation", problems, first, second))
+    if FLAGS.plan is not None:
+        print(plan_words(differences, FLAGS.plan))
     differences_in_words = [
         *changed,
         *resumed_changes(pairs.values()),
@@ -127,7 +151,8 @@ def main(argv: list[str]) -> None:
     output = Path(FLAGS.output)
     table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
     extra_panels = [draw_problems] if len(problems) > 1 else []
-    save_figure(draw_curves(table, "side", "panel", [metric, difference], more=extra_panels), output)
+    figure = draw_curves(table, "side", "panel", [metric, difference], band=band, more=extra_panels)
+    save_figure(figure, output)
     print(f"figure: {output}")
 
 
@@ -138,4 +163,5 @@ if __name__ == "__main__":
         "Numeric metric of metrics.jsonl to compare; default: evaluation/accuracy, or evaluation/reward without any.",
     )
     flags.DEFINE_string("output", "figures/compare.png", "File of the figure.")
+    flags.DEFINE_float("plan", None, "Difference to plan for: prints how many seeds show it, by these runs' spread.")
     start(main)

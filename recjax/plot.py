@@ -4,9 +4,9 @@
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
 The source is folders of runs (one line each), a sweep file, or a Parquet table that --table wrote. In a sweep, each
-value of the --lines axis is a line, with the 95 % bootstrap interval of the mean over seeds as a band. Each combination
-of the remaining axes is a panel. Figure and table also show each line's differences from the line --against, paired by
-seed and all other settings.
+value of the --lines axis is a line, with Student's 95 % interval of the mean over seeds as a band; with fewer than six
+seeds, the band is their range. Each combination of the remaining axes is a panel. Figure and table also show each
+line's differences from the line --against, paired by seed and all other settings.
 """
 
 from pathlib import Path
@@ -16,7 +16,8 @@ from absl import flags
 from rich.table import Table
 
 from recjax.analysis.collect import axes_of, check_metrics, collect, read_folders, read_runs, without_other_metrics
-from recjax.analysis.compare import estimate, final, held_out_metric, in_words, minus_line, paired_values
+from recjax.analysis.compare import final, held_out_metric, in_words, minus_line, paired_seeds
+from recjax.analysis.statistics import MIN_SEEDS, band, estimate
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.console import command, plain_console, start
 from recjax.files import writing
@@ -90,10 +91,12 @@ def main(argv: list[str]) -> None:
     metric_columns = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
     output = Path(FLAGS.output) / "curves.png"
     names = dict(zip(table[lines], titles[lines], strict=True))
-    figure = draw_curves(drawn, lines, "panel", metric_columns, names=names)
+    figure = draw_curves(drawn, lines, "panel", metric_columns, band=band, names=names)
     partial = unfinished(sweep)
     heading = [figure.get_suptitle()]
-    heading += ["line: mean over runs; band: its 95 % interval"] * ("seed" in table)
+    heading += [f"line: mean over runs; band: its 95 % interval, or the range of fewer than {MIN_SEEDS} runs"] * (
+        "seed" in table
+    )
     heading += [f"{len(partial)} of {len(sweep)} runs are not finished"] * bool(partial)
     figure.suptitle("\n".join(filter(None, heading)), fontsize="large", parse_math=False)
     save_figure(figure, output)
@@ -102,13 +105,13 @@ def main(argv: list[str]) -> None:
 
     measure = held_out_metric(table)
     finals = final(table, measure)
-    title = f"{len(finals)} runs: mean of the last three evaluations, 95 % interval"
+    title = f"{len(finals)} runs: mean of the last three evaluations"
     rows = Table(*axes, "runs", LABELS[measure].replace("\n(share)", ""), f"minus {against}, paired", title=title)
     for settings, values in finals.groupby(axes, sort=False):
         chosen = dict(zip(axes, settings, strict=True))
         where = {axis: [value] for axis, value in chosen.items() if axis != lines}
-        pairs = paired_values(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
-        spread = " ({1:.3f} to {2:.3f})".format(*estimate(values.to_numpy())) if len(values) > 1 else ""
+        pairs = paired_seeds(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
+        spread = f" ({estimate(values.to_numpy()).spread})" if len(values) > 1 else ""
         cells = f"{values.mean():.3f}{spread}", in_words(pairs) if len(pairs) else ""
         rows.add_row(*settings, str(len(values)), *cells)
     plain_console().print(rows)

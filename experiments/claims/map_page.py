@@ -36,7 +36,7 @@ SHORT = {
     "offset_10": "n = 10",
     "offline": "offline",
 }
-NO_VERDICTS = "Verdicts need intervals, and intervals need a second seed.\n"
+NO_VERDICTS = "Ranges need a second seed, and verdicts need six.\n"
 
 
 def draw_map(table: pd.DataFrame, names: dict[str, str]) -> Figure:
@@ -162,7 +162,7 @@ def check_rows(found: dict[str, dict[str, Claim]], names: dict[str, str]) -> lis
             row = [name, in_words(check.what, names), check.claimed]
             for reading in READINGS:
                 own = found[reading][name].checks[number]
-                row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.outcome}")
+                row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.shown}")
             rows.append(row)
     return rows
 

@@ -89,10 +89,8 @@ def claim_section(name: str, claim: Claim) -> str:
     rows = []
     for check in claim.checks:
         mean, low, high, count = check.found
-        rows.append(
-            [check.what, check.claimed, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.outcome]
-        )
-    header = ["number", "as claimed if", "mean", "95 % interval", "runs or pairs", "outcome"]
+        rows.append([check.what, check.claimed, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.shown])
+    header = ["number", "as claimed if", "mean", "range of the seeds", "seeds", "outcome"]
     return f"## {name}: {claim.verdict}\n\n{claim.text}\n\n{markdown_table(header, rows)}\n"
 
 

@@ -154,9 +154,9 @@ def claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, st
     for name, claim in found.items():
         for check in claim.checks:
             mean, low, high, count = check.found
-            value = f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count} pairs: {check.outcome}"
+            value = f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count} seeds: {check.shown}"
             rows.append([name, in_words(check.what, names), check.claimed, value])
-    return verdicts, markdown_table(["", "number", "as claimed if", "mean (95 % interval)"], rows)
+    return verdicts, markdown_table(["", "number", "as claimed if", "mean (range of the seeds)"], rows)
 
 
 def draw_bands(axes: Axes, lines: dict[str, pd.DataFrame]) -> None:

@@ -1,7 +1,8 @@
 """Tests the paper's claims C1 to C7 on the metrics of the grid.
 
-Every claim is a list of checks, each a mean over runs or pairs of runs with its bootstrap interval, against what the
-claim says of it. The checks and the margins were written down before the grid was run.
+Every claim is a list of checks, each a mean over seeds with Student's interval, against what the claim says of it. With
+fewer seeds than a verdict needs, a check only says whether every seed agrees. The checks and the margins were written
+down before the grid was run.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy
 
-from recjax.analysis.compare import Estimate, estimate, evaluations_of, final, paired_values
+from recjax.analysis.compare import evaluations_of, final, paired_seeds
+from recjax.analysis.statistics import Estimate, estimate, seed_means
 
 MARGIN = 0.05  # accuracies closer than this are alike
 KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
@@ -30,16 +33,16 @@ def fallen(table: pd.DataFrame) -> pd.Series:
 
 
 def paired_difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
-    """`first` minus `second` on one axis, paired by all other settings.
+    """`first` minus `second` on one axis, paired by all other settings; a seed counts once, with the mean of its pairs.
 
     Args:
         values: one number a run, by its settings.
         axis: the setting in which the two differ.
         where: the pairs' settings, as values by axis.
     Raises:
-        ValueError: fewer than two pairs.
+        ValueError: fewer than two seeds.
     """
-    return estimate(paired_values(values, axis, first, second, **where))
+    return estimate(paired_seeds(values, axis, first, second, **where))
 
 
 class Check(NamedTuple):
@@ -59,7 +62,7 @@ class Check(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """as claimed | contrary | undecided, by where the interval lies."""
+        """as claimed | contrary | undecided, by where the interval or the range of the seeds lies."""
         low, high = self.found.low, self.found.high
         if self.expected == "alike":
             inside, outside = -self.margin <= low and high <= self.margin, low > self.margin or high < -self.margin
@@ -68,7 +71,35 @@ class Check(NamedTuple):
         else:
             sign = 1 if self.expected == "higher" else -1
             inside, outside = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
-        return "as claimed" if inside else "contrary" if outside else "undecided"
+        if inside:
+            return "as claimed"
+        return "contrary" if outside else "undecided"
+
+    @property
+    def p_value(self) -> float:
+        """The one-sided p-value of Student's t test of the claim; for `alike` the larger one of two such tests.
+
+        It is below 0.025 if the 95 % interval is on the claimed side. It needs MIN_SEEDS seeds.
+        """
+        mean, low, high, count = self.found
+        reach = (high - low) / 2
+        if reach == 0:
+            return 0.0 if self.outcome == "as claimed" else 1.0
+        error = reach / scipy.stats.t.ppf(0.975, count - 1)
+        above = scipy.stats.t.sf((mean + self.margin * (self.expected in ("alike", "no_lower"))) / error, count - 1)
+        below = scipy.stats.t.cdf((mean - self.margin * (self.expected == "alike")) / error, count - 1)
+        if self.expected == "alike":
+            return float(max(above, below))
+        return float(below if self.expected == "lower" else above)
+
+    @property
+    def shown(self) -> str:
+        """The outcome in words; with too few seeds for a verdict, what each seed says."""
+        if not self.found.is_range:
+            return self.outcome
+        if self.outcome == "undecided":
+            return "differs by seed"
+        return f"{self.outcome} in each of {self.found.count} seeds"
 
 
 class Claim(NamedTuple):
@@ -80,11 +111,17 @@ class Claim(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Holds where every check comes out as claimed; does not hold where one comes out contrary."""
+        """Holds where every check comes out as claimed; does not hold where one comes out contrary.
+
+        If a check has fewer than MIN_SEEDS seeds, there is no verdict, and the words say whether every seed agrees.
+        """
         outcomes = {check.outcome for check in self.checks}
+        words = ["does not hold here", "holds", "not visible at this scale"]
+        if any(check.found.is_range for check in self.checks):
+            words = ["contrary in every seed", "seen in every seed", "differs by seed"]
         if "contrary" in outcomes:
-            return "does not hold here"
-        return "holds" if outcomes == {"as claimed"} else "not visible at this scale"
+            return words[0]
+        return words[1] if outcomes == {"as claimed"} else words[2]
 
 
 def compare(
@@ -102,7 +139,7 @@ def gain(table: pd.DataFrame, algorithm: str, regimes: tuple[str, ...]) -> Check
     of_runs = (ends - starts).xs(algorithm, level="algorithm")
     of_runs = of_runs[of_runs.index.get_level_values("regime").isin(regimes)]
     what = f"final accuracy − accuracy before training: {algorithm}, {', '.join(regimes)}"
-    return Check(what, "higher", MARGIN, estimate(of_runs.to_numpy()))
+    return Check(what, "higher", MARGIN, estimate(seed_means(of_runs).to_numpy()))
 
 
 def log_divergences(table: pd.DataFrame) -> pd.Series:
@@ -183,7 +220,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
 
 
 def as_json(found: dict[str, Claim]) -> dict:
-    """Claim → text, verdict, and for each check statistic, interval, number of runs and outcome; four decimals."""
+    """Claim → text, verdict, and for each check its statistic, spread, number of seeds and outcome; four decimals."""
     return {
         name: {
             "claim": claim.text,
@@ -194,8 +231,8 @@ def as_json(found: dict[str, Claim]) -> dict:
                     "expected": check.expected if check.expected != "alike" else f"within ±{check.margin:.3g}",
                     "mean": round(check.found.mean, 4),
                     "interval": [round(check.found.low, 4), round(check.found.high, 4)],
-                    "runs_or_pairs": check.found.count,
-                    "outcome": check.outcome,
+                    "seeds": check.found.count,
+                    "outcome": check.shown,
                 }
                 for check in claim.checks
             ],

@@ -1,4 +1,4 @@
-"""Trains two algorithms from one base policy with three seeds each, and compares them.
+"""Trains two algorithms from one base policy with six seeds each, as a verdict needs, and compares them.
 
     python experiments/day/verdict.py runs/day/verdict [key=value ...]
 
@@ -16,7 +16,7 @@ from recjax.training.start import train
 
 BASE = Path(__file__).parents[1] / "quickstart.yaml"
 ALGORITHMS = ("reinforce", "rec_one_side_nois")
-SEEDS = (0, 1, 2)
+SEEDS = range(6)
 
 if __name__ == "__main__":
     folder, *overrides = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""What the study has to show: checks with intervals, two figures, and docs/claims/drift.md.
+"""What the study has to show: checks with intervals or ranges, two figures, and docs/claims/drift.md.
 
 Checks and margins were written down before the grids were run, except the outcome `SAME`.
 """
@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from experiments.claims.map_page import Side, draw_cells
 from experiments.claims.markdown import markdown_table
 from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, fallen, paired_difference
-from recjax.analysis.compare import estimate, final
+from recjax.analysis.compare import final
+from recjax.analysis.statistics import estimate, holm, seed_means
 from recjax.config.yaml_values import read_yaml_file
 from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
 
@@ -55,7 +56,7 @@ BANDIT_SEEDS = 8
 NEGLIGIBLE = 0.005  # a difference whose whole interval is closer to 0 is none
 SAME = "no difference"
 BASE = ("1", "exact")  # age and engine without drift
-OLD = ("20", "50")
+ONE_SIDED = 0.025  # largest p-value of a check that holds, after Holm's correction
 
 
 class Cause(NamedTuple):
@@ -67,11 +68,13 @@ class Cause(NamedTuple):
 
 
 CAUSES = {
-    "age": Cause("age", OLD, ("exact",)),
+    "age20": Cause("age 20", ("20",), ("exact",)),
+    "age50": Cause("age 50", ("50",), ("exact",)),
     "int8": Cause("int8", ("1",), ("int8",)),
     "noise": Cause("large noise", ("1",), ("noise_large",)),
     "wrong": Cause("large noise, wrong log-probs", ("1",), ("noise_large_wrong",)),
-    "both": Cause("age and large noise", OLD, ("noise_large",)),
+    "both20": Cause("age 20 and large noise", ("20",), ("noise_large",)),
+    "both50": Cause("age 50 and large noise", ("50",), ("noise_large",)),
 }
 
 
@@ -87,9 +90,13 @@ class Question(NamedTuple):
 QUESTIONS = {
     "harm": Question("Drift costs REINFORCE accuracy.", PLAIN, None, "lower"),
     "clip": Question("A clip helps.", NARROW, PLAIN, "higher"),
-    "weight": Question("An importance weight does no harm.", "ipo", PLAIN, "no_lower"),
-    "weight_and_clip": Question("An importance weight does no harm next to a clip.", "grpo", NARROW, "no_lower"),
-    "capped": Question("A weight with a cap, without a clip, helps as much as a clip.", "tis", NARROW, "no_lower"),
+    "weight": Question("IPO (a weight and a mask) does no harm.", "ipo", PLAIN, "no_lower"),
+    "weight_and_clip": Question(
+        "GRPO (the clip, a weight, division by σ) loses nothing to the clip.", "grpo", NARROW, "no_lower"
+    ),
+    "capped": Question(
+        "TIS (a capped weight, division by σ, no clip) helps as much as the clip.", "tis", NARROW, "no_lower"
+    ),
     "centering": Question("Score centering helps.", "score_centering", PLAIN, "higher"),
     "centering_and_clip": Question(
         "Score centering helps next to a clip.", "rec_one_side_nois_centered", NARROW, "higher"
@@ -99,8 +106,11 @@ QUESTIONS = {
 }
 
 
+Found = dict[str, dict[str, Check | None]]  # the checks of a task, by question and cause
+
+
 def check(ends: pd.Series, question: Question, cause: Cause) -> Check | None:
-    """The number of a question in a cause's cells, paired by age, engine and seed; None with fewer than two pairs.
+    """The number of a question in a cause's cells, paired by engine and seed; None with fewer than two seeds.
 
     Args:
         ends: final accuracy or reward by algorithm, age, engine and seed.
@@ -109,7 +119,7 @@ def check(ends: pd.Series, question: Question, cause: Cause) -> Check | None:
     where = {"age": cause.ages, "engine": cause.engines}
     try:
         if question.second is None:
-            found = estimate(lost_by_drift(ends, question.first, cause))
+            found = estimate(seed_means(lost_by_drift(ends, question.first, cause)).to_numpy())
         else:
             found = paired_difference(ends, "algorithm", question.first, question.second, **where)
     except ValueError:
@@ -117,16 +127,16 @@ def check(ends: pd.Series, question: Question, cause: Cause) -> Check | None:
     return Check(what, question.expected, MARGIN, found)
 
 
-def lost_by_drift(ends: pd.Series, algorithm: str, cause: Cause) -> np.ndarray:
-    """A cause's cells minus the cell without drift, of one algorithm, paired by seed."""
+def lost_by_drift(ends: pd.Series, algorithm: str, cause: Cause) -> pd.Series:
+    """A cause's cells minus the cell without drift, of one algorithm, paired by seed; by cell and seed."""
     by_cell = ends.xs(algorithm, level="algorithm").unstack("seed")
     if BASE not in by_cell.index:
-        return np.array([])
+        return pd.Series(dtype=float)
     cells = [cell for cell in by_cell.index if cell[0] in cause.ages and cell[1] in cause.engines]
-    return (by_cell.loc[cells] - by_cell.loc[BASE]).stack().to_numpy()
+    return (by_cell.loc[cells] - by_cell.loc[BASE]).stack().dropna()
 
 
-def checks(ends: pd.Series) -> dict[str, dict[str, Check | None]]:
+def checks(ends: pd.Series) -> Found:
     """The check of every question and cause, by their names."""
     return {
         name: {cause: check(ends, question, cells) for cause, cells in CAUSES.items()}
@@ -134,28 +144,60 @@ def checks(ends: pd.Series) -> dict[str, dict[str, Check | None]]:
     }
 
 
-def outcome(made: Check) -> str:
-    """The check's outcome, or SAME if it is about a direction and the whole interval is within NEGLIGIBLE."""
-    is_same = max(abs(made.found.low), abs(made.found.high)) < NEGLIGIBLE
-    return SAME if is_same and made.expected in ("higher", "lower") else made.outcome
+def is_same(made: Check) -> bool:
+    """True if a check is about a direction and its whole interval or range is within NEGLIGIBLE."""
+    return max(abs(made.found.low), abs(made.found.high)) < NEGLIGIBLE and made.expected in ("higher", "lower")
 
 
-def verdict(made: Check | None) -> str:
-    """A check's outcome as the verdict of a claim."""
+def corrected(found: Found) -> set[tuple[str, str]]:
+    """The questions and causes whose checks hold after Holm's correction for all verdicts of a task."""
+    made = {
+        (question, cause): check
+        for question, by_cause in found.items()
+        for cause, check in by_cause.items()
+        if check is not None and not check.found.is_range
+    }
+    adjusted = holm([check.p_value for check in made.values()])
+    return {place for place, p_value in zip(made, adjusted, strict=True) if p_value <= ONE_SIDED}
+
+
+def chance_text(found: Found) -> str:
+    """How many verdicts of a task there are, hold, and would hold by chance; ranges have no verdicts."""
+    made = [check for by_cause in found.values() for check in by_cause.values() if check is not None]
+    tested = [check for check in made if not check.found.is_range]
+    if not tested:
+        return "Too few seeds for verdicts.\n"
+    holding = sum(check.outcome == "as claimed" for check in tested)
+    by_chance = ONE_SIDED * len(tested)
+    return (
+        f"{len(tested)} checks have verdicts. {holding} are as claimed one by one, and {len(corrected(found))} after"
+        f" Holm's correction. Without any effect, {by_chance:.1f} would be as claimed by chance.\n"
+    )
+
+
+def verdict(made: Check | None, survives: bool = True) -> str:
+    """A check's outcome as the verdict of a claim.
+
+    Args:
+        survives: False if the check does not hold after the correction for the number of verdicts.
+    """
     if made is None:
         return "not run"
-    return SAME if outcome(made) == SAME else Claim("", (), [made]).verdict
+    if is_same(made):
+        return f"{SAME} in any seed" if made.found.is_range else SAME
+    words = Claim("", (), [made]).verdict
+    return "holds alone" if words == "holds" and not survives else words
 
 
 def cell_text(made: Check | None) -> str:
-    """Mean, interval, number of pairs and outcome of a check."""
+    """Mean, spread, number of seeds and outcome of a check."""
     if made is None:
         return "not run"
     mean, low, high, count = made.found
-    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count}: {outcome(made)}"
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count}: {SAME if is_same(made) else made.shown}"
 
 
-def checks_table(found: dict[str, dict[str, Check | None]]) -> str:
+def checks_table(found: Found) -> str:
     """A row a question, a column a cause."""
     rows = []
     for name, question in QUESTIONS.items():
@@ -233,8 +275,8 @@ def draw_gradients(gradients: pd.DataFrame) -> Figure:
     return finish(figure)
 
 
-TASKS = {"bandit": "bandit", "quickstart": "addition", "smollm2": "SmolLM2"}
-SUMMARIZED = ("age", "noise", "wrong")  # causes in the table of verdicts
+TASKS = {"bandit": "bandit", "quickstart": "sums", "smollm2": "SmolLM2"}
+SUMMARIZED = ("age20", "age50", "noise", "wrong")  # causes in the table of verdicts
 COMPARED_KL = 0.05  # nats, near which the page's table compares the causes' gradients
 NOT_RUN = "Not run.\n"
 TOO_FEW = "Too few runs for a check.\n"
@@ -269,20 +311,25 @@ def all_cells(name: str) -> set[tuple[str, ...]]:
     return cells
 
 
-def has_checks(found: dict[str, dict[str, Check | None]]) -> bool:
+def has_checks(found: Found) -> bool:
     """True if a task has enough runs for at least one check."""
     return any(made is not None for by_cause in found.values() for made in by_cause.values())
 
 
-def verdicts_table(found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
+def verdicts_table(found: dict[str, Found]) -> str:
     """A row a question: the verdict of each cause on each task.
 
     Args:
         found: the checks of each task that has runs.
     """
     rows = []
+    surviving = {task: corrected(of_task) for task, of_task in found.items()}
     for name, question in QUESTIONS.items():
-        verdicts = [verdict(of_task[name][cause]) for of_task in found.values() for cause in SUMMARIZED]
+        verdicts = [
+            verdict(of_task[name][cause], (name, cause) in surviving[task])
+            for task, of_task in found.items()
+            for cause in SUMMARIZED
+        ]
         rows.append([question.text, *verdicts])
     header = [f"{TASKS[task]}: {CAUSES[cause].name}" for task in found for cause in SUMMARIZED]
     return markdown_table(["", *header], rows)
@@ -311,7 +358,7 @@ def measured_kl(table: pd.DataFrame) -> str:
     return markdown_table(["engine", *(f"age {age}" for age in AGES)], rows)
 
 
-def fill_in(text: str, ends: dict[str, pd.Series], found: dict[str, dict[str, dict[str, Check | None]]]) -> str:
+def fill_in(text: str, ends: dict[str, pd.Series], found: dict[str, Found]) -> str:
     """The text with numbers: `{{TASK QUESTION CAUSE}}` of a check, `{{TASK ALGORITHM AGE ENGINE}}` of a cell."""
 
     def check_text(place: re.Match) -> str:
@@ -351,6 +398,7 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None
             parts["maps"] += f"![{TASKS[task]}: results by age and engine for each algorithm](drift/{task}.png)\n\n"
     for task in TASKS:
         parts[f"{task}_checks"] = checks_table(found[task]) if task in compared else TOO_FEW
+        parts[f"{task}_chance"] = chance_text(found[task]) if task in compared else ""
         parts[f"{task}_cells"] = cells_table(ends[task]) if task in ends else NOT_RUN
         parts[f"{task}_runs"] = str(len(ends.get(task, ())))
         parts[f"{task}_all"] = str(len(all_cells(task)))

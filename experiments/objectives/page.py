@@ -21,7 +21,8 @@ from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, WHOLE_BATCH
 from recjax.analysis.collect import read_runs, without_other_metrics
-from recjax.analysis.compare import estimate, final
+from recjax.analysis.compare import final
+from recjax.analysis.statistics import estimate
 from recjax.plots.style import COLORS, GREY, add_legend, new_figure, save_figure
 
 FLAGS = flags.FLAGS
@@ -160,7 +161,7 @@ def toy_task_table(table: pd.DataFrame) -> str:
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     explained = (
         "Final held-out accuracy, the mean of the last three evaluations, at the learning rate 3e-4, chosen for the"
-        " paper's presets. Brackets have 95 % bootstrap intervals over three seeds. Values without brackets have one"
+        " paper's presets. Brackets have the range of three seeds. Values without brackets have one"
         " seed, which proves little. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002"
         " and the mask `second_moment`, those of `luspo` the bounds of `gspo`, and those of `kimi_k25` a tau of 0.1."
         " `p3o_cap` is P3O without its KL and with A = r − r̄. The runs of `p3o` and `mis` start from another base"

@@ -1,9 +1,8 @@
-"""Summaries of runs in one number, differences between paired runs, and their intervals and tests."""
+"""Summaries of runs in one number, and differences between paired runs."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,6 +11,7 @@ from flax.traverse_util import flatten_dict
 from pandas.api.typing import SeriesGroupBy
 
 from recjax.analysis.collect import axes_of
+from recjax.analysis.statistics import estimate, seed_means, sign_flip_p
 from recjax.config.yaml_values import read_yaml_file
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import base_policy, starts
@@ -34,28 +34,6 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
     return evaluations_of(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
-class Estimate(NamedTuple):
-    """A mean over runs, pairs of runs or problems, its 95 % percentile bootstrap interval, and the number of values."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-
-def estimate(values: np.ndarray) -> Estimate:
-    """The mean of values and its interval; with three values the interval is about as wide as their range.
-
-    Raises:
-        ValueError: fewer than two values.
-    """
-    if len(values) < 2:
-        raise ValueError(f"{len(values)} runs or pairs of runs: too few; an interval needs at least 2")
-    if np.ptp(values) == 0:
-        return Estimate(float(values[0]), float(values[0]), float(values[0]), len(values))
-    return Estimate(float(np.mean(values)), *interval(values, np.mean, len(values)), len(values))
-
-
 def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: int = RESAMPLES) -> tuple[float, float]:
     """The ends of the 95 % interval of a statistic's percentile bootstrap.
 
@@ -68,25 +46,27 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     return float(ends.low), float(ends.high)
 
 
-def sign_flip_p(differences: np.ndarray) -> float:
-    """The p-value of the two-sided sign-flip test that paired differences have mean 0.
-
-    It is exact for up to 13 differences. For more, it is from 9,999 random flips.
-    """
-    options = {"permutation_type": "samples", "n_resamples": RESAMPLES, "rng": np.random.default_rng(0)}
-    return float(scipy.stats.permutation_test((differences,), np.mean, vectorized=True, **options).pvalue)
-
-
-def in_words(differences: np.ndarray, noun: str = "pairs") -> str:
-    """The mean of paired differences, with its interval and test if there are at least two."""
+def in_words(differences: np.ndarray) -> str:
+    """The mean of differences per seed, with interval and test from MIN_SEEDS seeds on, and their range below."""
     if len(differences) < 2:
-        return f"{differences.mean():.3f}, 1 pair"
-    mean, low, high, count = estimate(differences)
-    return f"{mean:.3f} ({low:.3f} to {high:.3f}), p {sign_flip_p(differences):.2g}, {count} {noun}"
+        return f"{differences.mean():.3f}, 1 seed"
+    found = estimate(differences)
+    test = "" if found.is_range else f", p {sign_flip_p(differences):.2g}"
+    return f"{found.mean:.3f} ({found.spread}){test}"
 
 
-def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:
-    """`first` minus `second` on one axis, for every pair of runs whose other settings are equal.
+def paired_seeds(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:
+    """`first` minus `second` on one axis, one number per seed: its mean over the other settings of the pairs.
+
+    Args:
+        values: one value per run, by its settings.
+        where: the pairs' settings, as values by axis.
+    """
+    return seed_means(paired_values(values, axis, first, second, **where)).to_numpy()
+
+
+def paired_values(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> pd.Series:
+    """`first` minus `second` on one axis, for every pair of runs whose other settings are equal, by these settings.
 
     Args:
         values: one number a run, by its settings.
@@ -96,7 +76,7 @@ def paired_values(values: pd.Series, axis: str, first: str, second: str, **where
         values = values[values.index.get_level_values(name).isin(allowed)]
     by_kind = values.unstack(axis) if values.index.nlevels > 1 else values.to_frame().T
     by_kind = by_kind.reindex(columns=[first, second])
-    return (by_kind[first] - by_kind[second]).dropna().to_numpy()
+    return (by_kind[first] - by_kind[second]).dropna()
 
 
 def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
@@ -116,7 +96,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     One folder on each side is always a pair.
 
     Returns:
-        Pairs by the settings that they share, and the settings that differ between the sides, in words.
+        Pairs by the settings that they share, the seed first, and the settings that differ between the sides, in words.
     Raises:
         ValueError: no pairs, or a side has several runs with the same settings.
     """

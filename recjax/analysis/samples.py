@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from recjax.analysis.compare import estimate, interval
+from recjax.analysis.compare import interval
 
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 
@@ -169,6 +169,8 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
 
 
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:
-    without_interval = float(values.mean()), None, None, 1
-    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else without_interval
-    return {"value": value, "low": low, "high": high}
+    low = None
+    high = None
+    if len(values) > 1:
+        low, high = interval(values.astype(np.float64), np.mean, len(values))
+    return {"value": float(values.mean()), "low": low, "high": high}

@@ -33,10 +33,11 @@ def draw_curves(
     columns: str,
     metrics: Sequence[str],
     *,
+    band: Callable[[pd.DataFrame], tuple[pd.Series, pd.Series]],
     names: dict[str, str] | None = None,
     more: Sequence[Callable[[Axes], None]] = (),
 ) -> Figure:
-    """A grid of panels, a metric a row; each line is the mean over runs, its band the mean's 95 % bootstrap interval.
+    """A grid of panels, a metric a row; each line is the mean over runs, its band the spread of the runs.
 
     A single column's panels are laid out in rows of two.
 
@@ -45,6 +46,7 @@ def draw_curves(
         lines: the column of the table whose values are the lines, in the order they first appear.
         columns: the column whose values are the panels of a row.
         metrics: columns of the table; "METRIC − NAME" is a column of differences from the line NAME.
+        band: function from a metric's values, a row per run and a column per step, to the ends of the band.
         names: labels in the figure for values of `lines` or `columns`; a value without a label keeps its own name.
         more: functions that each draw another panel; only with a single column.
     """
@@ -66,12 +68,7 @@ def draw_curves(
                 if chosen.empty:
                     continue
                 values = chosen.pivot_table(metric, [*chosen.select_dtypes(exclude="number")], "step")  # a row a run
-                known = values.notna().to_numpy(float)
-                runs = len(values)
-                weights = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), 999)
-                with np.errstate(invalid="ignore"):  # a resample may have no run with this step
-                    means = (weights @ values.fillna(0.0).to_numpy()) / (weights @ known)
-                low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
+                low, high = band(values)
                 color = COLORS[index % len(COLORS)]
                 style = STYLES[index // len(COLORS) % len(STYLES)]
                 axes.fill_between(values.columns, low, high, color=color, alpha=0.15, lw=0)

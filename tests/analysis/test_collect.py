@@ -20,6 +20,7 @@ from recjax.analysis.collect import (
     read_runs,
     without_other_metrics,
 )
+from recjax.analysis.statistics import band
 from recjax.analysis.sweeps import read_sweep
 from recjax.plot import chosen_runs, titled, unfinished
 from recjax.plots.curves import draw_curves
@@ -138,7 +139,7 @@ def test_what_is_not_there_is_said(path, tmp_path):
 
 def test_curves_show_the_mean_and_the_band_of_runs(path):
     table = read_runs(path).assign(panel="all", line="both")
-    figure = draw_curves(table, "line", "panel", ["reward", "entropy"], names={"both": "Both"})
+    figure = draw_curves(table, "line", "panel", ["reward", "entropy"], band=band, names={"both": "Both"})
     rewards = figure.axes[0]
     (line,) = rewards.get_lines()
     np.testing.assert_allclose(line.get_xydata(), [[5, 16.5], [10, 44], [15, 63.25]])
@@ -164,7 +165,7 @@ def test_no_panel_cuts_a_curve_off(metric, values, shown):
     table = pd.DataFrame({"line": "a", "panel": ["low", "high"], "run": "0", "step": 5, metric: values})
     for panels in (["low", "high"], ["one", "one"]):  # in a row with one scale, and one panel
         steps = [5, 5] if panels[0] == "low" else [5, 10]
-        figure = draw_curves(table.assign(panel=panels, step=steps), "line", "panel", [metric])
+        figure = draw_curves(table.assign(panel=panels, step=steps), "line", "panel", [metric], band=band)
         low, high = figure.axes[0].get_ylim()
         assert low <= shown[0] and shown[1] <= high
         assert (low == 0) == (min(values) >= 0) and (high == 1.02) == (shown == (0, 1.02))
@@ -180,14 +181,14 @@ def test_no_panel_cuts_a_curve_off(metric, values, shown):
 )
 def test_rounding_errors_are_no_curves(metric, values, limits, words):
     table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], metric: values})
-    axes = draw_curves(table, "line", "panel", [metric]).axes[0]
+    axes = draw_curves(table, "line", "panel", [metric], band=band).axes[0]
     assert axes.get_ylim() == limits and [text.get_text() for text in axes.texts] == words
 
 
 @pytest.mark.parametrize("ratios", [(0.97, 1.02), (0.3, 1.9), (1e-5, 3.0)])
 def test_a_logarithmic_panel_has_several_ticks(ratios):
     table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], "ratio/q01": ratios})
-    axes = draw_curves(table, "line", "panel", ["ratio/q01"]).axes[0]
+    axes = draw_curves(table, "line", "panel", ["ratio/q01"], band=band).axes[0]
     low, high = axes.get_ylim()
     labels = [text for text in axes.yaxis.get_ticklabels() if low <= text.get_position()[1] <= high]
     assert len({text.get_text() for text in labels}) >= 2
@@ -200,7 +201,7 @@ def test_panels_and_lines_of_a_sweep_have_the_names_of_their_axes(path):
     assert [*dict.fromkeys(names["algorithm"])] == ["algorithm grpo", "algorithm wide"]
     table["reward − grpo"] = 0.0
     labels = dict(zip(table["algorithm"], names["algorithm"], strict=True))
-    figure = draw_curves(table, "algorithm", "learning_rate", ["reward", "reward − grpo"], names=labels)
+    figure = draw_curves(table, "algorithm", "learning_rate", ["reward", "reward − grpo"], band=band, names=labels)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["algorithm grpo", "algorithm wide"]
     assert figure.axes[1].get_ylabel().endswith("minus algorithm grpo")
 

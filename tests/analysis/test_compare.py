@@ -1,6 +1,5 @@
 """Numbers of runs, differences between them, and their intervals."""
 
-import itertools
 import json
 
 import numpy as np
@@ -12,17 +11,16 @@ from recjax.analysis.collect import COLUMNS
 from recjax.analysis.compare import (
     differing_bases,
     differing_steps,
-    estimate,
     final,
     in_words,
     minus_line,
     pair_runs,
+    paired_seeds,
     paired_values,
     problem_differences,
     resumed_changes,
-    sign_flip_p,
 )
-from recjax.compare import verdict
+from recjax.compare import plan_words, problems_verdict, verdict
 
 CURVES = {  # held-out accuracy at steps 0, 10, …, 40
     ("a", "on", "0"): [0.4, 0.5, 0.6, 0.9, 0.6],
@@ -58,52 +56,59 @@ def test_differences_are_paired_by_all_other_settings(table):
         np.mean(CURVES["a", *rest][-3:]) - np.mean(CURVES["b", *rest][-3:])
         for rest in [("on", "0"), ("on", "1"), ("off", "0")]
     ]
-    assert found.mean == pytest.approx(np.mean(pairs)) and found.count == 3
+    assert sorted(paired_values(final(table), "algorithm", "a", "b")) == pytest.approx(sorted(pairs))
+    # Seed 0 has two pairs, and counts once.
+    assert found.mean == pytest.approx(np.mean([np.mean([pairs[0], pairs[2]]), pairs[1]])) and found.count == 2
     on = paired_difference(final(table), "algorithm", "a", "b", regime=["on"])
     assert on.mean == pytest.approx(np.mean(pairs[:2])) and on.count == 2
     back = paired_difference(final(table), "algorithm", "b", "a", regime=["on"])
     assert back.mean == pytest.approx(-on.mean) and back.low == pytest.approx(-on.high, abs=1e-6)
-    with pytest.raises(ValueError, match="1 runs or pairs"):
+    with pytest.raises(ValueError, match="1 seeds: too few"):
         paired_difference(final(table), "algorithm", "a", "b", regime=["off"])
 
 
-def test_the_interval_is_that_of_every_resample():
-    values = np.array([0.1, 0.4, 0.2])
-    means = sorted(np.mean(values[list(places)]) for places in itertools.product(range(3), repeat=3))
-    found = estimate(values)
-    assert found.mean == pytest.approx(values.mean())
-    assert found.low == pytest.approx(np.quantile(means, 0.025, method="lower"), abs=1e-6)
-    assert found.high == pytest.approx(np.quantile(means, 0.975, method="higher"), abs=1e-6)
-    assert estimate(np.array([0.3, 0.3])) == (0.3, 0.3, 0.3, 2)
-
-
-def test_the_interval_covers_the_mean_as_often_as_it_says():
-    generator = np.random.default_rng(0)
-    found = [estimate(generator.normal(size=40)) for _ in range(60)]
-    assert 50 <= sum(low < 0 < high for _, low, high, _ in found) <= 60
-
-
-def test_the_sign_flip_test_counts_all_flips():
-    values = np.array([0.3, -0.1, 0.2, 0.4, 0.25])
-    means = [abs(np.mean(values * signs)) for signs in itertools.product((-1, 1), repeat=5)]
-    assert sign_flip_p(values) == pytest.approx(np.mean([mean >= values.mean() - 1e-12 for mean in means]))
-    assert sign_flip_p(np.zeros(4)) == 1 and sign_flip_p(np.full(3, 0.1)) == 0.25
-    assert sign_flip_p(np.full(40, 0.1)) < 0.001
-
-
 def test_a_verdict_says_what_the_test_shows():
-    higher = verdict("accuracy", np.array([0.1, 0.12, 0.14, 0.1, 0.11, 0.12]), "pairs", "A", "B")
-    assert higher == "B has higher accuracy than A: 0.115 (0.105 to 0.127), p 0.031, 6 pairs."
-    assert verdict("accuracy", -np.full(6, 0.1), "pairs", "A", "B").startswith("B has lower accuracy than A: -0.100")
-    few = verdict("accuracy", np.array([0.1, 0.2, 0.3]), "pairs", "A", "B")
-    assert few.startswith("No difference between A and B in accuracy is shown: 0.200") and few.endswith(
-        "3 pairs cannot give a p below 0.25, and 6 can."
+    higher = verdict("accuracy", np.array([0.1, 0.12, 0.14, 0.1, 0.11, 0.12]), "A", "B")
+    assert higher == "B has higher accuracy than A: 0.115 (0.099 to 0.131, 6 seeds), p 0.031."
+    assert verdict("accuracy", -np.full(6, 0.1), "A", "B").startswith("B has lower accuracy than A: -0.100")
+    few = verdict("accuracy, mean of the last values,", np.array([0.1, 0.2, 0.3]), "A", "B")
+    assert few == (
+        "No verdict: B minus A in accuracy, mean of the last values: 0.200 (0.100 to 0.300, range of 3 seeds)."
+        " A verdict needs 6 seeds."
     )
-    none = verdict("accuracy", np.array([0.1, -0.1] * 4), "pairs", "A", "B")
-    assert none.startswith("No difference") and none.endswith("p 1, 8 pairs.")
-    single = verdict("accuracy, mean of the last values,", np.array([0.1]), "pairs", "A", "B")
-    words = "B minus A in accuracy, mean of the last values: 0.100, 1 pair, which has no interval and no test."
-    assert single == words
+    none = verdict("accuracy", np.array([0.1, -0.1] * 4), "A", "B")
+    assert none.startswith("No difference between A and B in accuracy is shown") and none.endswith("8 seeds), p 1.")
+    single = verdict("accuracy", np.array([0.1]), "A", "B")
+    assert single == "No verdict: B minus A in accuracy: 0.100, 1 seed. A verdict needs 6 seeds."
+
+
+def test_problems_of_one_pair_speak_for_two_policies():
+    differences = np.array([0.0, 0.5, 0.5, 1.0] * 8)
+    words = problems_verdict("accuracy", differences, "A", "B")
+    assert words.startswith(
+        "B has higher accuracy than A: 0.500 (0.370 to 0.630), 32 problems. This holds for these two"
+    )
+    assert problems_verdict("accuracy", differences - 0.5, "A", "B").startswith("No difference between A and B")
+
+
+def test_a_plan_follows_from_the_pilots_spread():
+    words = plan_words(np.array([0.0, 0.1, 0.05, 0.1]), 0.05)
+    assert words.startswith(
+        "Plan: differences of 4 seeds have a standard deviation of 0.048; 10 seeds show a difference"
+    )
+    with pytest.raises(ValueError, match="--plan: the runs have one seed in common"):
+        plan_words(np.array([0.1]), 0.05)
+
+
+def test_a_seed_counts_once_with_all_its_settings(table):
+    values = paired_seeds(final(table), "algorithm", "a", "b")
+    by_seed = {
+        seed: np.mean(
+            [np.mean(CURVES["a", regime, seed][-3:]) - np.mean(CURVES["b", regime, seed][-3:]) for regime in regimes]
+        )
+        for seed, regimes in (("0", ("on", "off")), ("1", ("on",)))
+    }
+    assert sorted(values) == pytest.approx(sorted(by_seed.values()))
 
 
 def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(table):
@@ -113,7 +118,7 @@ def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(tabl
         for place, value in enumerate(values):
             expected = value - CURVES["a", regime, seed][place] if algorithm == "b" else np.nan
             np.testing.assert_allclose(found[algorithm, regime, seed, 10 * place], expected)
-    assert in_words(paired_values(final(table), "algorithm", "b", "a", regime=["off"])) == "0.200, 1 pair"
+    assert in_words(paired_values(final(table), "algorithm", "b", "a", regime=["off"]).to_numpy()) == "0.200, 1 seed"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from experiments.claims import map as claims_map
 from experiments.claims import page
 from experiments.claims.staleness import survived
 from experiments.claims.verdicts import Check, Claim
-from recjax.analysis.compare import Estimate
+from recjax.analysis.statistics import Estimate
 from recjax.analysis.sweeps import read_sweep
 
 pytestmark = pytest.mark.campaign
@@ -42,16 +42,18 @@ def test_an_outcome_is_where_the_interval_lies(expected, low, high, outcome):
 
 
 @pytest.mark.parametrize(
-    ("intervals", "verdict"),
+    ("intervals", "verdict", "range_words"),
     [
-        ([(0.1, 0.2), (0.1, 0.3)], "holds"),
-        ([(0.1, 0.2), (-0.1, 0.3)], "not visible at this scale"),
-        ([(-0.1, 0.2), (-0.3, -0.1)], "does not hold here"),
+        ([(0.1, 0.2), (0.1, 0.3)], "holds", "seen in every seed"),
+        ([(0.1, 0.2), (-0.1, 0.3)], "not visible at this scale", "differs by seed"),
+        ([(-0.1, 0.2), (-0.3, -0.1)], "does not hold here", "contrary in every seed"),
     ],
 )
-def test_a_verdict_needs_every_check(intervals, verdict):
-    checks = [Check("", "higher", 0.05, Estimate(0.0, low, high, 3)) for low, high in intervals]
-    assert Claim("", (), checks).verdict == verdict
+def test_a_verdict_needs_every_check_and_six_seeds(intervals, verdict, range_words):
+    for seeds, words in ((6, verdict), (5, range_words)):
+        checks = [Check("", "higher", 0.05, Estimate(0.0, low, high, seeds)) for low, high in intervals]
+        assert Claim("", (), checks).verdict == words
+    assert Check("", "higher", 0.05, Estimate(0.2, 0.1, 0.3, 5)).shown == "as claimed in each of 5 seeds"
 
 
 def test_an_interval_is_survived_only_if_all_smaller_ones_are():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+import scipy
 import yaml
 
 from experiments.bandit.bandit import REWARDS
@@ -211,20 +212,47 @@ def small_tables():
 
 def test_checks_tell_the_causes_apart():
     found = page.checks(page.ends_of(small_tables()["quickstart"]))
-    assert page.verdict(found["harm"]["age"]) == page.verdict(found["clip"]["age"]) == "holds"
-    assert found["clip"]["age"].found.mean == pytest.approx(0.3) and found["clip"]["age"].found.count == 2
-    assert page.verdict(found["harm"]["noise"]) == page.verdict(found["clip"]["noise"]) == "no difference"
+    assert page.verdict(found["harm"]["age20"]) == page.verdict(found["clip"]["age20"]) == "seen in every seed"
+    assert found["clip"]["age20"].found.mean == pytest.approx(0.3) and found["clip"]["age20"].found.count == 2
+    same = page.verdict(found["harm"]["noise"]), page.verdict(found["clip"]["noise"])
+    assert same == ("no difference in any seed",) * 2 and page.verdict(found["clip"]["age50"]) == "not run"
     assert page.verdict(found["weight"]["noise"]) == page.verdict(found["clip"]["wrong"]) == "not run"
     assert found["centering"] == dict.fromkeys(page.CAUSES)
+
+
+def test_verdicts_hold_after_the_correction_for_their_number():
+    generator = np.random.default_rng(0)
+    places = [*itertools.product(("reinforce", *page.QUESTIONS), ("1", "20"), ("exact",), map(str, range(8)))]
+    rows = pd.DataFrame(places, columns=["algorithm", "age", "engine", "seed"])
+    names = {"harm": "reinforce", "clip": "rec_one_side_nois", "weight": "ipo", "weight_and_clip": "grpo"}
+    rows["algorithm"] = rows["algorithm"].replace(names | {"capped": "tis", "pull": "opmd"})
+    rows = rows.drop_duplicates(["algorithm", "age", "seed"])
+    ends = rows.assign(reward=generator.normal(0, 0.1, len(rows)))
+    is_clip = (ends["algorithm"] == "rec_one_side_nois") & (ends["age"] == "20")
+    ends.loc[is_clip, "reward"] += 1.0
+    found = page.checks(ends.set_index(["algorithm", "age", "engine", "seed"])["reward"])
+    surviving = {(name, cause) for name, cause in page.corrected(found) if page.QUESTIONS[name].expected == "higher"}
+    assert surviving == {("clip", "age20")}
+    clip = found["clip"]["age20"]
+    assert (page.verdict(clip), page.verdict(clip, survives=False)) == ("holds", "holds alone")
+    old = ends[ends["age"] == "20"].pivot(index="seed", columns="algorithm", values="reward")
+    differences = (old["rec_one_side_nois"] - old["reinforce"]).to_numpy()
+    peer = scipy.stats.ttest_1samp(differences, 0, alternative="greater").pvalue
+    assert clip.p_value == pytest.approx(peer, rel=1e-6)
+    not_lower = found["weight"]["age20"]
+    differences = (old["ipo"] - old["reinforce"]).to_numpy()
+    peer = scipy.stats.ttest_1samp(differences, -page.MARGIN, alternative="greater").pvalue
+    assert not_lower.p_value == pytest.approx(peer, rel=1e-6)
+    assert " after Holm's correction. Without any effect" in page.chance_text(found)
 
 
 def test_the_page_renders_from_a_small_table(tmp_path):
     page.write_page(small_tables(), tmp_path, tmp_path)
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("drift.md", "README.md")]
     assert not any("{{" in text for text in texts)
-    assert "| A clip helps. | holds | no difference | not run |" in texts[0]
+    assert "| A clip helps. | seen in every seed | not run | no difference in any seed | not run |" in texts[0]
     assert "Not run." in texts[1] and "| exact | 20 | 0.605 (2) | – |" in texts[1]
-    assert "+0.300 (+0.300 to +0.300), 2: as claimed" in texts[1]
+    assert "+0.300 (+0.300 to +0.300), 2: as claimed in each of 2 seeds" in texts[1]
     assert {path.name for path in (tmp_path / "drift").iterdir()} == {"quickstart.png", "gradients.png"}
 
 
