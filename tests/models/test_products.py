@@ -128,8 +128,9 @@ def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeyp
 def test_products_of_many_rows_are_one_matmul_on_a_gpu(monkeypatch, platform, joins, rows, tensor, matmuls):
     joined_on(monkeypatch, "cuda", rows=rows)
     graded = jax.jit(jax.value_and_grad(lambda *given: weighed_products(*given, joins)[0], argnums=(0, 1)))
+    arrays = rows_and_kernels(jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, tensor), ("data", "tensor"))):
-        lowered = graded.trace(*rows_and_kernels(jnp.bfloat16)).lower(lowering_platforms=(platform,)).as_text()
+        lowered = graded.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("dot_general") == matmuls
 
 
