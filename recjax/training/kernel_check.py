@@ -44,7 +44,7 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     Raises:
         ValueError: the kernels' log-probs are further from exact ones than rounding explains.
     """
-    row, real = _packed_row(layout) if layout.packed else _padded_row(batch)
+    row, real = _longest_row(batch, layout)
     if not real.any():
         return False
     # A scan over layers compiles sooner.
@@ -72,24 +72,22 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     return True
 
 
-def _padded_row(batch: Batch) -> tuple[tuple[np.ndarray, ...], Bool[np.ndarray, "completions time"]]:
-    """Arrays of the prompt with the most tokens in its first two completions, and the mask of these tokens."""
+def _longest_row(batch: Batch, layout: Layout) -> tuple[tuple[np.ndarray, ...], Bool[np.ndarray, "rows time"]]:
+    """Arguments of `_row_logprobs`, and the mask of the tokens whose log-probs are compared."""
+    if layout.packed is not None:
+        *arrays, ends = (x[0] for x in layout.packed[:4])
+        longest = (ends > 0).sum(-1).argmax()
+        chosen = slice(longest, longest + 1), slice(LONGEST)
+        ends = np.minimum(ends[chosen], LONGEST)
+        return (*(x[chosen] for x in arrays), ends), ends > 0
     prompts = len(batch.prompts)
-    real = batch.real_tokens.reshape(prompts, -1, batch.completions.shape[1])[:, :2, :LONGEST]
-    prompt = real.sum((1, 2)).argmax()
-    completions = batch.completions.reshape(prompts, -1, batch.completions.shape[1])[prompt, :2, :LONGEST]
-    alone = slice(prompt, prompt + 1)
-    arrays = batch.prompts[alone, :LONGEST], batch.prompt_mask[alone, :LONGEST], completions, real[prompt]
-    return arrays, real[prompt]
-
-
-def _packed_row(layout: Layout) -> tuple[tuple[np.ndarray, ...], Bool[np.ndarray, "1 row_tokens"]]:
-    """Arrays of the packed row with the most tokens in the first micro-batch, and the mask of its tokens."""
-    *arrays, ends = (x[0] for x in layout.packed[:4])
-    row = (ends > 0).sum(-1).argmax()
-    alone = slice(row, row + 1)
-    ends = np.minimum(ends[alone, :LONGEST], LONGEST)
-    return (*(x[alone, :LONGEST] for x in arrays), ends), ends > 0
+    time = batch.completions.shape[1]
+    real = batch.real_tokens.reshape(prompts, -1, time)[:, :2, :LONGEST]
+    longest = real.sum((1, 2)).argmax()
+    real = real[longest]
+    completions = batch.completions.reshape(prompts, -1, time)[longest, :2, :LONGEST]
+    chosen = slice(longest, longest + 1), slice(LONGEST)
+    return (batch.prompts[chosen], batch.prompt_mask[chosen], completions, real), real
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "chunk", "precision"))
