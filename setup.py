@@ -1,6 +1,7 @@
 """Packaging of recjax."""
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -8,11 +9,16 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 URL = ""  # set on publication, together with repo_url in mkdocs.yml
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "recjax" / "__init__.py").read_text()).group(1)
+# The catalog imports only the standard library, which is all that an isolated build has.
+catalog = runpy.run_path(str(HERE / "recjax" / "algorithms" / "catalog.py"))
+NAMED = ("GRPO", "GSPO", "DAPO")
+MORE = len(catalog["PAPER"]) + len(catalog["FIELD"]) - len(NAMED)
 
 setup(
     name="recjax",
     version=VERSION,
-    description="Off-policy RL for language models in JAX: GRPO, GSPO, DAPO and 58 more algorithms on one equation",
+    description="Off-policy RL for language models in JAX: "
+    f"{', '.join(NAMED)} and {MORE} more algorithms on one equation",
     url=URL,
     project_urls={"Documentation": f"{URL}#documentation", "Paper": "https://arxiv.org/abs/2509.24203"} if URL else {},
     author="The recjax authors",
@@ -23,6 +29,7 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),

@@ -6,7 +6,7 @@
 Each part is a process of its own with a time limit, alone on the device; the file keeps its findings so far if it is
 stopped or fails, and the file is written after each part. A part that does not fit the budget is skipped with the
 reason. `--rehearsal` runs everything in small sizes on the CPU. The part `claims` trains in runs/ and writes its table
-next to experiments/claims, so that a later call resumes it.
+next to experiments/claims, so that a later call resumes it. `--model model.attention=cudnn_lengths` chooses a kernel.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ XLA_FLAGS = {
 NAMED = ("decoding", "first_step_quickstart", "first_step_smollm2", "shape_g", "update_wide", "update_long", "claims")
 NAMED += (
     "update_scanned",
-    "update_apart",
+    "update_kernels",
     *(f"flags_{name}" for name in XLA_FLAGS),
 )
 LEAST = 20  # seconds: a part is not started with less
@@ -70,7 +70,7 @@ def computed(name: str, seconds: float, **environment: str) -> Part:
     rehearsal = ["rehearsal"] if FLAGS.rehearsal else []
     return Part(
         seconds,
-        lambda file: ["-m", "benchmarks.accelerator_parts", name, str(file), *rehearsal],
+        lambda file: ["-m", "benchmarks.accelerator_parts", name, str(file), *rehearsal, *FLAGS.model],
         environment=environment,
     )
 
@@ -116,7 +116,9 @@ def first_steps(name: str, seconds: float, *lines: str) -> Part:
         return {kind: runs[0] for kind, runs in found.items() if runs}
 
     return Part(
-        seconds, lambda file: ["-m", "benchmarks.first_step", "--config", config, "--out", str(file), *lines], read
+        seconds,
+        lambda file: ["-m", "benchmarks.first_step", "--config", config, "--out", str(file), *lines, *FLAGS.model],
+        read,
     )
 
 
@@ -170,7 +172,7 @@ def parts() -> dict[str, Part]:
         "update_wide": computed("update_wide", 240),
         "update_long": computed("update_long", 240),
         "update_scanned": computed("update_scanned", 90),
-        "update_apart": computed("update_apart", 90),
+        "update_kernels": computed("update_kernels", 240),
         **{f"flags_{name}": computed("update_alone", 90, XLA_FLAGS=flag) for name, flag in XLA_FLAGS.items()},
         "claims": claimed(0.5 if FLAGS.rehearsal else FLAGS.minutes),
     }
@@ -271,5 +273,10 @@ if __name__ == "__main__":
     flags.DEFINE_list("only", None, f"Parts to run, in this order; default: all but {NAMED}.")
     flags.DEFINE_float("minutes", 5.0, "Minutes of the part `claims`.", lower_bound=0.5)
     flags.DEFINE_string("table", None, "Table of the part `claims`; default: the one in the repository.")
+    flags.DEFINE_multi_string(
+        "model",
+        [],
+        "A line for the config of random weights and first steps, such as model.attention=cudnn_lengths; may repeat.",
+    )
     flags.DEFINE_bool("rehearsal", False, "Small sizes on the CPU.")
     app.run(main)

@@ -21,10 +21,11 @@ from benchmarks.inputs import word_tokenizer
 from benchmarks.shapes import SMALL, Shape, Sizes
 from benchmarks.workers.protocol import Inputs
 from benchmarks.workers.recjax_worker import read_config
-from recjax.config import Config, load_config
+from recjax.config import Config, ModelConfig, load_config
+from recjax.config.yaml_values import read_scalar
 from recjax.experience.batch import Batch
 from recjax.hub.export import write_base
-from recjax.hub.policy import attention_kernel
+from recjax.hub.policy import kernel_options
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
@@ -34,6 +35,8 @@ from recjax.rollout.plan import ROUND
 from recjax.rollout.requests import Request, Sampled
 
 REHEARSAL = "rehearsal" in sys.argv[3:]
+# Lines of the block `model` for all configs and decoders here.
+MODEL_LINES = [line for line in sys.argv[3:] if line.startswith("model.")]
 TINY = Sizes(512, 64, 128, 2, 4, 2, 16)
 # Sizes of Qwen2.5 of 0.5B and of 1.5B weights, without biases.
 HALF = Shape(Sizes(151936, 896, 4864, 24, 14, 2, 64), 8, 8, 128, 257, ())
@@ -114,9 +117,11 @@ def busiest(call: Callable[[], Any], most: int = 14) -> dict:
 
 
 def decoder_of(shape: Shape, dtype: jnp.dtype) -> Decoder:
-    """The decoder of a shape, with the attention that a run takes here."""
+    """The decoder of a shape, with the kernels that a run with MODEL_LINES takes here."""
     config = DecoderConfig(*dataclasses.astuple(shape.model))
-    return Decoder(config, dtype, attention=attention_kernel("auto", config, dtype))
+    pairs = [line.removeprefix("model.").split("=") for line in MODEL_LINES]
+    model = ModelConfig(**{key: read_scalar(value) for key, value in pairs})
+    return Decoder(config, dtype, **kernel_options(model, config, dtype))
 
 
 def work(shape: Shape, precision: str, tokens: float) -> dict[str, Work]:
@@ -301,5 +306,5 @@ def config_of(shape: Shape, precision: str, folder: Path, *lines: str) -> Config
     write_base(folder / "model", config, tokenizer, (shape.model.vocabulary,))
     given = Inputs(folder, dataclasses.asdict(shape), precision, {"name": "run", "lines": []}, *(None,) * 4)
     read_config(given)
-    lines = (f"rollout.max_prompt_tokens={shape.prompt_tokens}", f"rollout.slots={shape.rows}", *lines)
+    lines = (f"rollout.max_prompt_tokens={shape.prompt_tokens}", f"rollout.slots={shape.rows}", *MODEL_LINES, *lines)
     return load_config(given.scratch / "config.yaml", list(lines))

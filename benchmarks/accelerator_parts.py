@@ -1,6 +1,6 @@
 """The parts of `python -m benchmarks.accelerator` that compute with JAX, each in a process of its own.
 
-    python -m benchmarks.accelerator_parts PART FILE.json [rehearsal]
+    python -m benchmarks.accelerator_parts PART FILE.json [rehearsal] [model.KEY=VALUE …]
 
 A part writes its findings after each one, so that a stopped part leaves its earlier findings.
 """
@@ -54,9 +54,9 @@ from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, batch_logprobs, choose_layout
 from recjax.experience.packing import TILE, RowShape, pack, row_shape
-from recjax.hub.policy import attention_kernel
-from recjax.models import products, unrolling
-from recjax.models.attention import attend, self_attention_mask
+from recjax.hub.policy import attention_kernel, kernel_options
+from recjax.models import unrolling
+from recjax.models.attention import KERNELS, attend, self_attention_mask
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
@@ -155,10 +155,24 @@ def update_scanned(shape: Shape) -> None:
     update_alone(shape)
 
 
-def update_apart(shape: Shape) -> None:
-    """The update with a matmul for each projection."""
-    products.JOIN = ()
-    update_alone(shape)
+def update_kernels(shape: Shape) -> None:
+    """The update by the kernels that a run takes, and by those that a run takes only if its config asks for them."""
+    ways = {"default": Way()}
+    for kernel in {} if REHEARSAL else fitting_kernels(shape):
+        ways[kernel] = Way(None, (f"model.attention={kernel}",))
+    if jax.default_backend() == "gpu":
+        ways["joined"] = Way(None, ("model.joined_projections=true",))
+    ways_of(shape, None, random_batch(shape), ways)
+
+
+def fitting_kernels(shape: Shape) -> list[str]:
+    """Attention kernels that run here with a shape's decoder."""
+    config = decoder_of(shape, BFLOAT16).config
+    fitting = []
+    for kernel in KERNELS:
+        with contextlib.suppress(ValueError):
+            fitting.append(attention_kernel(kernel, config, BFLOAT16))
+    return fitting
 
 
 def random_batch(shape: Shape) -> Batch:
@@ -191,7 +205,9 @@ def ways_of(shape: Shape, params: dict | None, batch: Batch, ways: dict[str, Way
         with attempt(name):
             with tempfile.TemporaryDirectory() as folder:
                 config = config_of(shape, "bfloat16", Path(folder), *way.lines)
-            decoder = decoder_of(shape, BFLOAT16).clone(remat=config.model.remat)
+            decoder = decoder_of(shape, BFLOAT16)
+            options = kernel_options(config.model, decoder.config, BFLOAT16)
+            decoder = decoder.clone(remat=config.model.remat, **options)
             recipe = recipe_of(config, decoder)
             if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 state = None
@@ -241,6 +257,7 @@ def updates(
         "peak_bytes_so_far": peak_bytes(),
         "loss": float(metrics["loss"]),
         "attention": recipe.decoder.attention,
+        "joined_projections": recipe.decoder.joined_projections,
     }
     note(**{name: results})
     with attempt(f"{name}_kernels"):
@@ -293,8 +310,8 @@ def decoding() -> None:
 def attention() -> None:
     """Milliseconds of each kernel that runs here, forward and with gradients, causal over whole rows."""
     heads, kv_heads, width, tokens = (4, 2, 16, 256) if REHEARSAL else (12, 2, 128, 16384)
-    fitting = attention_kernel("auto", decoder_of(LARGE, BFLOAT16).config, BFLOAT16)
-    kernels = {"plain", fitting}
+    kernels = fitting_kernels(LARGE)
+    over_prompts = next((kernel for kernel in ("cudnn_lengths", "splash") if kernel in kernels), "plain")
     for length in (64, 128) if REHEARSAL else (512, 1024, 2048):
         random = jax.random.split(jax.random.key(0), 3)
         rows = tokens // length
@@ -302,12 +319,12 @@ def attention() -> None:
             jax.random.normal(key, (rows, count, length, width), BFLOAT16)
             for key, count in zip(random, (heads, kv_heads, kv_heads), strict=True)
         ]
-        ids = jnp.ones((rows, length), jnp.int32)
-        for kernel in sorted(kernels):
+        ids = jnp.ones((rows, length), bool)
+        for kernel in kernels:
             with attempt(f"{kernel}_{length}"):
 
                 def mixed(queries, keys, values, kernel=kernel, ids=ids, length=length):
-                    mask = (ids > 0)[:, None, None, None, None, :] & jnp.tril(jnp.ones((length, length), bool))
+                    mask = ids[:, None, None, None, None, :] & jnp.tril(jnp.ones((length, length), bool))
                     return attend(queries, [(keys, values, mask)], width**-0.5, ids=(ids,), kernel=kernel)
 
                 forward = jax.jit(mixed)
@@ -317,7 +334,7 @@ def attention() -> None:
             through_xla = functools.partial(_through_xla, jax.nn.dot_product_attention)
             stand_in = mock.patch.object(jax.nn, "dot_product_attention", through_xla)
             with stand_in if REHEARSAL else contextlib.nullcontext():
-                shared_prompts(length, "cudnn" if REHEARSAL else fitting, heads, kv_heads, width)
+                shared_prompts(length, "cudnn_lengths" if REHEARSAL else over_prompts, heads, kv_heads, width)
 
 
 def _through_xla(dot_product_attention: Callable, *arrays: jax.Array, implementation: str, **options) -> jax.Array:
@@ -396,7 +413,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "update_wide": functools.partial(update_sizes, WIDE),
     "update_long": functools.partial(update_sizes, LONG),
     "update_scanned": functools.partial(update_scanned, WIDE),
-    "update_apart": functools.partial(update_apart, WIDE),
+    "update_kernels": functools.partial(update_kernels, WIDE),
     "update_alone": functools.partial(update_alone, WIDE),
 }
 

@@ -40,7 +40,7 @@ SYSTEMS = {
     "recjax_joined": System(
         "recjax_worker",
         None,
-        {"set": {"recjax.models.products:JOIN": ["cpu"]}},
+        {"set": {"recjax.models.products:JOIN": ["cpu"]}, "config": ["model.joined_projections=true"]},
         "recjax, projections of one input as one matmul",
     ),
     "recjax_scanned": System(

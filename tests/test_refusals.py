@@ -125,7 +125,7 @@ CASES = [
     ([*FOLLOW, "experience.group_by=metadata."], "group_by = 'metadata.': takes group, prompt, or metadata.KEY"),
     # Choices.
     ("optimizer.schedule=cosin", "optimizer.schedule = 'cosin'", "did you mean 'cosine'?"),
-    ("model.attention=flash", "model.attention = 'flash'", "auto, plain, cudnn, splash"),
+    ("model.attention=flash", "model.attention = 'flash'", "auto, plain, cudnn, cudnn_lengths, splash"),
     ("model.remat=true", "model.remat = True", "none, attention, dots, full"),
     ("model.dtype=float16", "model.dtype = 'float16'", "did you mean 'bfloat16'?"),
     ("model.lora={targets: [qeury]}", "model.lora.targets = ['qeury']", "takes some of query"),

@@ -50,7 +50,7 @@ class DrawingLearner(Learner):
 
 
 def read_config(inputs: Inputs):
-    """The run's config: the shape, and lines of config from the command."""
+    """The run's config: the shape, and lines of config from the system and from the command."""
     file, parts = inputs.scratch / "config.yaml", inputs.shape["micro_batches"]
     values = inputs.shape | {
         "folder": inputs.folder,
@@ -60,7 +60,7 @@ def read_config(inputs: Inputs):
         "micro_batch_prompts": "null" if parts == 1 else inputs.shape["prompts"] // parts,
     }
     file.write_text(CONFIG.format(reward="benchmarks.reward:vowel_share", **values))
-    lines = inputs.options["lines"]
+    lines = [*inputs.options.get("config", []), *inputs.options["lines"]]
     return load_config(file, lines), lines
 
 

@@ -47,7 +47,7 @@ Targets = Annotated[
     ),
 ]
 Remat = Literal["none", "attention", "dots", "full"]
-Attention = Literal["auto", "plain", "cudnn", "splash"]
+Attention = Literal["auto", "plain", "cudnn", "cudnn_lengths", "splash"]
 
 
 _SHOWN = "warm_start.demonstrations"
@@ -136,7 +136,13 @@ class ModelConfig(ConfigBlock):
     )
     attention: Attention = key(
         "auto",
-        "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits",
+        "Attention kernel; auto: cudnn on an NVIDIA GPU if it fits, else plain. cudnn_lengths (NVIDIA GPUs) and splash"
+        " (TPUs) also serve completions over shared prompts, but are not tested on devices",
+        may_change=True,
+    )
+    joined_projections: Bool = key(
+        False,
+        "GPUs compute the projections of an input as one matmul, from 1,024 rows on; not tested on devices",
         may_change=True,
     )
     lora: LoraConfig | None = key(None)

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config, DecoderShape
+from recjax.config import Config, DecoderShape, ModelConfig
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, stop_token_ids
 from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config
+from recjax.models.attention import MEASURED
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import put_params
+from recjax.models.products import JOIN
 from recjax.models.sampling import TokenRecord
 from recjax.models.trainable import adapted, combine, merged
 
@@ -75,14 +77,14 @@ def policy_alone(config: Config, characters: str) -> Policy:
         tokenizer = character_tokenizer(config.model.decoder.characters or characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
-    kernel = attention_kernel(config.model.attention, decoder_config, dtype)
     if config.training.expert_balance and decoder_config.experts is None:
         raise ValueError(
             f"training.expert_balance = {config.training.expert_balance}: {config.model.path or 'model.decoder'} has no"
             " experts; remove this key"
         )
-    options = {"attention": kernel, "replays_routing": config.rollout.record_routing}
-    decoder = Decoder(decoder_config, dtype, config.model.remat, **options)
+    options = kernel_options(config.model, decoder_config, dtype)
+    replays_routing = config.rollout.record_routing
+    decoder = Decoder(decoder_config, dtype, config.model.remat, replays_routing=replays_routing, **options)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     if unknown := [token for token in stop_ids if token >= decoder_config.vocab_size]:
         logger.warning(
@@ -132,6 +134,24 @@ def cpu_has_bfloat16() -> bool:
     return not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def kernel_options(
+    model: ModelConfig, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None
+) -> dict[str, str | bool]:
+    """The options of a `Decoder` that choose its kernels.
+
+    Args:
+        device: device that runs the kernels; None: the first device of this machine.
+    Raises:
+        ValueError: the device does not run what the config asks for; the message says why.
+    """
+    device = jax.devices()[0] if device is None else device
+    lowered_as = ("cuda", "rocm") if device.platform == "gpu" else (device.platform,)
+    if model.joined_projections and not {*lowered_as} & {*JOIN}:
+        raise ValueError(f"model.joined_projections = True needs a GPU; this is {device.device_kind}. Set it to false")
+    kernel = attention_kernel(model.attention, config, dtype, device)
+    return {"attention": kernel, "joined_projections": model.joined_projections}
+
+
 def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> str:
     """The kernel of recjax.models.attention for `model.attention`; resolves "auto".
 
@@ -142,19 +162,21 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
     """
     device = jax.devices()[0] if device is None else device
     is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
+    of_cudnn = [
+        (is_nvidia and float(device.compute_capability) >= 8.0, "an NVIDIA GPU of compute capability 8.0 or more"),
+        (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
+        (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
+        (config.attention_cap is None, "a model without a bound on attention scores"),
+    ]
     needs = {
         "plain": [],
-        "cudnn": [
-            (is_nvidia and float(device.compute_capability) >= 8.0, "an NVIDIA GPU of compute capability 8.0 or more"),
-            (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
-            (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
-            (config.attention_cap is None, "a model without a bound on attention scores"),
-        ],
+        "cudnn": of_cudnn,
+        "cudnn_lengths": of_cudnn,
         "splash": [(device.platform == "tpu", "a TPU"), (not config.windows, "a model without windows")],
     }
     missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
     if name == "auto":
-        return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
+        return next(kernel for kernel in MEASURED if not missing[kernel])
     if missing[name]:
         raise ValueError(
             f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind} with {dtype}"

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.placement import ROWS, dividing_axes
 
-KERNELS = ("plain", "cudnn", "splash")
+KERNELS = ("plain", "cudnn", "cudnn_lengths", "splash")
+MEASURED = ("cudnn", "plain")  # kernels that have run on a device, see docs/accelerator.md; "auto" takes no other
 ATTENTION = "attention"  # checkpoint name of the outputs of attention, and of what splash's backward pass reads
 CUDNN_FORWARD = "dot_product_attention_fwd"  # beginning of the names of the primitives of cuDNN's forward pass
 # Longest prompt, in lengths of the completions, that the kernels repeat for each completion. cuDNN computes rows of
@@ -61,9 +62,10 @@ def attend(
             one for the tokens themselves, or two for a prompt and completions. Boolean masks are of right-padded rows.
             The splash kernel reads integers as the sequences' ids, so sequences must not share tokens. None, or fewer
             than segments: the masks do not follow from them.
-        kernel: one of KERNELS, for self-attention of several tokens and for completions over a shared prompt.
+        kernel: one of KERNELS, for self-attention of several tokens. "cudnn_lengths" is "cudnn" with the lengths of
+            right-padded rows instead of a mask; it and "splash" also compute completions over a shared prompt.
             Attention over contexts and options that the kernel lacks use "plain". Results at padding are undefined.
-        is_sampling: True in a sampling loop, which needs no gradient: with "cudnn", a single token on one device then
+        is_sampling: True in a sampling loop, which needs no gradient: by cuDNN, a single token on one device then
             uses `one_token_attention`.
     Returns:
         [batch * time, heads * head_dim].
@@ -76,11 +78,12 @@ def attend(
     has_prompt = len(segments) == 2 and time > 1 and are_padded and keys.shape[2] <= LONGEST_PROMPT * time
     # Pallas compiles for no mesh and for no absent GPU.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
-    if kernel == "cudnn" and cap is None and (has_prompt or (is_whole_sequence and are_padded)):
+    has_cudnn = kernel in ("cudnn", "cudnn_lengths") and cap is None
+    if has_cudnn and kernel == "cudnn_lengths" and (has_prompt or (is_whole_sequence and are_padded)):
         mixed = _on_each_device(functools.partial(_cudnn_of_parts, scale=scale), queries, segments, ids)
-    elif kernel == "cudnn" and cap is None and is_whole_sequence:
+    elif has_cudnn and is_whole_sequence:
         mixed = cudnn_attention(queries, keys, values, scale, mask=mask.reshape(-1, 1, time, time))
-    elif is_sampling and kernel == "cudnn" and cap is None and time == 1 and one_gpu and head_dim.bit_count() == 1:
+    elif has_cudnn and is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
     elif kernel == "splash" and (has_prompt or (is_whole_sequence and follow_from_ids)):
         mixed = _on_each_device(functools.partial(_splash_of_parts, scale=scale, cap=cap), queries, segments, ids)

@@ -69,6 +69,7 @@ class Decoder(nn.Module):
         unrolled: write the layers out instead of scanning over them. Parameters are then
             `recjax.models.unrolling.unrolled_params`, and keys and values are tuples over layers.
         attention: one of recjax.models.attention.KERNELS.
+        joined_projections: see `joins` of recjax.models.products.products.
         cache_dtype: dtype of a sampler's key-value cache; None: `dtype`.
         replays_routing: sampling records the experts of each token, and scoring uses recorded experts.
     """
@@ -80,6 +81,7 @@ class Decoder(nn.Module):
     attention: str = "plain"
     cache_dtype: DTypeLike | None = None
     replays_routing: bool = False
+    joined_projections: bool = False
 
     def __call__(
         self,
@@ -233,7 +235,7 @@ class Decoder(nn.Module):
     ) -> tuple[Array, tuple]:
         """The stream after all layers, and keys and values in the form of a context's: written out, or as a scan."""
         config = self.config
-        shared = config, self.dtype, self.attention
+        shared = config, self.dtype, self.attention, self.joined_projections
         block = Block
         if self.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])

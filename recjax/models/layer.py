@@ -108,6 +108,7 @@ class Block(nn.Module):
     config: DecoderConfig
     dtype: DTypeLike
     attention: str
+    joined_projections: bool
     has_delta: bool = False
 
     @nn.compact
@@ -148,7 +149,7 @@ class Block(nn.Module):
         x = x.astype(self.dtype)
         lora = self.config.lora
         weights = {name: Projection(x.shape[-1], count, use_bias, name=name)() for name, count in features.items()}
-        outputs = products(x, [kernel for kernel, _ in weights.values()])
+        outputs = products(x, [kernel for kernel, _ in weights.values()], self.joined_projections)
         for number, (name, (_, bias)) in enumerate(weights.items()):
             y = outputs[number]
             y = checkpoint_name(y if bias is None else y + bias.astype(self.dtype), PRODUCT)
@@ -311,11 +312,12 @@ class Period(nn.Module):
     config: DecoderConfig
     dtype: DTypeLike
     attention: str
+    joined_projections: bool
     block: type[Block]
 
     @nn.compact
     def __call__(self, hidden, earlier, options, sections, write_at):
-        shared = self.config, self.dtype, self.attention
+        shared = self.config, self.dtype, self.attention, self.joined_projections
         kinds = self.config.delta.layers[: self.config.period]
         layers = [self.block(*shared, kind, name=str(number)) for number, kind in enumerate(kinds)]
         return run_layers(layers, hidden, earlier, [options] * len(layers), sections, write_at)

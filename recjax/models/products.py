@@ -17,8 +17,8 @@ PRODUCT = "product"  # checkpoint name of the projections' outputs
 # Platforms on which XLA's aᵀ b is slow in float32 and missing in bfloat16.
 WRITE_TRANSPOSED = ("cpu",)
 
-# Platforms on which matmuls of the same rows are faster as one, and the number of rows from which joining the kernels
-# costs little.
+# Platforms on which matmuls of the same rows may be faster as one, and the number of rows from which joining the
+# kernels costs little.
 JOIN = ("cuda", "rocm")
 LEAST_JOINED = 1024
 
@@ -82,17 +82,20 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
 # --- Matmuls of the same rows with several kernels.
 
 
-def products(x: Float[Array, "rows inputs"], kernels: Sequence[Array]) -> list[Float[Array, "rows ..."]]:
-    """`product` of the rows with each kernel, in the dtype of `x`; all as one matmul where that is faster.
+def products(
+    x: Float[Array, "rows inputs"], kernels: Sequence[Array], joins: bool = False
+) -> list[Float[Array, "rows ..."]]:
+    """`product` of the rows with each kernel, in the dtype of `x`.
 
     XLA on the CPU has fast bfloat16 matmuls with a float32 result; with a bfloat16 result, it computes in float32.
 
     Args:
         kernels: [inputs, units] each; `units` may differ.
+        joins: compute one matmul on platforms of JOIN, from LEAST_JOINED rows on. No device has measured it.
     """
     # Where units are split over devices, joined units would move between them.
     is_split = jax.sharding.get_abstract_mesh().shape.get("tensor", 1) > 1
-    if len(kernels) == 1 or len(x) < LEAST_JOINED or is_split:
+    if not joins or len(kernels) == 1 or len(x) < LEAST_JOINED or is_split:
         return [product("mk,kn->mn", x, kernel, x.dtype) for kernel in kernels]
     return list(_products(x, tuple(kernels)))
 

@@ -21,7 +21,7 @@ from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teach
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.chat_rendering import set_template_kwargs
-from recjax.hub.policy import Policy, attention_kernel, compute_dtype, scratch_config
+from recjax.hub.policy import Policy, compute_dtype, kernel_options, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
@@ -34,7 +34,7 @@ from recjax.planning.targets import Target
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.policies import check_teacher, teacher_decoder, with_start
+from recjax.training.policies import check_teacher, teacher_decoder, teacher_shape, with_start
 from recjax.training.sampling import prompts_of
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
@@ -183,9 +183,9 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     if older := config.task.most_older_versions(config.training.steps):
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
     if config.model.teacher not in (None, POLICY):
-        decoder = teacher_decoder(config)
-        check_teacher(config, decoder.config, model.decoder.config)
-        parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
+        shape = teacher_shape(config)
+        check_teacher(config, shape, model.decoder.config)
+        parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(model.decoder, abstract_params(shape)))
     return parts
 
 
@@ -241,8 +241,8 @@ def plan(config: Config, target: Target) -> Plan:
     if model is None or prompt_tokens is None:
         raise ValueError("; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
-    kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
-    model = model._replace(decoder=decoder.clone(attention=kernel))
+    options = kernel_options(config.model, decoder.config, decoder.dtype, target.devices[0])
+    model = model._replace(decoder=decoder.clone(**options))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
     on_mesh = {name: laid_out_by_rules(mesh, held.tree) for name, held in resident_arrays(config, model).items()}
@@ -378,7 +378,9 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
         batch,
         layout,
         context,
-        recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
+        recipe=recipe_of(config, decoder, teacher and teacher_decoder(config, plan.target.devices[0]))._replace(
+            decoder=decoder
+        ),
     )
 
 

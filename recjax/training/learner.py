@@ -20,6 +20,7 @@ from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training import schedule
 from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
+from recjax.training.kernel_check import check_kernels, has_kernels
 from recjax.training.policies import initial_policy, load_teacher, reference_params
 from recjax.training.prepare import Setup
 from recjax.training.run import State
@@ -50,6 +51,7 @@ class Learner:
     reference: dict | None = None
     teacher: Teacher | None = None
     _compiling: Future | None = None
+    _is_unchecked = False
 
     def begin(self, setup: Setup, params: dict) -> TrainState:
         """Takes the policy's parameters and reads those of other models; returns the state before the first step.
@@ -67,6 +69,7 @@ class Learner:
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
+        self._is_unchecked = has_kernels(self._recipe.decoder)
         self.frozen = in_compute_dtype(decoder, frozen, copy=False)
         needs_reference = self._recipe.algorithm.needs_reference
         if (needs_reference and not config.model.reference) or config.evaluation.initial_kl:
@@ -132,7 +135,14 @@ class Learner:
         step: int,
         proximal_logprobs: Float[Array, "batch time"] | None = None,
     ) -> tuple[TrainState, dict, TokenResults]:
-        """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        """One optimizer step; see `update.update`. The device may still compute it after the call returns.
+
+        Raises:
+            ValueError: before the first step, see `check_kernels`.
+        """
+        if self._is_unchecked:
+            params = combine(trained.params, self.frozen)
+            self._is_unchecked = not check_kernels(self._recipe.decoder, params, batch, layout, self._recipe.chunk)
         if self._compiling is not None:
             wait([self._compiling])  # or this thread would compile the same program; it meets the same errors
             self._compiling = None

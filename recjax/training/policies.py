@@ -24,7 +24,7 @@ from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
 from recjax.hub.model_card import model_card
-from recjax.hub.policy import Policy, Teacher, attention_kernel, compute_dtype, load_params, policy_alone
+from recjax.hub.policy import Policy, Teacher, compute_dtype, kernel_options, load_params, policy_alone
 from recjax.hub.tokenizers import listed_eos, model_folder, stop_token_ids
 from recjax.hub.weights import adapter_fields, load_adapter, read_config
 from recjax.models.decoder import Decoder, abstract_params
@@ -347,15 +347,19 @@ def reference_params(config: Config, policy: Policy) -> dict:
     return in_compute_dtype(policy.decoder, params, copy=False)
 
 
-def teacher_decoder(config: Config) -> Decoder:
-    """The decoder of `model.teacher`, a run or a model; reads no parameters."""
+def teacher_shape(config: Config) -> DecoderConfig:
+    """The shape of `model.teacher`, a run or a model; reads no parameters."""
     run, step = split_step(Path(config.model.teacher))
     if _is_run(run, step):
-        shape = _initial(run_config(run), False)[0].decoder.config
-    else:
-        shape = read_config(model_folder(config.model.teacher, ("config.json",)))
+        return _initial(run_config(run), False)[0].decoder.config
+    return read_config(model_folder(config.model.teacher, ("config.json",)))
+
+
+def teacher_decoder(config: Config, device: jax.Device | None = None) -> Decoder:
+    """The decoder of `model.teacher`; `device` is that of `kernel_options`."""
+    shape = teacher_shape(config)
     dtype = compute_dtype(config.model.dtype)
-    return Decoder(shape, dtype, attention=attention_kernel(config.model.attention, shape, dtype))
+    return Decoder(shape, dtype, **kernel_options(config.model, shape, dtype, device))
 
 
 def load_teacher(config: Config, policy: Policy) -> Teacher | None:

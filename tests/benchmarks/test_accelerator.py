@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 # In a rehearsal the other parts repeat one of these, as the next test says.
 REHEARSED = ["device", "gpu_tests", "parity", "half_billion", "half_billion_packed", "decode_graphs", "torch_a"]
 REHEARSED += ["slots", "decoding", "attention", "prediction", "quickstart", "first_step_quickstart", "update_wide"]
+REHEARSED += ["update_kernels"]
 REPEATED = {f"one_and_a_half_billion{way}": f"half_billion{way}" for way in ("", "_packed")}
 REPEATED |= dict.fromkeys(("shape_b", "shape_c", "shape_d"), "shape_a") | dict.fromkeys(
     ("torch_c", "torch_d"), "torch_a"
@@ -37,7 +38,8 @@ def begun(command, **options):
 @pytest.mark.campaign
 def test_a_rehearsal_finds_something_in_every_part_and_says_what_it_skipped(tmp_path, monkeypatch):
     out = tmp_path / "rehearsal.json"
-    asked = types.SimpleNamespace(rehearsal=True, budget=3000.0, only=REHEARSED, out=str(out), table=None, minutes=5.0)
+    asked = {"rehearsal": True, "budget": 3000.0, "only": REHEARSED, "out": str(out), "table": None, "minutes": 5.0}
+    asked = types.SimpleNamespace(**asked, model=["model.attention=plain", "model.joined_projections=false"])
     monkeypatch.setattr(accelerator, "FLAGS", asked)
     monkeypatch.setattr(accelerator, "subprocess", types.SimpleNamespace(**vars(subprocess) | {"Popen": begun}))
     accelerator.main([])
@@ -58,7 +60,7 @@ def test_a_rehearsal_finds_something_in_every_part_and_says_what_it_skipped(tmp_
 def test_a_rehearsal_of_the_other_parts_would_repeat_these(monkeypatch):
     from benchmarks.accelerator_parts import PARTS
 
-    monkeypatch.setattr(accelerator, "FLAGS", types.SimpleNamespace(rehearsal=True, table=None, minutes=5.0))
+    monkeypatch.setattr(accelerator, "FLAGS", types.SimpleNamespace(rehearsal=True, table=None, minutes=5.0, model=[]))
     everything = accelerator.parts()
     assert everything.keys() == {*REHEARSED, *REPEATED, *ELSEWHERE}
     for name, other in REPEATED.items():

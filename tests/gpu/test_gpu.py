@@ -51,9 +51,12 @@ def batch():
     return made._replace(behavior_logprobs=np.full(made.completions.shape, -9.0, np.float32))
 
 
-def update_options(dtype, kernel, chunk=256):
+CUDNN = ["cudnn", "cudnn_lengths"]
+
+
+def update_options(dtype, kernel, chunk=256, joined_projections=False):
     overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}
-    decoder = Decoder(CONFIG, dtype, "full", attention=kernel)
+    decoder = Decoder(CONFIG, dtype, "full", attention=kernel, joined_projections=joined_projections)
     return {"recipe": Recipe(decoder, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(), chunk)}
 
 
@@ -74,7 +77,8 @@ def test_auto_means_bfloat16_and_cudnn(gpu):
 
 @pytest.mark.parametrize("are_packed", [True, False])
 @pytest.mark.parametrize("time", [256, 333])
-def test_cudnn_attention_is_the_plain_one(gpu, time, are_packed):
+@pytest.mark.parametrize("cudnn", CUDNN)
+def test_cudnn_attention_is_the_plain_one(gpu, cudnn, time, are_packed):
     random = np.random.default_rng(0)
     shapes = [(3, 4, time, 64), (3, 2, time, 64), (3, 2, time, 64)]
     arrays = [jnp.array(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
@@ -95,7 +99,7 @@ def test_cudnn_attention_is_the_plain_one(gpu, time, are_packed):
 
         return jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
 
-    (_, by_cudnn), gradients = mixed_and_gradients(arrays, "cudnn")
+    (_, by_cudnn), gradients = mixed_and_gradients(arrays, cudnn)
     (_, plain), expected = mixed_and_gradients([x.astype(jnp.float32) for x in arrays], "plain")
     np.testing.assert_allclose(by_cudnn, plain, atol=0.03)
     for one, other in zip(gradients, expected, strict=True):
@@ -129,7 +133,7 @@ def test_cudnn_attention_over_a_shared_prompt_is_the_plain_one(gpu, prompt_time,
 
         return jax.value_and_grad(total, has_aux=True)(arrays)
 
-    (_, by_cudnn), gradients = mixed_and_gradients(arrays, "cudnn")
+    (_, by_cudnn), gradients = mixed_and_gradients(arrays, "cudnn_lengths")
     exact = [jnp.where(real, x, 0).astype(jnp.float32) for x, real in zip(arrays, reals, strict=True)]
     (_, plain), expected = mixed_and_gradients(exact, "plain")
     np.testing.assert_allclose(by_cudnn, jnp.where(masks[1].reshape(-1, 1), plain, 0.0), atol=0.03)
@@ -137,7 +141,7 @@ def test_cudnn_attention_over_a_shared_prompt_is_the_plain_one(gpu, prompt_time,
         one = one.astype(jnp.float32)
         assert np.isfinite(one).all()
         np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max())
-    text = mixed_and_gradients.lower(arrays, "cudnn").compile().as_text()
+    text = mixed_and_gradients.lower(arrays, "cudnn_lengths").compile().as_text()
     assert "__cudnn$fmhaSoftmaxBackward" in text and "fmhaScaleBias" not in text
 
 
@@ -162,38 +166,44 @@ def test_slots_get_the_tokens_of_a_round_as_on_a_cpu(gpu):
         np.testing.assert_array_equal(one, other)
 
 
-def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu):
-    _, half, _ = update(*update_arguments(), **update_options(HALF, "cudnn"))
+@pytest.mark.parametrize("joined_projections", [False, True])
+@pytest.mark.parametrize("kernel", CUDNN)
+def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu, kernel, joined_projections):
+    options = update_options(HALF, kernel, joined_projections=joined_projections)
+    _, half, _ = update(*update_arguments(), **options)
     _, single, _ = update(*update_arguments(), **update_options(jnp.dtype("float32"), "plain"))
     for name in ("loss", "gradient_norm", "entropy"):
         np.testing.assert_allclose(half[name], single[name], rtol=0.05, atol=1e-3)
 
 
-def test_the_state_is_updated_in_its_own_memory(gpu):
+@pytest.mark.parametrize("kernel", CUDNN)
+def test_the_state_is_updated_in_its_own_memory(gpu, kernel):
     arguments = update_arguments()
     leaves = jax.tree.leaves(arguments[0])
     size = sum(leaf.nbytes for leaf in leaves)
-    compiled = update.lower(*arguments, **update_options(HALF, "cudnn")).compile()
+    compiled = update.lower(*arguments, **update_options(HALF, kernel)).compile()
     # Scalars need not be aliased.
     assert size - 64 <= compiled.memory_analysis().alias_size_in_bytes <= size
-    jax.block_until_ready(update(*arguments, **update_options(HALF, "cudnn")))
+    jax.block_until_ready(update(*arguments, **update_options(HALF, kernel)))
     assert all(leaf.is_deleted() for leaf in leaves if leaf.size > 1)
 
 
-def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gpu):
+@pytest.mark.parametrize("kernel", CUDNN)
+def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gpu, kernel):
     def temporary(**options):
         compiled = update.lower(*update_arguments(), **update_options(HALF, **options)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    cudnn = temporary(kernel="cudnn")
+    cudnn = temporary(kernel=kernel)
     everything = SHAPE.rows * SHAPE.tokens
-    assert temporary(kernel="cudnn", chunk=everything) > cudnn + (everything - 256) * CONFIG.vocab_size * 4
+    assert temporary(kernel=kernel, chunk=everything) > cudnn + (everything - 256) * CONFIG.vocab_size * 4
     # Float32 scores of one layer, forwards alone.
     assert temporary(kernel="plain") > cudnn + SHAPE.rows * CONFIG.num_heads * SHAPE.tokens**2 * 4
 
 
-def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu):
-    decoder = Decoder(CONFIG, HALF, attention="cudnn")
+@pytest.mark.parametrize("kernel", CUDNN)
+def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu, kernel):
+    decoder = Decoder(CONFIG, HALF, attention=kernel)
     prompts, mask = batch().prompts, batch().prompt_mask
     options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}
     drawn = engine_completions(decoder, params(), prompts, mask, jax.random.key(1), **options)

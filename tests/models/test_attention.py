@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.hub.policy import attention_kernel
+from recjax.config import ModelConfig
+from recjax.hub.policy import attention_kernel, kernel_options
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
 from recjax.models.decoder import REMAT, Decoder, Tokens, init_params
@@ -62,6 +63,8 @@ def kernel_mask(ids, window=None):
     return mask if window is None else mask & (np.subtract.outer(np.arange(TIME), np.arange(TIME)) < window)
 
 
+OVER_PROMPTS = ("cudnn_lengths", "splash")  # kernels for completions over a shared prompt
+
 CASES = {
     "padding, one kv head": dict(ids=MASK, kv_heads=1),
     "segments, ungrouped": dict(ids=IDS, kv_heads=4),
@@ -82,9 +85,9 @@ def kernels_here(monkeypatch):
     dot_product_attention = jax.nn.dot_product_attention
 
     def cudnn(*arguments, implementation, **options):
-        ran.append(implementation)
         by_lengths = options["query_seq_lengths"] is not None and options["key_value_seq_lengths"] is not None
         assert options["is_causal"] and by_lengths == (options["mask"] is None), "a mask, which is a bias, or lengths"
+        ran.append(f"{implementation}_lengths" if by_lengths else implementation)
         mixed = dot_product_attention(*arguments, implementation="xla", **options)
         lengths = options["query_seq_lengths"]
         # A kernel may leave anything at padding.
@@ -119,8 +122,9 @@ def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
     np.testing.assert_allclose(mixed, by_definition(*arrays, allowed(ids, window), scale, cap)[real], atol=2e-5)
     for one, other in zip(gradients, mixed_and_gradients(arrays, "plain")[1], strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
-    left_to_plain = {"splash": window, "cudnn": cap, "plain": True}[kernel]
-    assert set(kernels_here) == (set() if left_to_plain else {kernel})
+    left_to_plain = {"splash": window, "cudnn": cap, "cudnn_lengths": cap, "plain": True}[kernel]
+    takes = "cudnn" if kernel == "cudnn_lengths" and (window or ids.dtype != bool) else kernel
+    assert set(kernels_here) == (set() if left_to_plain else {takes})
 
 
 PROMPT_TIME = 5
@@ -160,7 +164,7 @@ def mixed_over_prompts(kernel):
     return jax.jit(lambda arrays: (mixed(*arrays), gradients(arrays), over_prompts(*arrays, kernel=kernel)))
 
 
-@pytest.mark.parametrize("kernel", slow_except(KERNELS, "plain", "cudnn"))
+@pytest.mark.parametrize("kernel", slow_except(("plain", *OVER_PROMPTS), "plain", "cudnn_lengths"))
 def test_completions_over_a_shared_prompt_are_attention_by_definition(kernels_here, kernel):
     by_kernel = mixed_over_prompts(kernel)
     arrays, masks = shared_prompts()
@@ -184,7 +188,7 @@ def test_completions_over_a_shared_prompt_are_attention_by_definition(kernels_he
         assert not np.where(mask[:, None, :, None], 0.0, one).any()
 
 
-@pytest.mark.parametrize("kernel", slow_except(KERNELS[1:], "cudnn"))
+@pytest.mark.parametrize("kernel", slow_except(OVER_PROMPTS, "cudnn_lengths"))
 def test_nothing_in_padding_of_a_row_matters_to_a_kernel(kernels_here, kernel):
     arrays = inputs()
     ids = jnp.asarray(MASK & (np.arange(BATCH) != 1)[:, None])  # a row without any token
@@ -210,33 +214,35 @@ TAKEN = {  # options, and whether completions over a prompt then take the kernel
     "sequences' ids": ({"is_packed": True}, False),
     "masks that ids do not determine": ({"ids": None}, False),
     "a context before the prompt": ({"ids": (jnp.asarray(OWN_MASK),)}, False),
-    "a bound on scores": ({"cap": 2.0}, {"cudnn": False, "splash": True}),
+    "a bound on scores": ({"cap": 2.0}, {"cudnn_lengths": False, "splash": True}),
 }
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
 def test_completions_over_a_prompt_take_a_kernel_that_fits(monkeypatch, kernel):
     ran = []
-    for name in ("plain_attention", "cudnn_attention", "splash_attention"):
+    names = {name: f"{name.removesuffix('_lengths')}_attention" for name in KERNELS}
+    for name in names.values():
         monkeypatch.setattr(attention, name, lambda queries, *_, name=name, **__: ran.append(name) or queries)
     arrays, _ = shared_prompts()
     for case, (options, expected) in TAKEN.items():
         jax.eval_shape(functools.partial(over_prompts, kernel=kernel, **options), *arrays)
-        takes_it = expected if isinstance(expected, bool) else expected[kernel]
-        assert ran.pop() == f"{kernel if takes_it else 'plain'}_attention", case
+        takes_it = kernel in OVER_PROMPTS and (expected if isinstance(expected, bool) else expected[kernel])
+        assert ran.pop() == (names[kernel] if takes_it else names["plain"]), case
     # A prompt of four lengths of the completions is the longest; a completion of one token is plain.
-    for prompt_time, time, name in ((12, 3, kernel), (13, 3, "plain"), (1, 1, "plain")):
+    longest = kernel if kernel in OVER_PROMPTS else "plain"
+    for prompt_time, time, name in ((12, 3, longest), (13, 3, "plain"), (1, 1, "plain")):
         (queries, *own), (_, *prompt) = inputs(batch=4, time=time), inputs(batch=2, time=prompt_time)
         ids = tuple(jnp.ones(shape, bool) for shape in ((2, prompt_time), (4, time)))
         segments = [(*prompt, ids[0][:, None, None, None, None, :]), (*own, self_attention_mask(ids[1]))]
         jax.eval_shape(lambda x, given=segments, of=ids: attend(x, given, 0.5, ids=of, kernel=kernel), queries)
-        assert ran.pop() == f"{name}_attention", (prompt_time, time)
+        assert ran.pop() == names[name], (prompt_time, time)
     # A layer with a window is plain over a prompt, and by cuDNN reads a mask in the prompt itself.
     decoder = Decoder(DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=(2, None)), attention=kernel)
     params = init_params(decoder.config, jax.random.key(0))
     ran.clear()
     jax.eval_shape(functools.partial(completions_of, decoder), params)
-    assert set(ran) == {"plain_attention"} | ({"cudnn_attention"} if kernel == "cudnn" else set())
+    assert set(ran) == {names["plain"]} | ({names["cudnn"]} if kernel != "splash" else set())
 
 
 def completions_of(decoder, params):
@@ -248,7 +254,7 @@ def completions_of(decoder, params):
     return jnp.where(OWN_MASK, logprobs, 0.0)
 
 
-@pytest.mark.parametrize("kernel", slow_except(KERNELS[1:], "cudnn"))
+@pytest.mark.parametrize("kernel", slow_except(OVER_PROMPTS, "cudnn_lengths"))
 @pytest.mark.parametrize("remat", slow_except(["attention", "none"], "attention"))
 def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_here, monkeypatch, kernel, remat):
     config = DecoderConfig(11, 16, 32, 2, 4, 2, 8)
@@ -331,10 +337,10 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS[1:])
+@pytest.mark.parametrize("kernel", OVER_PROMPTS)
 def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here, monkeypatch, kernel):
     parts = []
-    name = f"{kernel}_attention"
+    name = f"{kernel.removesuffix('_lengths')}_attention"
     run = getattr(attention, name)
     shape_of = lambda queries, keys, *_, **__: parts.append((len(queries), keys.shape[1]))  # noqa: E731
     monkeypatch.setattr(attention, name, lambda *given, **options: (shape_of(*given), run(*given, **options))[1])
@@ -389,17 +395,30 @@ HALF, SINGLE = jnp.dtype("bfloat16"), jnp.dtype("float32")
         (H100, dataclasses.replace(LLAMA, head_dim=256), HALF, "plain"),
         (device("gpu", "AMD Instinct MI300X"), LLAMA, HALF, "plain"),
         (device("gpu", "NVIDIA T4", "7.5"), LLAMA, HALF, "plain"),
-        (TPU, LLAMA, SINGLE, "splash"),
+        (TPU, LLAMA, SINGLE, "plain"),
         (TPU, GEMMA, HALF, "plain"),
         (CPU, LLAMA, SINGLE, "plain"),
     ],
 )
-def test_auto_is_the_devices_kernel_where_it_fits(on, config, dtype, kernel):
+def test_auto_is_a_measured_kernel_that_fits(on, config, dtype, kernel):
     assert attention_kernel("auto", config, dtype, on) == kernel
-    assert attention_kernel(kernel, config, dtype, on) == kernel
-    for other in {*KERNELS} - {kernel, "plain"}:
+    fitting = {"plain", kernel}
+    fitting |= {"cudnn_lengths"} if kernel == "cudnn" else set()
+    fitting |= {"splash"} if on is TPU and not config.windows else set()
+    for name in fitting:
+        assert attention_kernel(name, config, dtype, on) == name
+    for other in {*KERNELS} - fitting:
         with pytest.raises(ValueError, match=f"model.attention = '{other}' needs .*; this is {on.device_kind}"):
             attention_kernel(other, config, dtype, on)
+
+
+def test_joined_projections_need_a_gpu_and_a_key():
+    options = ModelConfig(joined_projections=True), LLAMA, SINGLE
+    assert kernel_options(*options, H100) == {"attention": "plain", "joined_projections": True}
+    assert not kernel_options(ModelConfig(), LLAMA, HALF, H100)["joined_projections"]
+    for on in (CPU, TPU):
+        with pytest.raises(ValueError, match=f"joined_projections = True needs a GPU; this is {on.device_kind}"):
+            kernel_options(*options, on)
 
 
 def lowered(kernel, platform, dtype=jnp.bfloat16):
@@ -438,9 +457,9 @@ def lowered_update(platform, **options):
     return gradient.trace(params).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_cudnn_has_no_scores_of_a_shared_prompt_in_memory(monkeypatch):
+def test_cudnn_lengths_holds_no_scores_of_a_shared_prompt(monkeypatch):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
-    text = lowered_update("cuda", attention="cudnn")
+    text = lowered_update("cuda", attention="cudnn_lengths")
     assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
     assert "fmhaScaleBias" not in text and "PADDING_CAUSAL" in text
     rows = PROMPT_TIME + TIME - 1  # the last token predicts none
@@ -451,6 +470,9 @@ def test_cudnn_has_no_scores_of_a_shared_prompt_in_memory(monkeypatch):
     assert not [shape for shape in shapes if len(shape) >= 3 and shape[-2:] in scores]
     plain = lowered_update("cuda", attention="plain")
     assert f"x{TIME - 1}x{PROMPT_TIME}xf32>" in plain
+    measured = lowered_update("cuda", attention="cudnn")
+    assert measured.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1, "the prompts'"
+    assert f"x{TIME - 1}x{PROMPT_TIME}xf32>" in measured and "PADDING_CAUSAL" not in measured
 
 
 @pytest.mark.parametrize("unrolled", slow_except([False, True], False))
@@ -458,7 +480,7 @@ def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     kernels, products = {}, {}
     for remat in REMAT:
-        text = lowered_update("cuda", attention="cudnn", remat=remat, unrolled=unrolled)
+        text = lowered_update("cuda", attention="cudnn_lengths", remat=remat, unrolled=unrolled)
         kernels[remat] = text.count("@__cudnn$fmhaSoftmax(")
         products[remat] = lowered_update("cpu", remat=remat, unrolled=unrolled).count("dot_general")
     layers = 3 if unrolled else 1

@@ -82,8 +82,8 @@ def rows_and_kernels(dtype, of_weights=jnp.float32):
     return x, [jax.random.normal(key, (700, units)).astype(of_weights) for key, units in zip(keys, UNITS, strict=True)]
 
 
-def weighed_products(x, kernels):
-    outputs = products(x, kernels)
+def weighed_products(x, kernels, joins=True):
+    outputs = products(x, kernels, joins)
     return sum(jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in outputs), outputs
 
 
@@ -115,21 +115,29 @@ def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("platform", "rows", "tensor", "matmuls"),
-    [("cuda", 5, 1, 3), ("cuda", 6, 1, 9), ("cuda", 5, 2, 9), ("cpu", 5, 1, 9), ("tpu", 5, 1, 9)],
+    ("platform", "joins", "rows", "tensor", "matmuls"),
+    [
+        ("cuda", True, 5, 1, 3),
+        ("cuda", False, 5, 1, 9),
+        ("cuda", True, 6, 1, 9),
+        ("cuda", True, 5, 2, 9),
+        ("cpu", True, 5, 1, 9),
+        ("tpu", True, 5, 1, 9),
+    ],
 )
-def test_products_of_many_rows_are_one_matmul_on_a_gpu(monkeypatch, platform, rows, tensor, matmuls):
+def test_products_of_many_rows_are_one_matmul_on_a_gpu(monkeypatch, platform, joins, rows, tensor, matmuls):
     joined_on(monkeypatch, "cuda", rows=rows)
-    graded = jax.jit(jax.value_and_grad(lambda *given: weighed_products(*given)[0], argnums=(0, 1)))
+    graded = jax.jit(jax.value_and_grad(lambda *given: weighed_products(*given, joins)[0], argnums=(0, 1)))
+    arrays = rows_and_kernels(jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, tensor), ("data", "tensor"))):
-        lowered = graded.trace(*rows_and_kernels(jnp.bfloat16)).lower(lowering_platforms=(platform,)).as_text()
+        lowered = graded.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("dot_general") == matmuls
 
 
 def test_joined_kernels_are_not_kept_for_the_backward_pass(monkeypatch):
     joined_on(monkeypatch, "cpu")
     x, kernels = rows_and_kernels(jnp.bfloat16)
-    _, backward = jax.vjp(products, x, kernels)
+    _, backward = jax.vjp(lambda x, kernels: products(x, kernels, True), x, kernels)
     assert sorted(leaf.size for leaf in jax.tree.leaves(backward)) == sorted([x.size, *(k.size for k in kernels)])
 
 
@@ -137,7 +145,7 @@ def test_joined_kernels_are_not_kept_for_the_backward_pass(monkeypatch):
 def test_a_decoder_has_the_gradients_of_products_apart(monkeypatch, unrolled):
     lora = Lora(2, 1.0, ("query", "up"))
     config = DecoderConfig(16, 8, 12, 2, 2, 1, 4, qkv_bias=True, lora=lora)
-    decoder = Decoder(config, unrolled=unrolled)
+    decoder = Decoder(config, unrolled=unrolled, joined_projections=True)
     params = jax.tree.map(lambda leaf: leaf + 0.1, init_params(config, jax.random.key(0)))  # no bias or adapter is 0
     tokens = jnp.arange(6).reshape(2, 3)
     positions = jnp.arange(3) + jnp.zeros_like(tokens)

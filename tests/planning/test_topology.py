@@ -1,6 +1,7 @@
 """Topologies by name: what is known, what is refused, what the TPU's compiler says of them."""
 
 import importlib.util
+import re
 
 import jax
 import pytest
@@ -131,5 +132,8 @@ def test_every_slice_has_a_device_a_chip_and_a_program_too_large_is_told_the_mem
         target = load_target(f"{generation}:{chip.slices[0]}")
         where = jax.sharding.SingleDeviceSharding(target.devices[0])
         large = jax.ShapeDtypeStruct((int(target.memory // 8 + GIB // 8), 8), "int8", sharding=where)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{ACCELERATORS[chip.accelerator].usable}G"):
+        with pytest.raises(jax.errors.JaxRuntimeError) as refused:
             jax.jit(lambda x: x + 1).lower(large).compile()
+        stated = re.search(r"([\d.]+)G hbm|available HBM \(([\d.]+)G\)", str(refused.value))
+        # Versions of libtpu differ by 0.01.
+        assert float(stated[1] or stated[2]) == pytest.approx(ACCELERATORS[chip.accelerator].usable, abs=0.02)

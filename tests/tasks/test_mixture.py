@@ -1,5 +1,6 @@
 """Mixtures of tasks, curricula and kept problems: what a batch has, who grades it, and what is refused."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -192,6 +193,13 @@ async def raises_in_messages(completions, **columns):
     return [1 / (len(one[0]["content"]) - 1) for one in completions]
 
 
+def raises_after_another(completions, **columns):
+    for text in completions:
+        with contextlib.suppress(ValueError):
+            int(text)
+    return [1 / (len(text) - 1) for text in completions]
+
+
 def reward_of(function):
     return Reward(f"{__name__}:{function.__name__}", function, False, {}, answer="label")
 
@@ -202,7 +210,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "rows"), [(raises, ROWS), (raises_in_messages, ROWS[1:])])
+@pytest.mark.parametrize(
+    ("function", "rows"), [(raises, ROWS), (raises_in_messages, ROWS[1:]), (raises_after_another, ROWS)]
+)
 def test_a_raising_reward_names_the_completion(function, rows):
     with pytest.raises(
         ValueError, match="while it graded completion 'x' .*, id '000001/00001', of the prompt 'second'"

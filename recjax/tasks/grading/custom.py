@@ -1,12 +1,17 @@
 """Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
 
 import asyncio
+import contextvars
+import dataclasses
+import functools
 import inspect
 import itertools
 import logging
 import math
+import sys
 import time
 import traceback
+import types
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -208,22 +213,68 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
 def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
     """The result of a function; an error names the function and the completion."""
     lists, named = _arguments(reward, rows)
+    passed = named.get("completions", ())
+    _notes_raises()
+    noted = _Noted({id(completion) for completion in (*passed, *(row.completion for row in rows))})
+    token = _noted.set(noted)
     try:
         return _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
-        row_index = _graded_row(error, rows, named.get("completions", ()))
+        row_index = _graded_row(error, rows, passed, noted)
         first = f"in a batch of {len(rows)} completions, of which the first is "
         where = "while it graded " if row_index is not None else first
         raise ValueError(
             f"reward function {reward.name} failed with {described(error)}\n"
             f"  {where}{_described_row(rows, row_index or 0)}"
         ) from error
+    finally:
+        _noted.reset(token)
 
 
 def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
     """Runs in a worker that holds the reward's function: `custom_parts` as plain values."""
     parts = custom_parts(reward._replace(function=Workers.held), rows)
     return {name: values.tolist() for name, values in parts.items()}
+
+
+@dataclasses.dataclass
+class _Noted:
+    """The last error that passed a frame with a variable that held a completion, and that frame's variables, by id."""
+
+    completions: set[int]
+    error: BaseException | None = None
+    held: set[int] = dataclasses.field(default_factory=set)
+
+
+_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("noted", default=None)  # also in the event loop
+
+
+@functools.cache  # once in a process, because changing the events changes all code that Python has compiled
+def _notes_raises() -> None:
+    """Makes Python note variables when a function raises, from Python 3.12 on.
+
+    There, a comprehension is no frame of its own, and the function has lost its variables when the error arrives here.
+    """
+    monitoring = getattr(sys, "monitoring", None)
+    free = [number for number in (4, 3) if monitoring and monitoring.get_tool(number) is None]  # the others have names
+    if free:
+        monitoring.use_tool_id(free[0], "recjax")
+        monitoring.register_callback(free[0], monitoring.events.RAISE, _note_variables)
+        monitoring.set_events(free[0], monitoring.events.RAISE)
+
+
+def _note_variables(code: types.CodeType, offset: int, error: BaseException) -> None:
+    """Python calls it in each frame that an error passes, the innermost first."""
+    noted = _noted.get()
+    if noted is None or noted.error is error:
+        return
+    frame = sys._getframe()
+    while frame.f_code is not code:
+        frame = frame.f_back
+    held = {id(value) for value in frame.f_locals.values()}
+    if held & noted.completions:
+        noted.error = error
+        noted.held = held
 
 
 def _described_row(rows: Sequence[Answered], index: int) -> str:
@@ -234,14 +285,19 @@ def _described_row(rows: Sequence[Answered], index: int) -> str:
     return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
 
 
-def _graded_row(error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any]) -> int | None:
+def _graded_row(
+    error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any], noted: "_Noted"
+) -> int | None:
     """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
 
     Args:
         passed_completions: the completions as the function got them, if they are not the texts.
     """
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        held = {id(value) for value in frame.f_locals.values()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held_by_frame = [{id(value) for value in frame.f_locals.values()} for frame in reversed(frames)]
+    if noted.error is error:
+        held_by_frame = [noted.held]
+    for held in held_by_frame:
         hits = []
         for index, (row, passed) in enumerate(
             zip(rows, passed_completions or [row.completion for row in rows], strict=True)
