@@ -22,6 +22,7 @@ from recjax.models.sampling import Sampling
 from recjax.training import learner
 from recjax.training.checkpoint import progress
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
+from tests.closeness import assert_close, change
 from tests.marks import campaign, campaign_except, slow
 from tests.training.counting import count
 from tests.training.test_update import CONFIG, initial, make_batch
@@ -121,17 +122,18 @@ def reference(preset, params, batch, rate, training):
 @pytest.mark.parametrize("packs", campaign_except([False, True], False, slow=[True]))
 def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
     batch = off_policy_batch()
-    expected = reference(preset, initial(), batch, RATE, PASSES)
-    params, proximal, clipped = initial(), logprobs_of(initial(), batch), []
+    after = reference(preset, initial(), batch, RATE, PASSES)
+    before = [initial(), *after[:-1]]
+    proximal, clipped = logprobs_of(initial(), batch), []
     for index in range(PASSES.updates):
         layout = layout_of(batch, index, packs=packs)
         given = proximal if build_algorithm(preset, {}).needs_proximal else None
-        params, metrics = updated(preset, params, batch, layout, proximal=given)
-        chex.assert_trees_all_close(params, expected[index], rtol=1e-4, atol=1e-5)
+        # From the parameters of the reference: a step of this rate enlarges the rounding of the steps before it.
+        params, metrics = updated(preset, before[index], batch, layout, proximal=given)
+        assert_close(change(before[index], params), change(before[index], after[index]))
         clipped.append(float(metrics["clip_fraction/all"]))
     assert 0 < max(clipped[2:]) < 1, "the second pass is far enough for some clips"
-    drift = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params, initial())
-    assert max(jax.tree.leaves(drift)) > 0.05
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(change(initial(), after[-1]))) > 0.05
 
 
 # --- Relations.
