@@ -36,7 +36,7 @@ def test_at_staleness_zero_the_ratio_is_one(straight):
     for row in rows[1:]:
         assert row["staleness"] == 0 and row["reward/turns"] == 4 and row["reward/rows"] == 2
         for quantile in ("ratio/q01", "ratio/q50", "ratio/q99", "ratio/max"):
-            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-5)
+            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-4)
         assert sum(row["staleness_rows"].values()) == 16 and row["agent/raised"] == 0
     assert any(row["gradient_norm"] > 0 for row in rows[1:])
 

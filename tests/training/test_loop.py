@@ -112,7 +112,7 @@ def assert_ratios_are_one(rows, sampling):
     for row in rows[1:]:
         assert row["staleness"] == 0 and row.get("tokens_without_set") == (0 if sampling else None)
         for quantile in ("ratio/q01", "ratio/q50", "ratio/q99", "ratio/max"):
-            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-5)
+            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-4)
     assert any(row["gradient_norm"] > 0 for row in rows[1:])
 
 
@@ -247,7 +247,7 @@ def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
     options = ["optimizer={schedule: linear, weight_decay: 0.1}", "training.steps=5", "evaluation.every=0"]
     rows = train(tiny("run", *options))
     rates = [row["learning_rate"] for row in rows[1:]]
-    np.testing.assert_allclose(rates, [0.01, 0.008, 0.008, 0.006, 0.004], rtol=1e-6)
+    np.testing.assert_allclose(rates, [0.01, 0.008, 0.008, 0.006, 0.004], rtol=1e-5)
     assert rows[3]["update_norm"] == 0 and all(row["update_norm"] > 0 for row in rows[1:3] + rows[4:])
 
 

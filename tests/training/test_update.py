@@ -28,7 +28,7 @@ from recjax.training.update import (
     recipe_of,
     update,
 )
-from tests.closeness import assert_close, assert_same_change
+from tests.closeness import assert_close, assert_same_change, assert_same_logprobs
 from tests.marks import campaign_except
 from tests.training.tiny_run import train, without_times
 
@@ -188,7 +188,7 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
 )
 def test_learning_rate_of_each_update(config, expected):
     schedule = config.build_schedule(5)
-    np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-6)
+    np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-5)
 
 
 def test_the_gradient_is_clipped_to_its_norm_before_adam():
@@ -326,5 +326,5 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
         recipe = Recipe(decoder, build_algorithm("grpo", {}), SGD, Sampling(0.9), 7)
         state, _, learned = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe)
         mask = batch.completion_mask
-        assert_close(learned.logprobs[mask], np.asarray(expected)[mask], 1e-5)
+        assert_same_logprobs(learned.logprobs[mask], np.asarray(expected)[mask])
         assert_same_change(initial(), state.params, moved)
