@@ -20,6 +20,7 @@ from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DeltaNet
 from recjax.training.prepare import prepare
 from recjax.training.update import update
+from tests.closeness import assert_close
 from tests.marks import campaign, slow
 from tests.rollout.test_trajectory import GROUPS
 from tests.training import test_update
@@ -345,15 +346,18 @@ def tiny(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, *campaign(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
-    whole = train(tiny())
+    # Steps so small that the second begins with the same parameters: Adam turns rounding into steps.
+    small = "optimizer.learning_rate=1e-6"
+    whole = train(tiny(small))
     if not asked:
         monkeypatch.setattr(layout, "LEAST_SAVED", -1e15)
         monkeypatch.setattr(layout, "LEAST_SHARE", -9)
         monkeypatch.setattr(packing, "LEAST_TOKENS", 20)
-    packed = train(tiny(*["training.tokens_per_micro_batch=20"] * asked))
+    packed = train(tiny(small, *["training.tokens_per_micro_batch=20"] * asked))
     for one, other in zip(whole[1:], packed[1:], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
+        assert_close(other["loss"], one["loss"], least=0.1)
+        for name in ("gradient_norm", "update_norm"):
+            assert_close(other[name], one[name], 1e-3)
         assert 0 <= other["padding_waste"] < 1 and 0 <= one["padding_waste"] < 1
         assert one["padding_waste"] != other["padding_waste"]
     assert any(row["padding_waste"] > 0 for row in whole[1:])

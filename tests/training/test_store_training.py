@@ -322,9 +322,9 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
     current = train(tiny("current", *options, "experience.missing_logprobs=current"))[1:]
     for rows in (initial[:1], current):
         for row in rows:
-            np.testing.assert_allclose([row["ratio/q01"], row["ratio/max"]], 1, atol=1e-5)
+            np.testing.assert_allclose([row["ratio/q01"], row["ratio/max"]], 1, atol=1e-4)
     assert initial[-1]["ratio/max"] > 1.001
-    np.testing.assert_allclose(initial[0]["loss"], current[0]["loss"], rtol=1e-5)
+    assert_close(initial[0]["loss"], current[0]["loss"], least=0.1)
 
 
 @pytest.mark.slow
