@@ -31,7 +31,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of the time of small programs
     # Tests compile for longer than they compute.
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # Programs in one part, and XLA's older code for fused operations, compile faster; newer versions lack the second.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"

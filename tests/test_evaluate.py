@@ -93,7 +93,7 @@ def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_pa
     _, numbers = evaluate(config(), None, str(tmp_path / "out"))
     before = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     np.testing.assert_allclose(numbers["metrics"]["accuracy"]["value"], before["evaluation/accuracy"])
-    np.testing.assert_allclose(numbers["metrics"]["reward"]["value"], before["evaluation/reward"], rtol=1e-6)
+    np.testing.assert_allclose(numbers["metrics"]["reward"]["value"], before["evaluation/reward"], rtol=1e-5)
     said = [json.loads(line) for line in (folder / "run" / "samples" / "before.jsonl").read_text().splitlines()]
     rows = pd.read_parquet(tmp_path / "out" / "samples.parquet")
     assert rows["completion"].tolist() == [row["completion"] for row in said]

@@ -18,6 +18,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
 from tests import commands
+from tests.closeness import assert_same_logprobs
 from tests.commands import Command
 from tests.experience.rows import columns_of, read_columns, same
 from tests.training.tiny_run import TINY, train
@@ -76,7 +77,7 @@ def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
     prepared, params = tiny[2:]
     for row in generated[:3]:
         logprobs = recomputed(prepared.policy, params, row, Sampling(0.7, 6, min_p=0.05))
-        np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
+        assert_same_logprobs(logprobs, row.behavior_logprobs)
 
 
 def test_texts_alone_become_the_same_tokens(tiny, generated):
@@ -171,7 +172,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
     # Batch 1 of the initial policy is what the run trained on first.
     generate(config, tmp_path / "initial", 1, None, None, "initial")
     rows = read_columns(tmp_path / "initial")
-    np.testing.assert_allclose(first["reward"], np.mean([row.reward for row in rows]), rtol=1e-6)
+    np.testing.assert_allclose(first["reward"], np.mean([row.reward for row in rows]), rtol=1e-5)
     assert first["completion_length"] == np.mean([len(row.completion_tokens) for row in rows])
     for step, version in ((1, 1), (None, 2)):
         generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
@@ -180,7 +181,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         _, policy, params, *_ = open_policy(tmp_path / "run", step=version)
         row = max(rows, key=lambda row: len(row.completion_tokens))
         logprobs = recomputed(policy, jax.tree.map(jnp.asarray, params), row, Sampling())
-        np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
+        assert_same_logprobs(logprobs, row.behavior_logprobs)
 
 
 @pytest.mark.slow

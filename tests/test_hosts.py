@@ -244,7 +244,9 @@ def test_a_late_process_is_waited_for_and_a_lost_one_is_named(tmp_path, ended, w
 def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     metrics = tmp_path / "two" / "metrics.jsonl"
-    first, second = started = start(tmp_path, *MIXTURE, "training.steps=4000", f"output={tmp_path / 'two'}")
+    # Small steps: Adam turns rounding into steps, which add up.
+    options = [*MIXTURE, "optimizer.learning_rate=1e-4"]
+    first, second = started = start(tmp_path, *options, "training.steps=4000", f"output={tmp_path / 'two'}")
     ended += started
     deadline = time.monotonic() + 240
     while len(read_metrics(metrics)) < 7 and time.monotonic() < deadline and first.poll() is None:
@@ -255,17 +257,18 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     assert re.match("process 0 of 2 .*lost contact with another process", last_line(tmp_path, 0))
     assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
 
-    ended += (again := start(tmp_path, *MIXTURE, "training.steps=8", f"output={tmp_path / 'two'}"))
+    ended += (again := start(tmp_path, *options, "training.steps=8", f"output={tmp_path / 'two'}"))
     assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     assert "held-out accuracy" in said(tmp_path, 0) and "held-out accuracy" not in said(tmp_path, 1)
-    options = [*OPTIONS, *MIXTURE, "training.steps=8", f"output={tmp_path / 'one'}"]
-    alone = train(load_config(tmp_path / "tiny.yaml", options))
+    alone = train(
+        load_config(tmp_path / "tiny.yaml", [*OPTIONS, *options, "training.steps=8", f"output={tmp_path / 'one'}"])
+    )
     together = read_metrics(metrics)
     assert [row["step"] for row in together] == list(range(9)) and "reward/more" in together[-1]
     for one, two in zip(without_times(alone), without_times(together), strict=True):
         assert one.keys() == two.keys()
         for name, value in one.items():
-            near = value if isinstance(value, dict) else pytest.approx(value, rel=2e-3, abs=1e-5)
+            near = value if isinstance(value, dict) else pytest.approx(value, rel=2e-3, abs=1e-4)
             assert two[name] == near, (name, one["step"])
     for name in ("before", "after"):
         one, two = ((tmp_path / run / "samples" / f"{name}.jsonl").read_text() for run in ("one", "two"))
@@ -317,7 +320,7 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     assert len(rows[0]) == 3 * 5 * config.rollout.group_size
     for ours, theirs in zip(*rows, strict=True):
         assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
-        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
+        assert_same_logprobs(ours.behavior_logprobs, theirs.behavior_logprobs)
 
 
 # Exchanges things in every way, and prints what came of it.
@@ -368,6 +371,7 @@ from recjax import hosts
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks import prompts
 from recjax.tasks.problems import Problem
+from tests.closeness import assert_same_logprobs
 
 output, fault, coordinator, _, number = sys.argv[1:]
 hosts.connect_processes(coordinator, 2, int(number))

@@ -18,6 +18,7 @@ from recjax.algorithms.losses import BatchValues, row_terms
 from recjax.algorithms.presets import build_algorithm
 from recjax.algorithms.reading import call
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, group_mean_loop, members
+from tests.closeness import assert_close
 
 KEPT = np.arange(ROWS) % 5 != 4
 GROUP_FUNCTIONS = {
@@ -54,7 +55,7 @@ class AdvantageVariants(chex.TestCase):
     def test_loop(self, name):
         function = {**GROUP_FUNCTIONS, "raw": advantages.raw_reward_advantages}[name]
         got = self.variant(function)(jnp.asarray(REWARDS), jnp.asarray(GROUP_IDS), jnp.asarray(KEPT))
-        chex.assert_trees_all_close(got, loop(name, REWARDS, GROUP_IDS, KEPT).astype(np.float32), rtol=1e-5, atol=1e-6)
+        assert_close(got, loop(name, REWARDS, GROUP_IDS, KEPT), 1e-5)
 
 
 @pytest.mark.parametrize("function", GROUP_FUNCTIONS.values(), ids=GROUP_FUNCTIONS)

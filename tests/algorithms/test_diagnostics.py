@@ -33,7 +33,7 @@ def test_clip_fraction_by_sign():
     clip_mask = jnp.array([[1, 0, 1], [0, 0, 0], [0, 0, 0]], bool)
     for sign, expected in ((1.0, (0.5, 1 / 3, 1.0)), (-1.0, (0.5, 1.0, 1 / 3))):
         got = diagnostics.clip_fraction(clip_mask, sign * jnp.array([1.0, -1.0, 1.0]), MASK)
-        np.testing.assert_allclose([got["all"], got["positive"], got["negative"]], expected, rtol=1e-6)
+        np.testing.assert_allclose([got["all"], got["positive"], got["negative"]], expected, rtol=1e-5)
     none = diagnostics.clip_fraction(clip_mask, jnp.zeros(3), MASK)
     assert (none["all"], none["positive"], none["negative"]) == (0.5, 0, 0)
 
@@ -61,8 +61,8 @@ def test_effective_sample_size():
     weights = np.array([1.0, 4.0])  # of completions: 1 · 2 · 0.5, and 4
     expected = weights.sum() ** 2 / (weights**2).sum() / 2
     np.testing.assert_allclose(size(LOG_RATIO, MASK), expected, rtol=1e-5)
-    for shift in (1e4, -1e4):  # exp would overflow, or vanish
-        np.testing.assert_allclose(size(jnp.full((4, 3), shift), jnp.ones((4, 3), bool)), 1.0, rtol=1e-3)
+    for shift in (1e4, -1e4):  # exp would overflow, or vanish; log-weights of 3e4 are rounded to 2e-3
+        np.testing.assert_allclose(size(jnp.full((4, 3), shift), jnp.ones((4, 3), bool)), 1.0, rtol=1e-2)
     one_dominates = jnp.array([[500.0], [0.0], [0.0], [0.0]])
     np.testing.assert_allclose(size(one_dominates, jnp.ones((4, 1), bool)), 0.25)
     assert size(LOG_RATIO, jnp.zeros((3, 3), bool)) == 0
@@ -83,7 +83,7 @@ def test_diagnosis_on_policy(preset):
     assert all(value.shape == () and np.isfinite(value) for value in got.values())
     for name, value in got.items():
         if name.startswith("ratio/") or name == "effective_sample_size":
-            np.testing.assert_allclose(value, 1, rtol=1e-6)
+            np.testing.assert_allclose(value, 1, rtol=1e-5)
         if name.startswith(("behavior_kl/", "clip_fraction/")):
             assert value == 0
 

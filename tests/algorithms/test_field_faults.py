@@ -20,6 +20,7 @@ from tests.algorithms.examples import (
     make_example,
     rows_of,
 )
+from tests.closeness import assert_close
 from tests.marks import campaign, campaign_except
 
 EXAMPLE = make_example()
@@ -44,7 +45,7 @@ def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
     terms = losses.RowTerms(
         jnp.asarray(advantages, jnp.float32), jnp.ones(rows), mask[:, 0], jnp.zeros(rows), jnp.zeros(rows, int)
     )
-    behavior = jnp.full(log_ratio.shape, -90.0)
+    behavior = jnp.full(log_ratio.shape, -90.0)  # rounded to 8e-6, and so is the logarithm of a weight
     if proximal is not None:
         terms = terms._replace(proximal_logprobs=behavior + jnp.asarray(proximal, jnp.float32))
 
@@ -58,7 +59,7 @@ def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
 
 def test_a_cap_is_a_ratio_and_not_a_distance_from_one():
     weights = weights_of("cispo", np.log([[0.5, 1.0, 3.0, 50.0]]), UP)
-    np.testing.assert_allclose(weights, [[0.5, 1.0, 3.0, 5.0]], rtol=1e-5)
+    np.testing.assert_allclose(weights, [[0.5, 1.0, 3.0, 5.0]], rtol=1e-4)
     for name in ("weight", "correction"):
         preset = "cispo" if name == "weight" else "tis"
         with pytest.raises(ValueError, match=f"{name}.cap = 0.2: is the largest ratio itself, not a distance from 1"):
@@ -81,16 +82,16 @@ def test_the_soft_gate_closes_on_both_sides():
 def test_a_sequence_is_tapered_as_a_whole():
     log_ratio = np.log([[4.0, 0.125], [4.0, 4.0]])  # products 0.5 and 16
     weights = weights_of("topr", log_ratio, [-1.0, -1.0])
-    np.testing.assert_allclose(weights, [[0.5, 0.5], [1.0, 1.0]], rtol=1e-5)
+    np.testing.assert_allclose(weights, [[0.5, 0.5], [1.0, 1.0]], rtol=1e-4)
     np.testing.assert_allclose(weights_of("topr", log_ratio, [1.0, 1.0]), np.ones((2, 2)))
 
 
 def test_a_soft_dual_clip_keeps_the_gradient():
     """At A = −1 and ρ = 3.1 the authors' coefficient is −3, at A = +1 and ρ = 1/3.1 it is 3."""
     weights = weights_of("aspo", np.log([[3.1, 2.0, 0.5], [1 / 3.1, 0.5, 1.3]]), [-1.0, 1.0])
-    np.testing.assert_allclose(weights, [[3, 2, 0], [3, 2, 0]], rtol=1e-5)
+    np.testing.assert_allclose(weights, [[3, 2, 0], [3, 2, 0]], rtol=1e-4)
     hard = weights_of("aspo", np.log([[3.1, 2.0]]), [-1.0], {"clip": {"name": "dual"}})
-    np.testing.assert_allclose(hard, [[0, 2]], rtol=1e-5)
+    np.testing.assert_allclose(hard, [[0, 2]], rtol=1e-4)
 
 
 def test_shares_of_tokens_are_those_of_the_authors_scripts():
@@ -268,7 +269,7 @@ def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
     (expected, expected_count), (expected_gradient, _) = loss_and_gradient(algorithm, clean, rows)
     assert np.isfinite([total, count]).all() and np.isfinite(gradient).all()
     np.testing.assert_allclose([total, count], [expected, expected_count], rtol=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+    assert_close(gradient, expected_gradient, 1e-5)
 
 
 def test_a_policy_that_is_not_a_number_stays_one():
@@ -324,7 +325,7 @@ def test_a_sequence_is_a_completion_whatever_its_turns():
     for ratio in (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio):
         apart = call(ratio, SimpleNamespace(**options, log_ratio=log_ratio))
         joined = call(ratio, SimpleNamespace(**whole, log_ratio=together))
-        np.testing.assert_allclose(apart[0, 0], joined[0, 0], rtol=1e-6)
+        np.testing.assert_allclose(apart[0, 0], joined[0, 0], rtol=1e-5)
         assert len(set(np.asarray(apart)[0].tolist())) == 1
 
 

@@ -13,6 +13,7 @@ from recjax.algorithms import losses
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.algorithms.batch_advantages import turn_return_advantages
 from recjax.algorithms.presets import build_algorithm
+from tests.closeness import assert_close
 
 TURNS, TIME = 5, 7
 # Eleven rows of seven trajectories in three groups; the sixth trajectory is not kept, and the last row fills up.
@@ -65,9 +66,7 @@ class TurnVariants(chex.TestCase):
 
         arrays = map(jnp.asarray, (rewards, turns, GROUP_IDS, FIRST, mask, TRAJECTORIES))
         got = self.variant(function)(*arrays)
-        chex.assert_trees_all_close(
-            got, loop(rewards, turns, mask, discount, baseline).astype(np.float32), rtol=1e-5, atol=1e-6
-        )
+        assert_close(got, loop(rewards, turns, mask, discount, baseline), 1e-5)
 
 
 def test_without_a_discount_and_with_a_reward_at_the_end_alone_it_is_the_group_mean():
@@ -76,7 +75,8 @@ def test_without_a_discount_and_with_a_reward_at_the_end_alone_it_is_the_group_m
     whole = jnp.nansum(jnp.asarray(rewards), axis=-1)
     expected = group_mean_advantages(whole, jnp.asarray(GROUP_IDS), jnp.asarray(FIRST))[TRAJECTORIES]
     got = turn_return_advantages(*arrays)
-    np.testing.assert_array_equal(got, np.where(mask, np.asarray(expected)[:, None], 0.0))
+    # Two sums of the rewards: of the trajectory, and of the turns from each on.
+    assert_close(got, np.where(mask, np.asarray(expected)[:, None], 0.0), 1e-5)
 
 
 def test_equal_rewards_have_no_advantage_at_all():
@@ -106,7 +106,7 @@ def test_further_rows_have_the_advantages_and_weights_of_their_own_turns(weight)
         ),
     )
     expected = loop(rewards, turns, mask, 0.6, "group", kept=FIRST | (TRAJECTORIES == 7))
-    np.testing.assert_allclose(rows.advantages, expected, rtol=1e-5, atol=1e-6)
+    assert_close(rows.advantages, expected, 1e-5)
     weights = np.exp(expected) * mask if weight == "exp_advantage" else mask
     np.testing.assert_allclose(np.broadcast_to(rows.weights.reshape(11, -1), mask.shape) * mask, weights, rtol=1e-4)
 

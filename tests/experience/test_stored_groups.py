@@ -20,6 +20,7 @@ from recjax.experience.stored import load_stored, with_rewards
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from tests.batch_shapes import shape_of
+from tests.closeness import assert_same_logprobs
 from tests.experience.groups import same_groups
 from tests.experience.rows import append, make_row, read, text_row
 from tests.experience.test_sources import POLICY, SAMPLING, TOKENIZER
@@ -173,7 +174,7 @@ def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, m
     assert len(lacking) > 9 and (not of_agents or len(rows) > len(numbers))
     for place in lacking:
         row, now = rows[place], np.minimum(found[place], 0)[: len(rows[place].tokens)]
-        np.testing.assert_allclose(row.behavior_logprobs, np.where(row.mask, now, 0), atol=1e-5)
+        assert_same_logprobs(row.behavior_logprobs, np.where(row.mask, now, 0))
 
 
 def test_rewards_of_another_grader_replace_the_given_ones(place, tmp_path):

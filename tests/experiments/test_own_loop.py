@@ -10,6 +10,7 @@ import pytest
 from experiments import own_loop
 from experiments.own_loop import Settings
 from recjax import algorithms
+from tests.closeness import assert_close
 
 
 def test_the_loss_is_that_of_the_package():
@@ -37,7 +38,7 @@ def test_the_loss_is_that_of_the_package():
 
     found = jax.value_and_grad(lambda x: own_loop.clipped_reinforce(x, batch))(logprobs)
     for ours, theirs in zip(found, jax.value_and_grad(expected)(logprobs), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert_close(ours, theirs, 1e-5, least=0.01)
     assert 0 < np.count_nonzero(found[1]) < mask.sum()
 
 

@@ -13,6 +13,7 @@ from recjax.hub.weights import load_pretrained, pretrained_config
 from recjax.models.decoder import Decoder, abstract_params, logits
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params
 from recjax.training.policies import _restored
+from tests.closeness import assert_close
 from tests.hub.test_families import random_model
 from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
@@ -64,8 +65,8 @@ def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds
         alone, whole = (model(input_ids=torch.tensor(TOKENS)).logits.numpy() for model in (theirs, merged))
     ours = our_logits(folder, config)
     assert np.abs(ours - plain).max() > 1e-3
-    np.testing.assert_allclose(alone, ours, atol=1e-4)
-    np.testing.assert_allclose(whole, ours, atol=1e-4)
+    assert_close(alone, ours)
+    assert_close(whole, ours)
 
 
 @pytest.mark.slow

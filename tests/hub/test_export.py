@@ -16,6 +16,7 @@ from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenize
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
+from tests.closeness import assert_close
 from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
 from tests.marks import campaign_except, slow, slow_except
 
@@ -88,7 +89,7 @@ def test_in_out_in_is_bit_equal_and_transformers_computes_the_same(base, tmp_pat
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
     scores = our_logits(config, params)
     assert scores.std() > 0.5
-    np.testing.assert_allclose(torch_logits(tmp_path / "out")[1], scores, atol=1e-4)
+    assert_close(torch_logits(tmp_path / "out")[1], scores)
 
 
 def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(base, tmp_path):
@@ -123,7 +124,7 @@ def test_what_an_adapter_left_beside_merged_weights_does_not_reach_the_export(ba
     folder = Path(shutil.copytree(original, tmp_path / "base"))
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
     export_model(tmp_path / "out", config, params, folder)
-    np.testing.assert_allclose(torch_logits(tmp_path / "out")[1], our_logits(config, params), atol=1e-4)
+    assert_close(torch_logits(tmp_path / "out")[1], our_logits(config, params))
 
 
 @pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
@@ -139,12 +140,12 @@ def test_a_head_that_config_json_says_is_tied_but_is_not_comes_out_as_it_was(fam
         config, params = load_pretrained(folder)
         assert not config.tie_embeddings
         theirs, ours = torch_logits(folder)[1], our_logits(config, params)
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        assert_close(ours, theirs)
         export_model(out, config, params, folder, dtype)
         assert json.loads((out / "config.json").read_text()).get("tie_word_embeddings", False) is False
         model, scores = torch_logits(out)
         assert model.lm_head.weight is not model.model.embed_tokens.weight
-        np.testing.assert_allclose(scores, ours, atol=1e-4 if dtype == "float32" else 0.5)
+        assert_close(scores, ours, 1e-4 if dtype == "float32" else 0.2)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
     export_model(tmp_path / "out", config, params, base)
     model, scores = torch_logits(tmp_path / "out", TOKENS % config.vocab_size)
     assert type(model).__name__ == "LlamaForCausalLM"
-    np.testing.assert_allclose(scores, our_logits(config, params, TOKENS % config.vocab_size), atol=1e-4)
+    assert_close(scores, our_logits(config, params, TOKENS % config.vocab_size))
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([1, 12], 0)
     assert (model.config.eos_token_id, model.config.bos_token_id) == (0, None)
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -224,7 +225,7 @@ def test_weights_get_the_dtype_asked_for_and_keep_it(small, tmp_path, dtype):
     assert written_tensors(tmp_path / "once")[1] == {code}
     assert str(torch_model(tmp_path / "once").dtype) == f"torch.{dtype}"
     logits = torch_logits(tmp_path / "once", TOKENS % config.vocab_size)[1]
-    np.testing.assert_allclose(our_logits(config, rounded, TOKENS % config.vocab_size), logits, atol=1e-4)
+    assert_close(our_logits(config, rounded, TOKENS % config.vocab_size), logits)
 
 
 def test_shards_hold_what_one_file_holds(small, tmp_path):
@@ -384,12 +385,12 @@ def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_
     config, params = load_pretrained(base)
     assert scores.std() > 0.3
     assert "recjax reads the text half of this" in caplog.text
-    np.testing.assert_allclose(our_logits(config, params), scores, atol=1e-4)
+    assert_close(our_logits(config, params), scores)
     export_model(tmp_path / "out", config, params, base)
     again, _ = load_pretrained(tmp_path / "out")
     model, exported = torch_logits(tmp_path / "out")
     assert again == config and "vision" not in (tmp_path / "out" / "config.json").read_text()
-    np.testing.assert_allclose(exported, scores, atol=1e-4)
+    assert_close(exported, scores)
     # Other versions of transformers have other names and, for Qwen, the fields of both halves next to each other.
     fields, tensors = json.loads((base / "config.json").read_text()), load_file(base / "model.safetensors")
     if name == "qwen2_5_vl":
@@ -451,4 +452,4 @@ def test_odd_folders_are_read_as_transformers_reads_them(name, tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for file, tensors in files.items():
         save_file(tensors, tmp_path / file, metadata={"format": "pt"})
-    np.testing.assert_allclose(our_logits(*load_pretrained(tmp_path)), torch_logits(tmp_path)[1], atol=1e-4)
+    assert_close(our_logits(*load_pretrained(tmp_path)), torch_logits(tmp_path)[1])

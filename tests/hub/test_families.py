@@ -19,6 +19,7 @@ from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.trainable import flatten, is_adapter, unflatten, with_adapters
+from tests.closeness import assert_same_logprobs
 from tests.marks import campaign_except
 from tests.rollout.padded import engine_completions
 
@@ -394,7 +395,7 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
     scores = forward(loaded.params, loaded.config, *laid_out(sequences, "right", ends=False)[:3])
     for row, sequence in enumerate(sequences):
         expected = logprobs_of(scores[row, : len(sequence)], sequence)[PROMPTS[row // GROUP] - 1 :]
-        np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
+        assert_same_logprobs(draws.logprobs[row, : len(expected)], expected, 5e-5)
 
 
 @pytest.mark.slow

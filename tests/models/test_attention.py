@@ -18,6 +18,7 @@ from recjax.models.decoder import REMAT, Decoder, Tokens, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
+from tests.closeness import assert_close, assert_same_gradient
 from tests.marks import campaign_except, slow_except
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
@@ -119,9 +120,8 @@ def test_every_kernel_is_attention_by_definition(kernels_here, kernel, case):
         return mixed(*arrays), jax.grad(lambda arrays: jnp.sum(jnp.sin(mixed(*arrays))))(arrays)
 
     mixed, gradients = mixed_and_gradients(arrays, kernel)
-    np.testing.assert_allclose(mixed, by_definition(*arrays, allowed(ids, window), scale, cap)[real], atol=2e-5)
-    for one, other in zip(gradients, mixed_and_gradients(arrays, "plain")[1], strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_close(mixed, by_definition(*arrays, allowed(ids, window), scale, cap)[real], 2e-5)
+    assert_same_gradient([*gradients], [*mixed_and_gradients(arrays, "plain")[1]])
     left_to_plain = {"splash": window, "cudnn": cap, "cudnn_lengths": cap, "plain": True}[kernel]
     takes = "cudnn" if kernel == "cudnn_lengths" and (window or ids.dtype != bool) else kernel
     assert set(kernels_here) == (set() if left_to_plain else {takes})
@@ -174,9 +174,8 @@ def test_completions_over_a_shared_prompt_are_attention_by_definition(kernels_he
     look = np.concatenate([np.repeat(PROMPT_MASK, 2, 0)[:, None].repeat(TIME, 1), own], axis=-1)
     whole = [np.concatenate([np.repeat(x, 2, 0), y], axis=2) for x, y in zip(prompt, (keys, values), strict=True)]
     real = OWN_MASK.reshape(-1)
-    np.testing.assert_allclose(mixed[real], by_definition(queries, *whole, look, 0.5)[real], atol=2e-5)
-    for one, other in zip(gradients, mixed_over_prompts("plain")(arrays)[1], strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_close(mixed[real], by_definition(queries, *whole, look, 0.5)[real], 2e-5)
+    assert_same_gradient([*gradients], [*mixed_over_prompts("plain")(arrays)[1]])
     assert set(kernels_here) == {kernel} - {"plain"}
 
     junk, _ = shared_prompts(padding=1e3 if kernel == "plain" else np.nan)
@@ -272,8 +271,7 @@ def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_her
         without_plain.setattr(attention, "plain_attention", None)
         found = gradient(params, Decoder(config, remat=remat, attention=kernel))
     assert set(kernels_here) == {kernel}
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(params, Decoder(config))), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_same_gradient(found, gradient(params, Decoder(config)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -291,7 +289,7 @@ def test_contexts_shared_by_a_group_are_plain(kernels_here, kernel):
     whole = [np.concatenate([np.repeat(x, 3, 0), own], axis=2) for x, own in zip(prompt, (keys, values), strict=True)]
     expected = by_definition(queries, *whole, look, 0.5)
     found, real = np.asarray(mixed(queries, keys, values, prompt)), ids.reshape(-1)
-    np.testing.assert_allclose(found[real], expected[real], atol=2e-5)
+    assert_close(found[real], expected[real], 2e-5)
     assert kernels_here == []
 
 
@@ -305,7 +303,7 @@ def test_a_single_token_is_plain(kernels_here, kernel):
         return attend(queries, segments, 0.5, ids=(jnp.asarray(MASK[:, :1]),), kernel=kernel)
 
     expected = np.repeat(values, 2, 1).reshape(BATCH, -1)
-    np.testing.assert_allclose(mixed(queries, keys, values), expected, atol=1e-6)
+    assert_close(mixed(queries, keys, values), expected, 1e-5)
     assert kernels_here == []
 
 
@@ -331,8 +329,7 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
     alone = gradients(arrays)
     mesh = jax.make_mesh((2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
-        for one, other in zip(jax.tree.leaves(gradients(arrays)), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4)
+        assert_same_gradient(gradients(arrays), alone)
     assert parts == [(batch, 4), part]
 
 
@@ -348,8 +345,7 @@ def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here
     alone = mixed_over_prompts(kernel)(arrays)
     mesh = jax.make_mesh((2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
-        for one, other in zip(jax.tree.leaves(mixed_over_prompts(kernel)(arrays)), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+        assert_close(mixed_over_prompts(kernel)(arrays), alone, 2e-5)
     assert set(parts) == {(4, 2), (2, 1)}  # all completions and heads, and those of a device with one prompt
 
 
@@ -369,7 +365,7 @@ def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windo
     positions = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
     arrays = {"params": params}, tokens, positions, IDS
     by_kernel, plain = (jax.jit(Decoder(config, attention=name).apply)(*arrays)[0] for name in (kernel, "plain"))
-    np.testing.assert_allclose(np.asarray(by_kernel)[IDS > 0], np.asarray(plain)[IDS > 0], atol=2e-5)
+    assert_close(np.asarray(by_kernel)[IDS > 0], np.asarray(plain)[IDS > 0], 2e-5)
     assert set(kernels_here) == (set() if kernel == "splash" and windows else {kernel})
 
 

@@ -12,6 +12,7 @@ from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Context, Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
+from tests.closeness import assert_close
 from tests.marks import campaign_except
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -92,7 +93,7 @@ def check_logits(folder, model, side="right"):
     ours = our_logits(*load_pretrained(folder), tokens, positions, mask)
     theirs = their_logits(model, tokens, positions, mask).detach().numpy()
     assert theirs[mask].std() > 0.5, "logits too flat to tell models apart"
-    np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)
+    assert_close(ours[mask], theirs[mask])
 
 
 @pytest.mark.parametrize("side", campaign_except(["left", "right"], "left"))
@@ -202,7 +203,7 @@ def test_only_position_differences_matter():
     tokens, positions, mask = small_batch()
     base = our_logits(SMALL, small_params(), tokens, positions, mask)
     shifted = our_logits(SMALL, small_params(), tokens, positions + 7, mask)
-    np.testing.assert_allclose(shifted, base, atol=1e-4)
+    assert_close(shifted, base)
     stretched = our_logits(SMALL, small_params(), tokens, positions * 3, mask)
     assert np.abs(stretched - base).max() > 1e-2
 
@@ -226,10 +227,10 @@ def test_earlier_tokens_as_contexts_change_nothing(splits, options):
         part = slice(start, stop)
         hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
         real = mask[:, part]
-        np.testing.assert_allclose(hidden[real], whole[:, part][real], atol=1e-4)
+        assert_close(hidden[real], whole[:, part][real])
         real = np.broadcast_to(real[None, :, None], new[0].shape[:-1])
-        np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
-        np.testing.assert_allclose(new[1][real], values[..., part, :][real], atol=1e-4)
+        assert_close(new[0][real], keys[..., part, :][real])
+        assert_close(new[1][real], values[..., part, :][real])
         contexts += (Context(*new, mask[:, part], positions[:, part]),)
 
 
@@ -246,7 +247,7 @@ def test_one_prompt_serves_its_whole_group():
 
     inputs = [(prompts, tokens), (prompt_positions, positions + 5), (prompt_mask, mask)]
     whole, _ = run(decoder, params, *(repeated(x, y) for x, y in inputs))
-    np.testing.assert_allclose(grouped, whole[:, 5:], atol=1e-4)
+    assert_close(grouped, whole[:, 5:])
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -275,7 +276,7 @@ def test_packed_sequences_share_what_is_before_them():
     for places in ([0, 1, 2, 3], [0, 1, 4, 5, 6], [0, 1, 7]):
         alone = np.array([*context, *(tree[place] for place in places)])[None]
         hidden, _ = run(decoder, params, alone, np.arange(alone.size)[None], np.ones(alone.shape, bool))
-        np.testing.assert_allclose(packed[0, places], hidden[0, 3:], atol=1e-5)
+        assert_close(packed[0, places], hidden[0, 3:], 2e-5)
 
 
 @pytest.mark.parametrize("options, tolerance", [({"remat": "full"}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])

@@ -1,15 +1,14 @@
 """Products in low precision: sums in float32, gradients as those of the plain product."""
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig, Lora
 from recjax.models.products import product, products
 from recjax.models.unrolling import params_for
+from tests.closeness import assert_close, assert_same_gradient
 
 
 def operands(subscripts, dtype):
@@ -39,11 +38,9 @@ def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dty
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     expected = weighed(lambda a, b: jnp.einsum(subscripts, a, b))
     assert [x.dtype for x in found] == [jnp.float32, dtype, of_weights]
-    np.testing.assert_allclose(
-        found[0], expected[0], rtol=1e-4, atol=1e-4
-    )  # sums of 700 bfloat16 numbers would be off by 1
+    assert_close(found[0], expected[0], 1e-5)  # sums of 700 bfloat16 numbers would be off by 1
     for one, other in zip(found[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=1e-2, atol=1e-4)
+        assert_close(one, other, 1e-5 if one.dtype == jnp.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def joined_on(monkeypatch, *platforms, rows=1):
 
 @pytest.mark.parametrize(
     ("dtype", "of_weights", "tolerance"),
-    [(jnp.float32, jnp.float32, 1e-5), (jnp.bfloat16, jnp.bfloat16, 1e-2), (jnp.bfloat16, jnp.float32, 1e-2)],
+    [(jnp.float32, jnp.float32, 1e-5), (jnp.bfloat16, jnp.bfloat16, 2e-2), (jnp.bfloat16, jnp.float32, 2e-2)],
 )
 def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeypatch, dtype, of_weights, tolerance):
     x, kernels = rows_and_kernels(dtype, of_weights)
@@ -110,8 +107,7 @@ def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeyp
     assert [y.shape[-1] for y in joined[: len(UNITS)]] == list(UNITS)
     for one, other in zip(joined, apart, strict=True):
         assert one.dtype == other.dtype
-        one, other = (np.asarray(y, np.float32) for y in (one, other))
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
+        assert_close(one, other, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -159,4 +155,4 @@ def test_a_decoder_has_the_gradients_of_products_apart(monkeypatch, unrolled):
 
     apart = gradients()
     joined_on(monkeypatch, "cpu")
-    chex.assert_trees_all_close(gradients(), apart, rtol=1e-4, atol=1e-5)
+    assert_same_gradient(gradients(), apart)

@@ -10,6 +10,7 @@ from recjax.models.decoder import Context, Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training, unrolled_params
 from recjax.rollout.keys_values import empty
+from tests.closeness import assert_close
 
 CONFIG = DecoderConfig(
     vocab_size=20, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
@@ -47,7 +48,7 @@ def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_comp
         np.testing.assert_array_equal(kept[..., :1, :], computed.astype(jnp.float32))
         assert (kept[..., 1:, :] == 0).all()
     # Attention over either differs by the rounding of sums.
-    np.testing.assert_allclose(written.astype(jnp.float32), alone.astype(jnp.float32), rtol=0.03, atol=0.03)
+    assert_close(written.astype(jnp.float32), alone.astype(jnp.float32), 0.03)
 
 
 @pytest.fixture(params=[jnp.float32, jnp.bfloat16])

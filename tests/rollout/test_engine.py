@@ -23,6 +23,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
+from tests.closeness import assert_same_logprobs
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.marks import campaign, campaign_except, slow
 from tests.rollout.across_versions import logprobs_across
@@ -86,7 +87,7 @@ def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
     for row, found in enumerate(sampled):
         kept = expected.mask[row]
         np.testing.assert_array_equal(found.tokens, expected.tokens[row][kept])
-        np.testing.assert_allclose(found.logprobs, expected.logprobs[row][kept], atol=1e-5)
+        assert_same_logprobs(found.logprobs, expected.logprobs[row][kept])
         assert found.truncated == expected.truncated[row]
         assert found.versions.tolist() == [4] * kept.sum()
     return sampled
@@ -256,7 +257,7 @@ def test_a_policy_with_slots_samples_the_same():
         for mine, theirs in zip(one.completions, other.completions, strict=True):
             (row,), (its,) = mine.rows, theirs.rows
             np.testing.assert_array_equal(row.tokens, its.tokens)
-            np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, atol=1e-5)
+            assert_same_logprobs(row.behavior_logprobs, its.behavior_logprobs)
             assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
 
 
@@ -302,7 +303,7 @@ def alone(requests, params=None, stop_ids=LATE):
 def assert_completions(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert_same_logprobs(one.logprobs, other.logprobs)
         assert one.truncated == other.truncated
 
 
@@ -445,10 +446,10 @@ def test_weights_are_replaced_between_rounds():
     for one, request, other in zip(found, requests, before, strict=True):
         assert one.versions.tolist() == [3] * 6 + [5] * (MAX_TOKENS - 6)  # the first token, and a round of five
         np.testing.assert_array_equal(one.tokens[:6], other.tokens[:6])
-        np.testing.assert_allclose(one.logprobs[:6], other.logprobs[:6], atol=1e-5)
+        assert_same_logprobs(one.logprobs[:6], other.logprobs[:6])
         # The keys and values of the first tokens stay those of the earlier weights.
         expected = logprobs_across(decoder, {3: params, 5: others}, request.prefix, one.tokens, one.versions)
-        np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
+        assert_same_logprobs(one.logprobs, expected)
     assert any((one.tokens != other.tokens).any() for one, other in zip(found, before, strict=True))
 
 

@@ -14,6 +14,7 @@ from recjax.rollout import decoding, plan
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
+from tests.closeness import assert_same_logprobs
 from tests.hub.test_families import random_model
 from tests.marks import campaign
 from tests.training.tiny_run import TINY, train
@@ -63,7 +64,7 @@ def check(engine, requests, finished):
         masks = [np.arange(40)[None] < len(x) for x in (request.prefix, sampled.tokens)]
         inputs, options = (arrays[0], masks[0], arrays[1], masks[1]), {"sampling": request.sampling, "chunk": 64}
         expected, _ = forward(Decoder(CONFIG), engine._stacked, *inputs, **options)
-        np.testing.assert_allclose(sampled.logprobs, expected[0, : len(sampled.tokens)], atol=5e-5)
+        assert_same_logprobs(sampled.logprobs, expected[0, : len(sampled.tokens)], 5e-5)
 
 
 def run(engine, requests, group_size=None):

@@ -13,6 +13,7 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
+from tests.closeness import assert_same_logprobs
 
 CONFIG = DecoderConfig(23, 16, 32, 1, 2, 1, 8)
 
@@ -43,7 +44,7 @@ def at_once(numbers, limit=6):
 
 def same(found, expected):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert_same_logprobs(found.logprobs, expected.logprobs)
 
 
 def test_who_waits_gets_its_own_completion():

@@ -11,6 +11,7 @@ from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
 from recjax.rollout.decoding import sample_tokens
+from tests.closeness import assert_same_logprobs
 from tests.marks import campaign
 from tests.rollout.reference_sampler import sample
 
@@ -68,7 +69,7 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
         # No token sees a later one, so one pass serves all of them.
         after = logprobs_after([*sequence, *tokens], sampling)[len(sequence) - 1 : -1]
         expected = after[np.arange(len(tokens)), tokens]
-        np.testing.assert_allclose(drawn.logprobs[row][drawn.mask[row]], expected, atol=1e-5)
+        assert_same_logprobs(drawn.logprobs[row][drawn.mask[row]], expected)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_row_does_not_depend_on_padding_or_on_later_prompts():
     together = draw()
     alone = draw(prompts=PROMPTS[:1, :3], mask=MASK[:1, :3])
     np.testing.assert_array_equal(together.tokens[:3], alone.tokens)
-    np.testing.assert_allclose(together.logprobs[:3], alone.logprobs, atol=1e-5)
+    assert_same_logprobs(together.logprobs[:3], alone.logprobs)
 
 
 def test_temperature_zero_takes_the_most_likely_token():
@@ -133,6 +134,6 @@ def test_a_token_chosen_in_two_steps_is_the_choice_among_all(vocabulary):
     np.testing.assert_array_equal(greedy, jnp.argmax(every, axis=-1))  # the first of several that are highest
     drawn, logprobs = draw_tokens(every, Sampling(), keys)
     probabilities = np.asarray(jax.nn.softmax(scores))
-    np.testing.assert_allclose(logprobs, np.log(probabilities[drawn]), atol=1e-5)
+    assert_same_logprobs(logprobs, np.log(probabilities[drawn]))
     frequencies = np.bincount(drawn, minlength=vocabulary) / rows
     np.testing.assert_allclose(frequencies, probabilities, atol=5 * np.sqrt(probabilities.max() / rows))

@@ -30,6 +30,7 @@ from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import OpenedPolicy, sampled_rows
 from recjax.training.sampling import BatchSampler
+from tests.closeness import assert_same_logprobs
 from tests.training.counting import CountingLearner, Grades, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
@@ -220,7 +221,7 @@ def test_frozen_seats_have_the_logprobs_of_their_weights(make):
     for rows, own, other in ((~is_older, *scored), (is_older, *reversed(scored))):
         chosen = mask & rows[:, None]
         assert chosen.any()
-        np.testing.assert_allclose(own[chosen], batch.behavior_logprobs[chosen], atol=1e-5)
+        assert_same_logprobs(own[chosen], batch.behavior_logprobs[chosen])
         assert abs(other - batch.behavior_logprobs)[chosen].max() > 0.01
 
 

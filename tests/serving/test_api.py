@@ -21,6 +21,7 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.serving.bodies import Chat, read_body
 from recjax.serving.replies import Chunks, Job, Prompt, full_reply, message_parts, row_of_call
 from recjax.serving.sampler import Piece, Sampler, certain
+from tests.closeness import assert_same_logprobs
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, POLICY, SHAPE, TOKENIZER, chunks, initial, post, serve
 
@@ -44,7 +45,7 @@ def test_completions_are_the_engines(client):
     engine.admit([Request(prompt, key, 20, Sampling()) for key in keys])
     for choice, expected in zip(reply["choices"], engine.drain().values(), strict=True):
         assert choice["token_ids"] == expected.tokens.tolist()
-        np.testing.assert_allclose(choice["token_logprobs"], expected.logprobs, atol=1e-5)
+        assert_same_logprobs(np.array(choice["token_logprobs"]), expected.logprobs)
         assert choice["logprobs"]["token_logprobs"] == choice["token_logprobs"]
         assert choice["finish_reason"] == ("length" if expected.truncated else "stop")
         kept = expected.tokens if expected.truncated else expected.tokens[:-1]

@@ -11,6 +11,7 @@ from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
 from recjax.serving import running, sampler, versions
+from tests.closeness import assert_same_logprobs
 from tests.experience.rows import read_columns
 from tests.serving.some_server import SHAPE, TestClient, initial, post, serve, serving
 
@@ -51,7 +52,7 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     with fresh as client:  # what came after is what these weights alone sample
         again = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
     assert again["choices"][0]["token_ids"] == after["choices"][0]["token_ids"]
-    np.testing.assert_allclose(again["choices"][0]["token_logprobs"], after["choices"][0]["token_logprobs"], atol=1e-5)
+    assert_same_logprobs(again["choices"][0]["token_logprobs"], after["choices"][0]["token_logprobs"])
 
 
 def test_weights_that_cannot_be_had_leave_those_that_are_there(tmp_path, monkeypatch, caplog):

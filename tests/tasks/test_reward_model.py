@@ -17,6 +17,7 @@ from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.grading.reward_model import RewardModel
 from recjax.tasks.problems import Problem
+from tests.closeness import assert_close
 from tests.hub.test_chat_templates import CHATML
 from tests.training.test_demonstrations import byte_tokenizer, chat
 from tests.training.tiny_run import TINY, one_device, train
@@ -85,7 +86,7 @@ def test_scores_are_those_of_transformers(tmp_path, kind, template, pad, side):
     rows = [Answered.to(Problem(prompt, ""), str(prompt), text, 1, "") for prompt, text in pairs]
     theirs = expected(model, tokenizer, side)
     assert np.ptp(theirs) > 0.01
-    np.testing.assert_allclose(custom_parts(reward, rows)["score"], theirs, atol=1e-4)
+    assert_close(np.asarray(custom_parts(reward, rows)["score"]), np.asarray(theirs))
     copy = pickle.loads(pickle.dumps(reward.function))
     assert copy._loaded is None and reward.function._loaded is not None
 
@@ -162,9 +163,9 @@ def test_training_evaluation_and_regrading_give_the_same_scores(tmp_path):
     recorded = train(config("recorded", experience={"record": True}))
     store = {"store": str(tmp_path / "recorded" / "experience.db"), "regrade": True}
     again = train(config("regraded", experience=store, regime={"sync_interval": 1}))
-    assert again[1]["reward"] == pytest.approx(recorded[1]["reward"], abs=1e-5) and recorded[1]["reward"] != 0
+    assert again[1]["reward"] == pytest.approx(recorded[1]["reward"], abs=1e-4) and recorded[1]["reward"] != 0
     assert recorded[1]["reward/score"] == recorded[1]["reward"]
     with one_device():
         folder, _ = evaluate(config("recorded"), None, str(tmp_path / "evaluated"))
     scores = pd.read_parquet(folder / "samples.parquet")["reward"]
-    assert scores.mean() == pytest.approx(recorded[0]["evaluation/reward"], abs=1e-5)
+    assert scores.mean() == pytest.approx(recorded[0]["evaluation/reward"], abs=1e-4)

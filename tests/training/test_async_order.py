@@ -21,6 +21,7 @@ from recjax.training import loop
 from recjax.training.prepare import prepare
 from recjax.training.sources import PolicySource, open_generator
 from tests import commands
+from tests.closeness import assert_same_logprobs
 from tests.experience.groups import make_group
 from tests.marks import campaign_except, slow_except
 from tests.rollout.across_versions import logprobs_across
@@ -211,7 +212,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
             versions = np.repeat(*np.array(one.version_runs).T)
             ((prompt, tokens, _, logprobs, _),) = one.rows
             found = logprobs_across(policy.decoder, weights, prompt, tokens, versions)
-            np.testing.assert_allclose(logprobs, found, atol=1e-5)
+            assert_same_logprobs(logprobs, found)
             alone = logprobs_across(policy.decoder, weights, prompt, tokens, np.full(40, 3))
             assert np.abs(alone - found)[17:].max() > 0.01
     assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40
@@ -242,7 +243,7 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
             before = np.concatenate([prompt, tokens[: sampled[0]]])
             of_turn = versions[turn.row][start[turn.row] :][: len(sampled)]
             found = logprobs_across(policy.decoder, weights, before, tokens[sampled], of_turn)
-            np.testing.assert_allclose(logprobs[sampled], found, atol=1e-5)
+            assert_same_logprobs(logprobs[sampled], found)
             start[turn.row] += len(sampled)
 
 

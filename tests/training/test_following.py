@@ -134,7 +134,7 @@ def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, 
     at_rest = train(tiny("at rest", *options))
     follows = train(tiny("follows", *OPTIONS, *options))
     for name in ("loss", "gradient_norm", "reward", "accuracy", "ratio/max", "completion_length", "staleness"):
-        assert without_times(follows)[1][name] == pytest.approx(at_rest[1][name], rel=1e-4, abs=1e-6), name
+        assert without_times(follows)[1][name] == pytest.approx(at_rest[1][name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.campaign

@@ -18,9 +18,8 @@ from recjax.rollout import engine, plan
 from recjax.training import checkpoint
 from recjax.training.run import State
 from tests import commands
+from tests.closeness import assert_close, assert_same_gradient
 from tests.training.on_mesh import CONFIG, EXPERTS, HYBRID, batch_of, drawn, numbers, on, start, under_pmap, updated
-
-CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 
 
 @functools.cache
@@ -32,10 +31,19 @@ def assert_equal(found, expected):
     """Tokens exactly; real numbers but for the order in which they were added."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        if np.issubdtype(np.asarray(value).dtype, np.floating):
-            np.testing.assert_allclose(value, expected[name], **CLOSE, err_msg=name)
-        else:
+        if not np.issubdtype(np.asarray(value).dtype, np.floating):
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
+        elif name.startswith("params/"):
+            gradient = np.abs(expected[name.replace("params/", "gradient/")])
+            assert_same_adam_step(value, expected[name], gradient, name)
+        else:
+            assert_close(value, expected[name], 1e-3, least=0.02, err_msg=name)
+
+
+def assert_same_adam_step(found, expected, gradient, name):
+    """Adam's first step is the sign of the gradient: where that is almost 0, the sign is one of rounding."""
+    clear = gradient > 1e-3 * gradient.max()
+    assert_close(found[clear], expected[clear], err_msg=name)
 
 
 @pytest.mark.slow
@@ -62,9 +70,9 @@ def test_meshes_change_no_number_of_models_with_experts_or_delta_nets(config, si
     found, expected = numbers(sizes, 1, packed, config), of_one_device(config, packed)
     # Adam's first step is ± the learning rate, so parameters whose gradient is almost 0 differ by rounding.
     assert_equal(*({name: one for name, one in each.items() if "params/" not in name} for each in (found, expected)))
-    for name, value in found.items():
-        if config.experts and name.startswith("gradient/"):  # delta nets magnify rounding
-            np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    if config.experts:  # delta nets magnify rounding
+        gradients = ({name: one for name, one in each.items() if "gradient/" in name} for each in (found, expected))
+        assert_same_gradient(*gradients)
 
 
 @pytest.mark.campaign
@@ -126,9 +134,9 @@ def test_pmap_gives_the_numbers_of_one_device():
     state, metrics, _ = jax.device_get(under_pmap(4))
     expected = on_one_device()
     for name, value in metrics.items():
-        np.testing.assert_allclose(value, expected[f"metrics/{name}"], **CLOSE, err_msg=name)
+        assert_close(value, expected[f"metrics/{name}"], 1e-3, least=0.02, err_msg=name)
     for path, value in flatten(state.params).items():
-        np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
+        assert_same_adam_step(value, expected[f"params/{path}"], np.abs(expected[f"gradient/{path}"]), path)
 
 
 @pytest.mark.campaign

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -21,10 +20,11 @@ from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DeltaNet
 from recjax.training.prepare import prepare
 from recjax.training.update import update
+from tests.closeness import assert_close
 from tests.marks import campaign, slow
 from tests.rollout.test_trajectory import GROUPS
 from tests.training import test_update
-from tests.training.test_update import CASES, make_batch, step
+from tests.training.test_update import CASES, assert_same_step, make_batch, step
 from tests.training.tiny_run import TINY, train
 
 SHAPE = RowShape(3, 9)  # the longest sequence of make_batch is 4 + 5 - 1 tokens
@@ -44,10 +44,6 @@ def shares_tokens(batch, packed):
     return (packed.ends > 0).sum() < sequence_lengths(batch).sum()
 
 
-def same_step(one, other):
-    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     "preset",
     ["grpo", *slow("pairwise_consistency"), *campaign("opmd", "red_weight")],
@@ -60,7 +56,7 @@ def test_packing_changes_nothing(preset):
         assert packed.count > 1 and ((0 < packed.ends) & (packed.ends < 9)).any()
         assert share == shares_tokens(batch, packed)
         params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
-        same_step((params, metrics), expected)
+        assert_same_step((params, metrics), expected)
         assert metrics["gradient_norm"] > 1e-3
 
 
@@ -75,7 +71,7 @@ def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
     expected = step(batch)
     params, metrics = step(batch, packed=pack(batch, RowShape(2, 16), share=False))
     assert metrics["gradient_norm"] > 1e-3
-    chex.assert_trees_all_close((params, metrics), expected, rtol=1e-4, atol=1e-5)
+    assert_same_step((params, metrics), expected)
 
 
 @pytest.mark.parametrize("preset", ["grpo", *campaign("gspo", "pairwise_consistency")])
@@ -89,7 +85,7 @@ def test_packing_changes_nothing_of_trajectories(preset):
     for share in (True, False):
         packed = pack(batch, RowShape(2, 7), together, share, grow=True)
         assert packed.count > 1
-        chex.assert_trees_all_close(step(batch, preset, packed=packed), expected, rtol=1e-5, atol=1e-6)
+        assert_same_step(step(batch, preset, packed=packed), expected)
 
 
 @pytest.mark.slow
@@ -100,11 +96,11 @@ def test_one_program_serves_batches_of_any_lengths():
         batch = ragged(seed)
         batch.completion_mask[:, seed + 1 :] = False
         packed = pack(batch, SHAPE)
-        same_step(step(batch, packed=packed), step(batch))
+        assert_same_step(step(batch, packed=packed), step(batch))
         counts.add(int(packed.count))
     nothing = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
     params, metrics = step(nothing, packed=pack(nothing, SHAPE))
-    same_step((params, metrics), step(nothing))
+    assert_same_step((params, metrics), step(nothing))
     assert metrics["gradient_norm"] == 0 and len(counts) > 1
     # One more is the unpacked program, where no test before has compiled it.
     assert update._cache_size() <= before + 1
@@ -350,15 +346,18 @@ def tiny(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, *campaign(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
-    whole = train(tiny())
+    # Steps so small that the second begins with the same parameters: Adam turns rounding into steps.
+    small = "optimizer.learning_rate=1e-6"
+    whole = train(tiny(small))
     if not asked:
         monkeypatch.setattr(layout, "LEAST_SAVED", -1e15)
         monkeypatch.setattr(layout, "LEAST_SHARE", -9)
         monkeypatch.setattr(packing, "LEAST_TOKENS", 20)
-    packed = train(tiny(*["training.tokens_per_micro_batch=20"] * asked))
+    packed = train(tiny(small, *["training.tokens_per_micro_batch=20"] * asked))
     for one, other in zip(whole[1:], packed[1:], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
+        assert_close(other["loss"], one["loss"], least=0.1)
+        for name in ("gradient_norm", "update_norm"):
+            assert_close(other[name], one[name], 1e-3)
         assert 0 <= other["padding_waste"] < 1 and 0 <= one["padding_waste"] < 1
         assert one["padding_waste"] != other["padding_waste"]
     assert any(row["padding_waste"] > 0 for row in whole[1:])

@@ -43,10 +43,10 @@ def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_al
     assert params == layers * rank * ((hidden + hidden) + (middle + hidden))
     assert moments == 2 * params
     assert [row["evaluation/initial_kl"] for row in rows if "evaluation/initial_kl" in row][0] == pytest.approx(
-        0, abs=1e-6
+        0, abs=1e-5
     )
     assert all(
-        row["ratio/q99"] == pytest.approx(1, abs=1e-5) for row in rows[1:]
+        row["ratio/q99"] == pytest.approx(1, abs=1e-4) for row in rows[1:]
     )  # on-policy: sampler and trainer agree
 
 

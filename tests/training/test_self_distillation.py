@@ -17,6 +17,7 @@ from recjax.models.decoder import Decoder, logits
 from recjax.models.sampling import Sampling
 from recjax.planning.programs import resident_arrays, resolve_shapes
 from recjax.training.update import Averaged, Recipe, TrainState, UpdateContext, parameter_average, recipe_of, update
+from tests.closeness import assert_close
 from tests.training.test_update import CONFIG, SGD, initial, make_batch
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -102,7 +103,7 @@ def test_an_update_equals_a_double_loop_over_each_sequence_alone():
     batch = taught_batch()
     _, _, metrics = step(batch, teacher=average())
     loss, divergence, distance, share = loop(batch, initial(), average())
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+    assert_close(metrics["loss"], loss, least=0.1)
     np.testing.assert_allclose(metrics["teacher_divergence"], divergence, rtol=1e-4)
     np.testing.assert_allclose(metrics["teacher_kl"], distance, rtol=1e-4)
     np.testing.assert_allclose(metrics["taught_fraction"], share, rtol=1e-5)
@@ -118,9 +119,10 @@ def test_a_teacher_with_the_same_weights_and_prompts_changes_nothing():
     own = np.zeros((2, len(batch.rewards), ROOM), np.int32)
     own[:, :, :4] = np.repeat([batch.prompts, batch.prompt_mask], group, axis=1)
     params, teacher, metrics = step(batch._replace(teacher_prompts=own[0], teacher_prompt_mask=own[1] > 0))
+    # Of a teacher with other weights, they are about 1.
     for name in ("loss", "teacher_divergence", "teacher_kl", "update_norm"):
-        assert abs(metrics[name]) < 2e-6, name
-    chex.assert_trees_all_close(params, initial(), atol=2e-6)
+        assert abs(metrics[name]) < 1e-5, name
+    chex.assert_trees_all_close(params, initial(), atol=1e-5)
     assert metrics["taught_fraction"] == 1
     # Without any teacher, an update has no gradient either.
     _, _, metrics = step(taught_batch()._replace(teacher_prompt_mask=np.zeros((len(batch.rewards), ROOM), bool)))
@@ -131,7 +133,7 @@ def test_the_gradient_leaves_the_teacher_alone_and_the_average_follows():
     batch = taught_batch()
     params, teacher, _ = step(batch, teacher=average())
     moved = optax.incremental_update(params, average(), RATE)
-    chex.assert_trees_all_close(teacher, moved, rtol=1e-5, atol=1e-6)
+    assert_close(teacher, moved, 1e-5)
     empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
     chex.assert_trees_all_equal(step(empty, teacher=average())[:2], (initial(), average()))
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from recjax.config import load_config
@@ -35,6 +36,7 @@ from recjax.training import checkpoint, regrading, sources
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.prepare import Setup, batch_shape, prepare
 from recjax.training.run import State
+from tests.closeness import assert_close, assert_same_gradient
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
 from tests.training.tiny_run import TINY, digit_share, train, without_times
@@ -290,19 +292,20 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
     saved, save = [], checkpoint.save
 
     def kept(manager, state: State, *options):
-        saved.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.trained.params)]))
+        moments = optax.tree.get(state.trained.optimizer_state, "mu")
+        saved.append((np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.trained.params)]), moments))
         save(manager, state, *options)
 
     monkeypatch.setattr(checkpoint, "save", kept)
     options = ["training.steps=1", "evaluation.every=0"]
     rows = train(tiny("store", f"experience.store={tmp_path / 'one'}", *options))
     offline = train(tiny("offline", "regime.offline=true", *options))
-    (start, after), (other_start, other_after) = saved[:2], saved[2:]
+    (start, _), (after, gradient), (other_start, _), (_, other_gradient) = saved
     assert np.array_equal(start, other_start) and not np.array_equal(after, start)
-    # Only the order of sums differs; Adam's first step is the gradient's sign, near 0 too.
-    np.testing.assert_allclose(after, other_after, atol=2e-4)
+    # Only the order of sums differs. Adam's first moment is a share of the gradient; its step is the gradient's sign.
+    assert_same_gradient(gradient, other_gradient)
     for name in ("loss", "gradient_norm", "reward", "accuracy", "truncated", "completion_length", "ratio/q99"):
-        np.testing.assert_allclose(rows[1][name], offline[1][name], rtol=1e-4, atol=1e-6)
+        assert_close(rows[1][name], offline[1][name], least=0.1)
 
 
 @pytest.mark.slow
@@ -330,9 +333,9 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
     current = train(tiny("current", *options, "experience.missing_logprobs=current"))[1:]
     for rows in (initial[:1], current):
         for row in rows:
-            np.testing.assert_allclose([row["ratio/q01"], row["ratio/max"]], 1, atol=1e-5)
+            np.testing.assert_allclose([row["ratio/q01"], row["ratio/max"]], 1, atol=1e-4)
     assert initial[-1]["ratio/max"] > 1.001
-    np.testing.assert_allclose(initial[0]["loss"], current[0]["loss"], rtol=1e-5)
+    assert_close(initial[0]["loss"], current[0]["loss"], least=0.1)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from recjax.training.update import (
     recipe_of,
     update,
 )
+from tests.closeness import assert_close, assert_same_change, assert_same_logprobs
 from tests.marks import campaign_except
 from tests.training.tiny_run import train, without_times
 
@@ -74,6 +75,13 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
     return state.params, metrics
 
 
+def assert_same_step(found, expected, tolerance=1e-4):
+    """Compares parameters and metrics after two updates of the initial parameters by SGD."""
+    assert_same_change(initial(), found[0], expected[0], tolerance)
+    # A loss is the mean of terms of about 1, which cancel.
+    assert_close(found[1], expected[1], tolerance, least=0.1)
+
+
 KL_AND_ENTROPY = {"reference_kl": {"coefficient": 0.1, "estimator": "k3"}, "entropy": {"coefficient": 0.01}}
 # One of each kind (weights by ratio, a regularizer, weights by advantage, random drops, pairs of completions) and every
 # reduction once; both terms that are added to a loss, where the kind and the reduction leave room for another fault.
@@ -104,14 +112,14 @@ def padded(batch):
 def test_micro_batches_and_padding_change_nothing(preset):
     batch = make_batch()
     one, four = step(batch, preset, 1, CASES[preset]), step(padded(batch), preset, 4, CASES[preset])
-    chex.assert_trees_all_close(one, four, rtol=2e-4, atol=2e-5)
+    assert_same_step(four, one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", campaign_except(["attention", "dots", "full"], "full", "attention"))
 def test_remat_and_chunks_change_nothing(remat):
     batch = make_batch()
-    chex.assert_trees_all_close(step(batch), step(batch, remat=remat, chunk=7), rtol=2e-4, atol=2e-5)
+    assert_same_step(step(batch, remat=remat, chunk=7), step(batch))
 
 
 def test_order_of_groups_changes_nothing():
@@ -120,14 +128,14 @@ def test_order_of_groups_changes_nothing():
     rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
     moved = jax.tree.map(lambda x: x[order] if len(x) == 4 else x[rows], batch)
     one, other = (step(each, overrides=CASES["grpo"]) for each in (batch, moved))  # a program that others compile
-    chex.assert_trees_all_close(one, other, rtol=2e-4, atol=2e-5)
+    assert_same_step(other, one)
 
 
 @pytest.mark.slow
 def test_equal_rewards_move_nothing():
     batch = make_batch()
     params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)))
-    chex.assert_trees_all_close(params, initial())
+    chex.assert_trees_all_equal(params, initial())
     assert metrics["gradient_norm"] == 0
 
 
@@ -180,7 +188,7 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
 )
 def test_learning_rate_of_each_update(config, expected):
     schedule = config.build_schedule(5)
-    np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-6)
+    np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-5)
 
 
 def test_the_gradient_is_clipped_to_its_norm_before_adam():
@@ -251,13 +259,13 @@ def test_recorded_top_tokens_center_the_score_alike_in_every_layout():
         return value / count
 
     loss, gradient = jax.value_and_grad(total)(initial())
+    moved = jax.tree.map(jnp.subtract, initial(), gradient)
     for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
         state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
         recipe = Recipe(decoder, algorithm, SGD, Sampling(0.9), 7)
         state, metrics, _ = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe)
-        moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)
-        chex.assert_trees_all_close(moved, gradient, atol=1e-5)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+        assert_same_change(initial(), state.params, moved)
+        assert_close(metrics["loss"], loss, least=0.1)
         known = np.delete(batch.completion_mask, 1, axis=0)
         share = known.sum() / batch.completion_mask.sum()
         np.testing.assert_allclose(metrics["score_centering/recorded"], share, rtol=1e-6)
@@ -312,11 +320,11 @@ def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
         return value / count, logprobs
 
     gradient, expected = jax.grad(total, has_aux=True)(initial())
+    moved = jax.tree.map(jnp.subtract, initial(), gradient)
     for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(4, 16)))):
         state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
         recipe = Recipe(decoder, build_algorithm("grpo", {}), SGD, Sampling(0.9), 7)
         state, _, learned = update(state, batch, layout, UpdateContext({}, jax.random.key(0)), recipe=recipe)
         mask = batch.completion_mask
-        np.testing.assert_allclose(learned.logprobs[mask], np.asarray(expected)[mask], atol=1e-5)
-        moved = jax.tree.map(lambda before, after: before - after, initial(), state.params)
-        chex.assert_trees_all_close(moved, gradient, atol=1e-5)
+        assert_same_logprobs(learned.logprobs[mask], np.asarray(expected)[mask])
+        assert_same_change(initial(), state.params, moved)
