@@ -28,7 +28,7 @@ def gradient_of(preset, overrides):
         total, count = losses.loss(algorithm, logprobs, BEHAVIOR_LOGPROBS, rows, MASK)
         return total / count
 
-    return jax.grad(mean_loss)
+    return jax.jit(jax.grad(mean_loss))
 
 
 def final_policy(preset, overrides, rate=0.5, steps=4000):
