@@ -16,10 +16,11 @@ from safetensors.numpy import load_file, save_file
 from recjax.hub import weights
 from recjax.hub.export import export_model
 from recjax.hub.weights import load_pretrained, read_config, tensor_names
-from recjax.models.decoder import abstract_params, init_params
+from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 from tests.marks import campaign_except
+from tests.tiny import params_of
 
 CONFIG = {
     "model_type": "llama",
@@ -200,7 +201,7 @@ def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name)
     changes, changed = LAYOUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
     config = read_config(tmp_path)
-    params = jax.device_get(init_params(config, jax.random.key(0)))
+    params = jax.device_get(params_of(config))
     export_model(tmp_path / "usual", config, params, tmp_path)
     tensors = load_file(tmp_path / "usual" / "model.safetensors")
     other = changed(tensors)

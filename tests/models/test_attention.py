@@ -13,11 +13,12 @@ import pytest
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
-from recjax.models.decoder import REMAT, Decoder, Tokens, init_params
+from recjax.models.decoder import REMAT, Decoder, Tokens
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from tests.marks import campaign_except, slow_except
+from tests.tiny import params_of
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
@@ -233,7 +234,7 @@ def test_completions_over_a_prompt_take_a_kernel_that_fits(monkeypatch, kernel):
         assert ran.pop() == f"{name}_attention", (prompt_time, time)
     # A layer with a window is plain over a prompt, and by cuDNN reads a mask in the prompt itself.
     decoder = Decoder(DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=(2, None)), attention=kernel)
-    params = init_params(decoder.config, jax.random.key(0))
+    params = params_of(decoder.config)
     ran.clear()
     jax.eval_shape(functools.partial(completions_of, decoder), params)
     assert set(ran) == {"plain_attention"} | ({"cudnn_attention"} if kernel == "cudnn" else set())
@@ -252,7 +253,7 @@ def completions_of(decoder, params):
 @pytest.mark.parametrize("remat", slow_except(["attention", "none"], "attention"))
 def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_here, monkeypatch, kernel, remat):
     config = DecoderConfig(11, 16, 32, 2, 4, 2, 8)
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
 
     @functools.partial(jax.jit, static_argnums=1)
     def gradient(params, decoder):
@@ -358,7 +359,7 @@ def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here
 )
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
     config = DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=windows)
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     tokens = np.random.default_rng(1).integers(0, 11, IDS.shape)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
     arrays = {"params": params}, tokens, positions, IDS
@@ -432,7 +433,7 @@ def lowered_update(platform, **options):
     """The gradient of a decoder's log-probs over shared prompts, as a device of another kind would compile it."""
     config = DecoderConfig(11, 16, 32, 3, 4, 2, 8)
     dtype = jnp.float32 if platform == "tpu" else jnp.bfloat16
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     decoder = Decoder(config, dtype, **options)
     gradient = jax.jit(jax.grad(lambda params: completions_of(decoder, params).sum()))
     return gradient.trace(params).lower(lowering_platforms=(platform,)).as_text()
@@ -469,6 +470,7 @@ def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
     assert products["none"] < products["attention"] < products["dots"] < products["full"]
 
 
+@pytest.mark.slow
 def test_remat_that_keeps_attention_runs_splash_once():
     for remat, count in (("attention", 2), ("dots", 4)):
         text = lowered_update("tpu", attention="splash", remat=remat)
@@ -524,7 +526,7 @@ def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
 @pytest.mark.slow
 def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
     config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
-    decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), init_params(config, jax.random.key(0))
+    decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), params_of(config)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the rest of the update is computed here
     token, mask = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool)
 

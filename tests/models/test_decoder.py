@@ -13,6 +13,7 @@ from recjax.models.decoder import Context, Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 from tests.marks import campaign_except
+from tests.tiny import params_of
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {
@@ -168,7 +169,7 @@ SMALL = DecoderConfig(17, 16, 24, 2, 4, 2, 8, rope_scaling=RopeScaling("linear",
 @functools.cache
 def small_params():
     """Larger than initial weights, so that attention is far from uniform."""
-    params = jax.device_get(init_params(SMALL, jax.random.key(1)))
+    params = jax.device_get(params_of(SMALL, 1))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: 2 * leaf if "kernel" in str(path) else leaf, params)
 
 

@@ -602,6 +602,7 @@ def test_calls_are_read_as_models_write_them():
     assert all(errors) and "not JSON" in errors[0] and "object" in errors[3]
 
 
+@pytest.mark.slow
 def test_tools_run_in_processes_of_their_own():
     names = [f"{TOOLS}{name}" for name in ("add", "sleep", "die", "fail")]
     functions = {name: getattr(some_tools, name.partition(":")[2]) for name in names}

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
@@ -28,6 +28,7 @@ from tests.marks import campaign, campaign_except, slow
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.padded import sample_completions
 from tests.rollout.reference_sampler import sample
+from tests.tiny import params_of
 
 SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
 PLAIN = DecoderConfig(**SIZES, num_kv_heads=2, head_dim=4, tie_embeddings=False)
@@ -63,7 +64,7 @@ def small_sizes(monkeypatch):
 @functools.cache
 def problem(config):
     """A decoder, its parameters, prompts and their mask, which no test changes."""
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     tokens = np.random.default_rng(0).integers(0, 23, mask.shape).astype(np.int32)
     return Decoder(config), params, np.where(mask, tokens, 0), mask
