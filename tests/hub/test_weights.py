@@ -19,7 +19,7 @@ from recjax.hub.weights import load_pretrained, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
-from tests.marks import campaign_except
+from tests.marks import campaign_except, slow
 from tests.tiny import params_of
 
 CONFIG = {
@@ -113,7 +113,7 @@ def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
     assert held == [0] * len(SHAPES) and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(np.float32, np.float16), ml_dtypes.bfloat16])
 def test_every_tensor_lands_in_its_place_as_float32(tmp_path, dtype):
     tensors = random_tensors(dtype)
     config, params = load_pretrained(str(write_folder(tmp_path, tensors)))

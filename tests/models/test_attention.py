@@ -454,7 +454,8 @@ def test_cudnn_has_no_scores_of_a_shared_prompt_in_memory(monkeypatch):
     assert f"x{TIME - 1}x{PROMPT_TIME}xf32>" in plain
 
 
-@pytest.mark.parametrize("unrolled", slow_except([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("unrolled", [False, True])
 def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     kernels, products = {}, {}

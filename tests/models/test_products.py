@@ -10,7 +10,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, Lora
 from recjax.models.products import product, products
 from recjax.models.unrolling import params_for
-from tests.marks import slow_except
+from tests.marks import slow, slow_except
 from tests.tiny import params_of
 
 
@@ -24,7 +24,7 @@ def operands(subscripts, dtype):
     ("dtype", "of_weights"),
     [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
 )
-@pytest.mark.parametrize("subscripts", ["mk,kn->mn", "re,ve->rv", "re,ev->rv"])
+@pytest.mark.parametrize("subscripts", ["mk,kn->mn", *slow("re,ve->rv", "re,ev->rv")])
 def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype, of_weights):
     a, b = operands(subscripts, dtype)
     b = b.astype(of_weights)

@@ -17,7 +17,7 @@ TEXT = "/v1/completions"
 
 
 def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
     begun, up_to_stop = [], sampler.up_to_stop
     monkeypatch.setattr(sampler, "up_to_stop", lambda *arguments: begun.append(1) or up_to_stop(*arguments))
     one_round = Engine.round
