@@ -24,6 +24,7 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
+from tests.algorithms.examples import first_of_each_set_of_axes
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups, ungraded
 from tests.experience.rows import append, make_row, text_row
@@ -131,7 +132,7 @@ def one_of_two_without(tmp_path_factory):
     return stored(tmp_path_factory.mktemp("one of two") / "s.db", make_row(0), text_row(1, group=1, prompt="12"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(PRESETS, *first_of_each_set_of_axes(), *WITHOUT))
 def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_without):
     algorithm, groups = build_algorithm(preset, {}), one_of_two_without
     with pytest.raises(

@@ -439,6 +439,7 @@ def lowered_update(platform, **options):
     return gradient.trace(params).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.slow
 def test_cudnn_has_no_scores_of_a_shared_prompt_in_memory(monkeypatch):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     text = lowered_update("cuda", attention="cudnn")

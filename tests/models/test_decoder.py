@@ -263,6 +263,7 @@ def test_packed_sequences_do_not_see_each_other():
     assert (np.abs(found - base)[0, 5:].max(axis=-1) > 1e-3).all(), "its own sequence sees it"
 
 
+@pytest.mark.slow
 def test_packed_sequences_share_what_is_before_them():
     """A context of three tokens, then a tree of four sequences: a b, with c d and with c e f, and with g after b."""
     (row,), (positions,), (mask,) = small_batch(rows=1)

@@ -70,6 +70,7 @@ def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, r
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_completions_of_one_token_are_the_first_of_longer_ones():
     @functools.partial(jax.jit, static_argnums=1)
     def first(params, time):

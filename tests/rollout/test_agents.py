@@ -282,6 +282,7 @@ def test_a_chat_whose_prompts_go_on_has_one_row(made):
     assert all(len(one.rows) == 1 for one in completions_of(talks))
 
 
+@pytest.mark.slow
 def test_a_template_that_drops_something_gives_a_further_row(made):
     config, policy, params = made("talks")
     policy.tokenizer.chat_template = CHATS.replace("{{ m.content }}", "{{ m.content[:2] }}")
@@ -473,6 +474,7 @@ def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
         assert len(rewards) == 2, "the weights have an effect"
 
 
+@pytest.mark.slow
 def test_a_slow_agent_holds_up_nobody(made):
     some_agents.events.clear()
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("slow", *["fast"] * 5)]

@@ -25,7 +25,7 @@ def initial():
 
 
 def engine():
-    made = Engine(Decoder(CONFIG), (7,), slots=None, prefix_time=8)
+    made = Engine(Decoder(CONFIG), (7,), slots=4, prefix_time=8)
     made.replace_weights(initial(), version=3)
     return made
 
