@@ -12,7 +12,6 @@ from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import QUICK
 
 VOCAB = 12
-COEFFICIENTS = 0.0, 0.5, 1.0  # without centering, with half of it and with all of it
 WEIGHTS = {
     "plain": {},
     "importance": {"weight": {"name": "importance"}},
@@ -39,12 +38,17 @@ def distributions(top: int):
 
 @functools.cache
 def mean_gradients(name, top: int):
-    """The function from an advantage to `mean_gradient` at each of COEFFICIENTS, which is one program."""
-    algorithms = [
+    """A program from (advantage, coefficient) to `mean_gradient` without centering and with that much of it."""
+    plain, centered = (
         build_algorithm("reinforce", WEIGHTS[name] | {"score_centering": {"coefficient": coefficient}})
-        for coefficient in COEFFICIENTS
-    ]
-    return jax.jit(lambda advantage: [mean_gradient(one, advantage, top) for one in algorithms], compiler_options=QUICK)
+        for coefficient in (0.0, 1.0)
+    )
+
+    def both(advantage, coefficient):
+        scaled = centered.with_options({"score_centering": {"coefficient": coefficient}})
+        return [mean_gradient(algorithm, advantage, top) for algorithm in (plain, scaled)]
+
+    return jax.jit(both, compiler_options=QUICK)
 
 
 def mean_gradient(algorithm, advantage, top: int):
@@ -71,7 +75,7 @@ def mean_gradient(algorithm, advantage, top: int):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_mean_of_the_gradient_under_the_sampler_is_removed(name, advantage, top):
-    bias, half, centered = mean_gradients(name, top)(advantage)
+    (bias, centered), (_, half) = (mean_gradients(name, top)(advantage, coefficient) for coefficient in (1.0, 0.5))
     np.testing.assert_allclose(centered, 0.0, atol=1e-6)
     # An exact importance weight is the only one without a bias.
     assert np.abs(bias).max() < 1e-6 if name == "importance" else np.abs(bias).max() > 5e-3
