@@ -140,7 +140,8 @@ def test_a_decoder_has_the_gradients_of_products_apart(monkeypatch, unrolled):
     lora = Lora(2, 1.0, ("query", "up"))
     config = DecoderConfig(16, 8, 12, 2, 2, 1, 4, qkv_bias=True, lora=lora)
     decoder = Decoder(config, unrolled=unrolled)
-    params = jax.tree.map(lambda leaf: leaf + 0.1, params_of(config))  # no bias or adapter is 0
+    start = jax.device_get(params_of(config))
+    params = jax.device_put(jax.tree.map(lambda leaf: leaf + np.float32(0.1), start))  # no bias or adapter is 0
     tokens = jnp.arange(6).reshape(2, 3)
     positions = jnp.arange(3) + jnp.zeros_like(tokens)
 

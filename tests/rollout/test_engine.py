@@ -426,7 +426,7 @@ def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
     engine, request = engine_of(decoder, params, slots=5), requests_of()[3]
     (ticket,) = engine.admit([request])
     later = request._replace(prefix=np.append(request.prefix, engine.drain()[ticket].tokens))
-    others = jax.tree.map(lambda x: 1.5 * x, params)
+    others = jax.device_put(jax.tree.map(lambda x: np.float32(1.5) * x, jax.device_get(params)))
     engine.replace_weights(others, version=1)
     (ticket,) = engine.admit([later])
     assert_completions([engine.drain()[ticket]], alone([later], others))
@@ -435,7 +435,7 @@ def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
 @pytest.mark.slow
 def test_weights_are_replaced_between_rounds():
     decoder, params, *_ = problem(PLAIN)
-    others = jax.tree.map(lambda x: 1.5 * x, params)
+    others = jax.device_put(jax.tree.map(lambda x: np.float32(1.5) * x, jax.device_get(params)))
     engine, requests = engine_of(decoder, params, (), version=3), requests_of()[:6]
     tickets = engine.admit(requests)
     assert not engine.round()

@@ -26,7 +26,7 @@ PLAIN = Sampling()
 @functools.cache
 def initial():
     """The decoder's parameters, large enough for uneven probabilities."""
-    return jax.tree.map(lambda x: 2 * x, params_of(CONFIG))
+    return jax.device_put(jax.tree.map(lambda x: 2 * x, jax.device_get(params_of(CONFIG))))
 
 
 def draw(seed=0, prompts=PROMPTS, mask=MASK, group_size=3, max_tokens=6, sampling=None, stop_ids=STOP):
