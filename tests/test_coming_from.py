@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def check_none():
     assert scores.rewards[0] == 1 and np.isnan(scores.rewards[1]), "TRL has 0 here"
     assert FAILURES[scores.failures[1]] == "no_reward"
     kept = jnp.array([True, False, True])
-    grouped = advantages.group_mean_advantages(jnp.array([1.0, 0.0, 0.0]), jnp.zeros(3, int), kept)
+    grouped = jax.jit(advantages.group_mean_advantages)(jnp.array([1.0, 0.0, 0.0]), jnp.zeros(3, int), kept)
     np.testing.assert_array_equal(grouped, [0.5, 0, -0.5])
 
 
@@ -57,7 +58,8 @@ def check_length_penalty():
 def check_sigma():
     rewards, groups, kept = jnp.array([3.0, 0.0, 0.0]), jnp.zeros(3, int), jnp.ones(3, bool)
     assert CONFIG.algorithm.resolved()["advantage"]["ddof"] == 0
-    ours, theirs = (advantages.group_normalized_advantages(rewards, groups, kept, ddof=ddof) for ddof in (0, 1))
+    normalized = jax.jit(advantages.group_normalized_advantages, static_argnames="ddof")
+    ours, theirs = (np.asarray(normalized(rewards, groups, kept, ddof=ddof)) for ddof in (0, 1))
     np.testing.assert_allclose(ours / theirs, np.sqrt(3 / 2), rtol=1e-5)
 
 

@@ -134,6 +134,7 @@ def test_every_experiment_is_a_valid_config(path):
 LARGE = [ROOT / "experiments" / f"{name}.yaml" for name in ("claims/grid", "claims/map", "drift/quickstart")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in SWEEPS if path not in LARGE], ids=lambda path: path.stem)
 def test_every_sweep_is_of_valid_configs(path):
     assert read_sweep(path)[1]

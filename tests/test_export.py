@@ -16,7 +16,7 @@ from recjax.hub.export import export_model, write_base
 from recjax.hub.model_card import model_card
 from recjax.hub.policy import policy_alone
 from recjax.hub.tokenizers import character_tokenizer, listed_eos
-from recjax.models.decoder import abstract_params, init_params
+from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
@@ -28,6 +28,7 @@ from recjax.training.update import TrainState, make_optimizer
 from tests import commands
 from tests.hub.test_families import forward
 from tests.marks import campaign_except
+from tests.tiny import params_of
 from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train
 
@@ -192,7 +193,7 @@ def test_an_export_ends_its_turns_as_the_run_did(tmp_path, monkeypatch, caplog):
     """The stop strings of a run, and the token after a turn, are no end-of-sequence tokens of its base."""
     tokenizer = character_tokenizer("0123456789+=")
     shape = DecoderConfig(len(tokenizer), 16, 24, 1, 2, 2, 8)
-    params = jax.device_get(init_params(shape, jax.random.key(0)))
+    params = jax.device_get(params_of(shape))
     (tmp_path / "files").mkdir()
     write_base(tmp_path / "files", shape, tokenizer, 0)
     export_model(tmp_path / "base", shape, params, tmp_path / "files")

@@ -58,30 +58,43 @@ class AdvantageVariants(chex.TestCase):
         assert_close(got, loop(name, REWARDS, GROUP_IDS, KEPT), 1e-5)
 
 
-@pytest.mark.parametrize("function", GROUP_FUNCTIONS.values(), ids=GROUP_FUNCTIONS)
-@pytest.mark.parametrize(
-    ("options", "alone"), [({}, 0.0), ({"singleton": "zero"}, 0.0), ({"singleton": "reward"}, 0.7)]
-)
-def test_a_group_of_one_gets_what_was_chosen(function, options, alone):
-    rewards, group_ids = jnp.array([0.7, 0.2, 0.4, 5.0]), jnp.array([3, 1, 1, 3])
-    got = function(rewards, group_ids, jnp.array([True, True, True, False]), **options)
-    assert got[0] == jnp.float32(alone) and got[3] == 0 and jnp.isfinite(got).all()
+SINGLETONS = {"default": {}, "zero": {"singleton": "zero"}, "reward": {"singleton": "reward"}}
+
+
+@functools.cache
+def of_a_group_of_one():
+    """Advantages of four rows by function and options, in one program; the first row is alone, the last is not kept."""
+    rewards, group_ids, kept = np.float32([0.7, 0.2, 0.4, 5.0]), np.array([3, 1, 1, 3]), np.arange(4) < 3
+    program = jax.jit(
+        lambda *arrays: {
+            (name, chosen): function(*arrays, **options)
+            for name, function in GROUP_FUNCTIONS.items()
+            for chosen, options in SINGLETONS.items()
+        }
+    )
+    return jax.device_get(program(rewards, group_ids, kept))
+
+
+@pytest.mark.parametrize("function", GROUP_FUNCTIONS)
+@pytest.mark.parametrize(("chosen", "alone"), [("default", 0.0), ("zero", 0.0), ("reward", 0.7)])
+def test_a_group_of_one_gets_what_was_chosen(function, chosen, alone):
+    got = of_a_group_of_one()[function, chosen]
+    assert got[0] == np.float32(alone) and got[3] == 0 and np.isfinite(got).all()
 
 
 def test_values_to_check_by_hand():
     rewards, group_ids, kept = jnp.array([0.0, 1.0, 1.0, 2.0]), jnp.zeros(4, int), jnp.ones(4, bool)
-    chex.assert_trees_all_close(advantages.group_mean_advantages(rewards, group_ids, kept), jnp.array([-1.0, 0, 0, 1]))
-    chex.assert_trees_all_close(
-        advantages.leave_one_out_advantages(rewards, group_ids, kept), jnp.array([-4 / 3, 0, 0, 4 / 3])
-    )
-    normalized = advantages.group_normalized_advantages(rewards, group_ids, kept)
+    chex.assert_trees_all_close(jitted["mean"](rewards, group_ids, kept), jnp.array([-1.0, 0, 0, 1]))
+    chex.assert_trees_all_close(jitted["leave_one_out"](rewards, group_ids, kept), jnp.array([-4 / 3, 0, 0, 4 / 3]))
+    normalized = jitted["normalized"](rewards, group_ids, kept)
     chex.assert_trees_all_close(normalized, jnp.array([-(2**0.5), 0, 0, 2**0.5]), rtol=1e-5)
 
 
 def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
     rewards, group_ids, kept = jnp.arange(8.0), jnp.zeros(8, int), jnp.ones(8, bool)
-    zero, one = (advantages.group_normalized_advantages(rewards, group_ids, kept, ddof=ddof) for ddof in (0, 1))
-    chex.assert_trees_all_close(zero / one, jnp.full(8, (8 / 7) ** 0.5), rtol=1e-5)  # 6.9%
+    normalized = jax.jit(lambda *x: [advantages.group_normalized_advantages(*x, ddof=ddof) for ddof in (0, 1)])
+    zero, one = map(np.asarray, normalized(rewards, group_ids, kept))
+    chex.assert_trees_all_close(zero / one, np.full(8, (8 / 7) ** 0.5, np.float32), rtol=1e-5)  # 6.9%
 
 
 @pytest.mark.parametrize("name", [*AXES["advantage"], "whitened rewards", "plain returns", "singletons"])

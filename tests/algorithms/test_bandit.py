@@ -19,7 +19,7 @@ MASK = jnp.ones((10, 1), bool)
 def gradient_of(preset, overrides):
     """The gradient of a preset's mean loss by the policy's logits, as a function of them."""
     algorithm = build_algorithm(preset, overrides)
-    rows = losses.row_terms(
+    rows = jax.jit(losses.row_terms, static_argnums=0)(
         algorithm, losses.BatchValues(REWARDS[ARMS], jnp.zeros(10, jnp.int32), jnp.ones(10, bool), jax.random.key(0))
     )
 
@@ -28,7 +28,7 @@ def gradient_of(preset, overrides):
         total, count = losses.loss(algorithm, logprobs, BEHAVIOR_LOGPROBS, rows, MASK)
         return total / count
 
-    return jax.grad(mean_loss)
+    return jax.jit(jax.grad(mean_loss))
 
 
 def final_policy(preset, overrides, rate=0.5, steps=4000):

@@ -20,7 +20,7 @@ def public_functions(module) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in functions if not node.name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", slow_except(MODULES, "advantages", "losses", "reduce"))
+@pytest.mark.parametrize("name", slow_except(MODULES, "losses"))
 def test_every_public_function_has_an_example_that_prints_what_it_says(name):
     module = importlib.import_module(f"recjax.algorithms.{name}")
     runner, said = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF), []

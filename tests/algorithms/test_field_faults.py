@@ -1,5 +1,6 @@
 """Faults that other implementations have had, and what would notice each here; presets that algebra makes equal."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -49,12 +50,13 @@ def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
     if proximal is not None:
         terms = terms._replace(proximal_logprobs=behavior + jnp.asarray(proximal, jnp.float32))
 
-    @jax.jit  # one program instead of one for each operation
-    def weights(log_ratio, terms):
-        found = losses.token_terms(algorithm, behavior + log_ratio, behavior, terms, mask)
-        return found.coefficients / found.advantages
+    return np.asarray(token_weights(algorithm, log_ratio, behavior, terms, mask))
 
-    return np.asarray(weights(log_ratio, terms))
+
+@functools.partial(jax.jit, static_argnums=0)  # one program instead of one for each operation
+def token_weights(algorithm, log_ratio, behavior, terms, mask):
+    found = losses.token_terms(algorithm, behavior + log_ratio, behavior, terms, mask)
+    return found.coefficients / found.advantages
 
 
 def test_a_cap_is_a_ratio_and_not_a_distance_from_one():
@@ -109,6 +111,9 @@ def second_moment_bound(log_ratio, advantages, tau):
             return squares[place - 1] ** 0.5 if place else 0.0
 
 
+second_moment_mask = jax.jit(masks.one_side_second_moment_mask)
+
+
 @pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 3.0])
 def test_only_tokens_that_went_with_their_advantage_count_for_the_second_moment(spread):
     random = np.random.default_rng(0)
@@ -117,11 +122,12 @@ def test_only_tokens_that_went_with_their_advantage_count_for_the_second_moment(
     bound = second_moment_bound(log_ratio.ravel(), of_tokens, 0.04)
     expected = (of_tokens * log_ratio.ravel() <= 0) | (np.abs(log_ratio.ravel()) <= bound + 1e-6)
     arrays = jnp.asarray(log_ratio, jnp.float32), jnp.asarray(advantages), jnp.ones((4, 50), bool)
-    np.testing.assert_array_equal(masks.one_side_second_moment_mask(*arrays).ravel(), expected)
+    np.testing.assert_array_equal(np.asarray(second_moment_mask(*arrays)).ravel(), expected)
     assert expected.all() == (spread == 0.05)
     # A = +1 at ρ = ½ keeps its ½; the form of AReaL leaves it out.
-    single = jnp.log(jnp.array([[0.5, 1.0]])), UP, jnp.ones((1, 2), bool)
-    assert masks.one_side_second_moment_mask(*single).all() and not masks.second_moment_mask(single[0], single[2]).all()
+    single = np.log([[0.5, 1.0]]).astype(np.float32), UP, np.ones((1, 2), bool)
+    of_both_sides = jax.jit(masks.second_moment_mask)(single[0], single[2])
+    assert second_moment_mask(*single).all() and not of_both_sides.all()
     assert resolve("m2po", {})["mask"] == {"name": "one_side_second_moment", "tau": 0.04}
 
 
@@ -152,15 +158,17 @@ def coefficients_of(preset, overrides, policies, rewards, advantages=None):
     algorithm, mask = build_algorithm(preset, overrides), jnp.isfinite(policies[0])
     compared = jnp.asarray(rewards, jnp.float32), jnp.zeros(len(rewards), int), mask.any(-1), jax.random.key(0)
 
-    @jax.jit
-    def gradient(logprobs, proximal, behavior):
-        scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
-        given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
-        rows = losses.row_terms(algorithm, losses.BatchValues(*compared, **given))
-        rows = rows if advantages is None else rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
-        return jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
+    policies = [jnp.where(mask, x, 0.0) for x in policies]
+    return -np.asarray(gradient_of_policies(algorithm, *policies, mask, compared, advantages))
 
-    return -np.asarray(gradient(*(jnp.where(mask, x, 0.0) for x in policies)))
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient_of_policies(algorithm, logprobs, proximal, behavior, mask, compared, advantages):
+    scored = losses.Scored(logprobs, jnp.zeros_like(logprobs), behavior)
+    given = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
+    rows = losses.row_terms(algorithm, losses.BatchValues(*compared, **given))
+    rows = rows if advantages is None else rows._replace(advantages=jnp.asarray(advantages, jnp.float32))
+    return jax.grad(lambda x: losses.loss(algorithm, x, behavior, rows, mask)[0])(logprobs)
 
 
 TRL = {"correction": {"name": "sequence_banded", "high": 3.0}, "mask": {"name": "none"}}
@@ -242,7 +250,7 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
         np.testing.assert_allclose(weights_of(preset, cancel, [-1.0])[0, 0], weights, rtol=1e-4)
     gmpo = weights_of("gmpo", log_ratio, [-1.0, 1.0])
     np.testing.assert_allclose(gmpo[:, 0], np.exp([3.0, -3.0]), rtol=1e-5)
-    clipped = ratios.clipped_sequence_mean_ratio(jnp.asarray(cancel, jnp.float32), UP, jnp.ones((1, 10), bool))
+    clipped = jax.jit(ratios.clipped_sequence_mean_ratio)(cancel.astype(np.float32), UP, np.ones((1, 10), bool))
     np.testing.assert_allclose(clipped[0, 0], -2.86, rtol=1e-5)  # (0.4 − 29) / 10
     band = {"mask": {"name": "sequence_band", "level": "product", "low": 0.5, "high": 3.0}}
     assert (weights_of("reinforce", cancel, [1.0], band) != 0).all()
@@ -290,11 +298,12 @@ def test_means_over_completions_are_of_the_preset_and_an_override_is_read():
 
 def test_a_long_completion_is_not_masked_for_its_length():
     drift = np.full((2, 600), np.log(1.005), np.float32)  # each token by half a per cent; the product is 20
-    mask = jnp.arange(600) < jnp.array([[600], [2]])
+    mask = np.arange(600) < np.array([[600], [2]])
     preset = readable_options(masks.sequence_band_mask)["level"].default
     assert preset == resolve("mis", {})["mask"]["level"] == "mean"
-    by_mean = masks.sequence_band_mask(jnp.asarray(drift), mask)
-    by_product = masks.sequence_band_mask(jnp.asarray(drift), mask, level="product", low=0.0, high=3.0)
+    by_mean = jax.jit(masks.sequence_band_mask)(drift, mask)
+    product = functools.partial(masks.sequence_band_mask, level="product", low=0.0, high=3.0)
+    by_product = np.asarray(jax.jit(product)(drift, mask))
     assert by_mean.all() and not by_product[0].any() and by_product[1].all()
 
 
@@ -322,9 +331,11 @@ def test_a_sequence_is_a_completion_whatever_its_turns():
     together = log_ratio[:, jnp.array([0, 1, 4, 5])]
     options = {"completion_mask": turns, "advantages": UP}
     whole = {"completion_mask": turns[:, jnp.array([0, 1, 4, 5])], "advantages": UP}
-    for ratio in (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio):
-        apart = call(ratio, SimpleNamespace(**options, log_ratio=log_ratio))
-        joined = call(ratio, SimpleNamespace(**whole, log_ratio=together))
+    of_sequences = (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio)
+    found = jax.jit(lambda values: [call(ratio, SimpleNamespace(**values)) for ratio in of_sequences])
+    for apart, joined in zip(
+        found(options | {"log_ratio": log_ratio}), found(whole | {"log_ratio": together}), strict=True
+    ):
         np.testing.assert_allclose(apart[0, 0], joined[0, 0], rtol=1e-5)
         assert len(set(np.asarray(apart)[0].tolist())) == 1
 
@@ -389,7 +400,7 @@ def test_gspo_token_has_the_gradient_of_its_surrogate():
         return -jnp.where(x.completion_mask, clipped / lengths, 0).sum()
 
     _, (gradient, _) = loss_and_gradient(algorithm, x, rows)
-    np.testing.assert_allclose(gradient, jax.grad(surrogate)(x.logprobs), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(surrogate))(x.logprobs), rtol=1e-4, atol=1e-6)
     assert 0 < (np.asarray(gradient)[EXAMPLE.completion_mask] == 0).sum() < EXAMPLE.completion_mask.sum() - 10
 
 
@@ -436,7 +447,8 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behavior_policy():
         logprobs = jax.nn.log_softmax(x)
         return (jnp.exp(logprobs) * (logprobs - reference)).sum()
 
-    for one, other in zip(jax.value_and_grad(sampled)(logits), jax.value_and_grad(kl)(logits), strict=True):
+    pairs = jax.jit(lambda x: (jax.value_and_grad(sampled)(x), jax.value_and_grad(kl)(x)))(logits)
+    for one, other in zip(*pairs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -444,5 +456,5 @@ def test_an_experts_shaping_is_the_derivative_of_its_shaped_probability():
     logprobs = jnp.log(jnp.array([[0.001, 0.1, 0.9]]))
     foreign = jnp.array([True])
     got = token_weighting.expert_shaped_weights(jnp.ones((1, 3)), logprobs, foreign)
-    expected = jax.grad(lambda x: (jnp.exp(x) / (jnp.exp(x) + 0.1)).sum())(logprobs)
+    expected = jax.jit(jax.grad(lambda x: (jnp.exp(x) / (jnp.exp(x) + 0.1)).sum()))(logprobs)
     np.testing.assert_allclose(got, expected, rtol=1e-5)

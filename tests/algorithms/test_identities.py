@@ -1,5 +1,7 @@
 """The paper's derivation, line by line, by gradients of a small softmax policy."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -37,18 +39,15 @@ def policy_gradient(coefficients, logits=LOGITS):
 
 def loss_gradient(preset, overrides, logits=LOGITS, anchor=LOGITS, weights=None):
     """Gradient of a preset's summed loss by the policy's logits, `anchor` as the behavior policy."""
-    algorithm = build_algorithm(preset, overrides)
+    return gradient_of_algorithm(build_algorithm(preset, overrides), logits, anchor, weights)
 
-    @jax.jit
-    def gradient(logits, anchor):
-        rows = losses.row_terms(
-            algorithm, losses.BatchValues(REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
-        )
-        rows = rows if weights is None else rows._replace(weights=weights)
-        behavior = token_logprobs(anchor)
-        return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
 
-    return gradient(logits, anchor)
+@functools.partial(jax.jit, static_argnums=0)
+def gradient_of_algorithm(algorithm, logits, anchor, weights):
+    rows = losses.row_terms(algorithm, losses.BatchValues(REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0)))
+    rows = rows if weights is None else rows._replace(weights=weights)
+    behavior = token_logprobs(anchor)
+    return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
 
 
 CENTRED = REWARDS - REWARDS.mean()
@@ -135,7 +134,8 @@ def test_5_sampled_imitation_is_forward_kl_when_every_arm_is_drawn_as_often_as_i
     def sampled(x):
         return -jax.nn.log_softmax(x)[arms].mean()
 
-    chex.assert_trees_all_close(jax.grad(sampled)(logits), jax.grad(forward_kl)(logits), **CLOSE)
+    got, expected = jax.jit(lambda x: (jax.grad(sampled)(x), jax.grad(forward_kl)(x)))(logits)
+    chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
 def test_6_opmd_is_reinforce_and_the_squared_log_ratio_of_completions():
@@ -146,6 +146,6 @@ def test_6_opmd_is_reinforce_and_the_squared_log_ratio_of_completions():
         return (-CENTRED * sequence_logprobs(logits) + tau / 2 * shift**2).sum()
 
     got = loss_gradient("opmd", {**SUM, "regularizer": {"tau": tau}}, logits=MOVED)
-    chex.assert_trees_all_close(got, jax.grad(by_hand)(MOVED), **CLOSE)
+    chex.assert_trees_all_close(got, jax.jit(jax.grad(by_hand))(MOVED), **CLOSE)
     by_token = loss_gradient("opmd_token", {**SUM, "regularizer": {"tau": tau}}, logits=MOVED)
     assert not np.allclose(got, by_token, atol=1e-2)

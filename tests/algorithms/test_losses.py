@@ -152,7 +152,7 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming)
     chex.assert_trees_all_close(moved_gradient, jax.tree.map(lambda x: x[order], gradient), **CLOSE)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", slow_except(PAPER, "grpo", "pairwise_consistency"))
 def test_micro_batches_and_devices_add_exactly(name):
     assert jax.local_device_count() >= 4
     example = Example(*(array[WHOLE_GROUPS] for array in EXAMPLE))

@@ -67,7 +67,8 @@ def test_reference_kl_and_the_gradients_that_its_docstring_states(estimator, val
         options = {"coefficient": 0.5, "estimator": estimator}
         return regularizers.reference_kl_penalty(logprobs, reference, jnp.asarray(MASK), **options)
 
-    got, derivative = penalty(junk(EXAMPLE.logprobs)), jax.grad(lambda x: penalty(x).sum())(junk(EXAMPLE.logprobs))
+    both = jax.jit(lambda x: (penalty(x), jax.grad(lambda y: penalty(y).sum())(x)))
+    got, derivative = both(junk(EXAMPLE.logprobs))
     close = dict(rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got, np.where(MASK, 0.5 * value(difference), 0), **close)
     np.testing.assert_allclose(derivative, np.where(MASK, 0.5 * gradient(difference), 0), **close)
@@ -83,8 +84,9 @@ def test_k3_and_its_gradient_keep_their_sign_and_precision_at_every_distance():
     assert (value >= 0).all()
     np.testing.assert_allclose(value, expected, rtol=1e-4)
     np.testing.assert_allclose(gradient, np.expm1(exact), rtol=1e-5)
+    slope = jax.jit(jax.grad(lambda x: regularizers.kl_estimate(x, "k3")))
     for far in (-np.inf, 1e4):  # the branch that is not chosen has no part in the gradient
-        assert np.isfinite(jax.grad(lambda x: regularizers.kl_estimate(x, "k3"))(jnp.float32(far)))
+        assert np.isfinite(slope(np.float32(far)))
 
 
 def test_average_gradients_of_the_kl_estimators_on_policy():
@@ -102,11 +104,17 @@ def test_average_gradients_of_the_kl_estimators_on_policy():
     def forward(x):
         return (jnp.exp(reference) * (reference - jax.nn.log_softmax(x))).sum()
 
-    chex.assert_trees_all_close(jax.grad(sampled)(logits, "k1"), jnp.zeros(3), atol=1e-6)
-    chex.assert_trees_all_close(jax.grad(sampled)(logits, "k2"), jax.grad(reverse)(logits), atol=1e-6)
-    chex.assert_trees_all_close(jax.grad(sampled)(logits, "k3"), jax.grad(forward)(logits), atol=1e-6)
+    @jax.jit
+    def compared(x):
+        estimates = {name: jax.value_and_grad(sampled)(x, name) for name in ("k1", "k2", "k3")}
+        return estimates, jax.value_and_grad(reverse)(x), jax.grad(forward)(x)
+
+    estimates, (kl, of_reverse), of_forward = compared(logits)
+    chex.assert_trees_all_close(estimates["k1"][1], jnp.zeros(3), atol=1e-6)
+    chex.assert_trees_all_close(estimates["k2"][1], of_reverse, atol=1e-6)
+    chex.assert_trees_all_close(estimates["k3"][1], of_forward, atol=1e-6)
     for estimator in ("k1", "k3"):
-        np.testing.assert_allclose(sampled(logits, estimator), reverse(logits), rtol=1e-5)
+        np.testing.assert_allclose(estimates[estimator][0], kl, rtol=1e-5)
 
 
 # d = log of the anchor − log π, in nats; −1e4 and 1e4 stand for a token that one of both has given up.
@@ -139,7 +147,7 @@ def value_and_factor(name, logprobs, **values):
         return call(functools.partial(term, **options), SimpleNamespace(**values, logprobs=x))
 
     def both(options):
-        return terms(logprobs, options), jax.grad(lambda x: terms(x, options).sum())(logprobs)
+        return jax.jit(lambda x: (terms(x, options), jax.grad(lambda y: terms(y, options).sum())(x)))(logprobs)
 
     return both
 
@@ -188,7 +196,7 @@ def test_a_teacher_never_pushes_away_from_itself_at_any_distance(kind, far):
     both = [np.stack([near, 0 * near], axis=1), np.zeros((len(near), 2))]
     scores, teacher = both if far == "policy" else both[::-1]
     own = functools.partial(teacher_divergence, coefficient=1.0, kind=kind)
-    gradient = jax.grad(lambda x: own(x, jnp.asarray(teacher)).sum())(jnp.asarray(scores))[:, 0]
+    gradient = np.asarray(jax.jit(jax.grad(lambda x, y: own(x, y).sum()))(scores, teacher))[:, 0]
     log_q, log_p = (x - np.logaddexp(*x.T)[:, None] for x in (scores, teacher))
     q, p = np.exp(log_q), np.exp(log_p)
     other = log_p if kind == "reverse_kl" else np.logaddexp(log_p, log_q) - np.log(2)
@@ -258,16 +266,16 @@ def divergence_loop(scores, teacher, kind, beta, top_k):
 def test_divergences_and_their_gradients_by_loops(kind, beta, top_k):
     options = {"kind": kind, "beta": beta, "top_k": top_k}
     own = functools.partial(teacher_divergence, coefficient=2.0, **options)
-    np.testing.assert_allclose(own(SCORES, TEACHER), 2 * divergence_loop(SCORES, TEACHER, **options), rtol=2e-4)
-    gradient = jax.grad(lambda scores: own(scores, jnp.asarray(TEACHER)).sum())(jnp.asarray(SCORES))
+    slopes = jax.grad(lambda *x: own(*x).sum(), argnums=(0, 1))
+    value, (gradient, of_teacher) = jax.tree.map(np.asarray, jax.jit(lambda *x: (own(*x), slopes(*x)))(SCORES, TEACHER))
+    np.testing.assert_allclose(value, 2 * divergence_loop(SCORES, TEACHER, **options), rtol=2e-4)
     for place in np.ndindex(SCORES.shape):
         moved = np.zeros(SCORES.shape)
         moved[place] = 1e-6
         difference = divergence_loop(SCORES + moved, TEACHER, **options)
         difference = (difference - divergence_loop(SCORES - moved, TEACHER, **options)).sum() / 2e-6
         np.testing.assert_allclose(gradient[place], 2 * difference, rtol=2e-3, atol=2e-5)
-    teacher = jax.grad(lambda teacher: own(jnp.asarray(SCORES), teacher).sum())(jnp.asarray(TEACHER))
-    assert not np.any(teacher)
+    assert not np.any(of_teacher)
 
 
 @pytest.mark.parametrize("support", ["teacher", "student"])
@@ -296,26 +304,33 @@ def test_divergences_equal_torch():
     q, p = (torch.log_softmax(torch.tensor(x), -1) for x in (SCORES, TEACHER))
     kl = lambda a, b: torch.nn.functional.kl_div(a, b, reduction="none", log_target=True).sum(-1)  # noqa: E731
     for kind, expected in (("forward_kl", kl(q, p)), ("reverse_kl", kl(p, q))):
-        found = teacher_divergence(SCORES, TEACHER, coefficient=1.0, kind=kind)
+        found = jax.jit(functools.partial(teacher_divergence, coefficient=1.0, kind=kind))(SCORES, TEACHER)
         np.testing.assert_allclose(found, expected.numpy(), rtol=2e-4)
 
 
 def test_divergences_of_equal_or_impossible_tokens():
     for kind in ("forward_kl", "reverse_kl", "jsd"):
-        own = functools.partial(teacher_divergence, coefficient=1.0, kind=kind)
+        own = jax.jit(functools.partial(teacher_divergence, coefficient=1.0, kind=kind))
         np.testing.assert_allclose(own(SCORES, SCORES + 3.0), 0, atol=1e-5)
-        cut = jnp.asarray(SCORES).at[:, 2].set(-jnp.inf)  # both policies lack a token
-        value, gradient = jax.value_and_grad(lambda x, own=own: own(x, jnp.where(jnp.isinf(x), x, TEACHER)).sum())(cut)
+        cut, cut_teacher = SCORES.copy(), TEACHER.copy()
+        cut[:, 2] = cut_teacher[:, 2] = -np.inf  # both policies lack a token
+        total = jax.jit(jax.value_and_grad(lambda x, y, own=own: own(x, y).sum()))
+        value, gradient = jax.tree.map(np.asarray, total(cut, cut_teacher))
         assert np.isfinite(value) and np.isfinite(gradient).all() and value > 0
-    many = functools.partial(teacher_divergence, coefficient=1.0)
-    whole, all_but_one, few = (many(SCORES, TEACHER, top_k=k) for k in (0, 6, 2))
+    many = jax.jit(functools.partial(teacher_divergence, coefficient=1.0), static_argnames="top_k")
+    whole, all_but_one, few = (np.asarray(many(SCORES, TEACHER, top_k=k)) for k in (0, 6, 2))
     np.testing.assert_allclose(all_but_one, whole, rtol=1e-4)  # the only other token is an event of its own
     assert (few <= whole + 1e-5).all() and (few < whole - 1e-3).any()
 
 
 def test_reverse_kl_is_the_mean_of_the_sampled_tokens_gradient():
     """Σ_y q(y) (log q − log p)(y) ∇log q(y), the mean of on-policy distillation's gradient, is that of KL(q ‖ p)."""
-    own = jax.grad(lambda x: teacher_divergence(x, TEACHER, coefficient=1.0).sum())(jnp.asarray(SCORES))
-    q, p = jax.nn.log_softmax(SCORES), jax.nn.log_softmax(TEACHER)
-    mean = jax.grad(lambda x: (jnp.exp(q) * (q - p) * jax.nn.log_softmax(x)).sum())(jnp.asarray(SCORES))
+
+    @jax.jit
+    def gradients(scores, teacher):
+        own = jax.grad(lambda x: teacher_divergence(x, teacher, coefficient=1.0).sum())(scores)
+        q, p = jax.nn.log_softmax(scores), jax.nn.log_softmax(teacher)
+        return own, jax.grad(lambda x: (jnp.exp(q) * (q - p) * jax.nn.log_softmax(x)).sum())(scores)
+
+    own, mean = gradients(SCORES, TEACHER)
     np.testing.assert_allclose(own, mean, rtol=1e-3, atol=1e-5)

@@ -82,14 +82,15 @@ def test_two_rows_of_a_trajectory_are_one_completion(preset):
 
 
 def test_first_rows_by_a_loop():
-    generator = np.random.default_rng(0)
+    generator, jitted = np.random.default_rng(0), jax.jit(first_rows)
     for _ in range(20):
         ids, mask = generator.integers(-3, 4, 12).astype(np.int32), generator.random(12) < 0.6
         firsts = {one: min(i for i in range(12) if mask[i] and ids[i] == one) for one in {*ids[mask].tolist()}}
-        found = first_rows(jnp.asarray(ids), jnp.asarray(mask))
-        assert found.is_first.tolist() == [mask[i] and firsts[ids[i]] == i for i in range(12)]
+        found = jitted(ids, mask)
+        is_first, first_row = np.asarray(found.is_first), np.asarray(found.first_row)
+        assert is_first.tolist() == [mask[i] and firsts[ids[i]] == i for i in range(12)]
         for i in np.flatnonzero(mask):
-            assert found.first_row[i] == firsts[ids[i]]
+            assert first_row[i] == firsts[ids[i]]
 
 
 def test_advantages_of_tokens_are_refused():

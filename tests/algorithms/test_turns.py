@@ -72,11 +72,11 @@ class TurnVariants(chex.TestCase):
 def test_without_a_discount_and_with_a_reward_at_the_end_alone_it_is_the_group_mean():
     rewards, turns, mask = made(last_alone=True)
     arrays = map(jnp.asarray, (rewards, turns, GROUP_IDS, FIRST, mask, TRAJECTORIES))
-    whole = jnp.nansum(jnp.asarray(rewards), axis=-1)
-    expected = group_mean_advantages(whole, jnp.asarray(GROUP_IDS), jnp.asarray(FIRST))[TRAJECTORIES]
-    got = turn_return_advantages(*arrays)
+    whole = np.nansum(rewards, axis=-1)
+    expected = np.asarray(jax.jit(group_mean_advantages)(whole, GROUP_IDS, FIRST))[TRAJECTORIES]
+    got = jax.jit(turn_return_advantages)(*arrays)
     # Two sums of the rewards: of the trajectory, and of the turns from each on.
-    assert_close(got, np.where(mask, np.asarray(expected)[:, None], 0.0), 1e-5)
+    assert_close(got, np.where(mask, expected[:, None], 0.0), 1e-5)
 
 
 def test_equal_rewards_have_no_advantage_at_all():
@@ -92,7 +92,7 @@ def test_further_rows_have_the_advantages_and_weights_of_their_own_turns(weight)
     changes = {"advantage": {"name": "turn_returns", "discount": 0.6}, "weight": {"name": weight}}
     algorithm = build_algorithm("reinforce", changes)
     rewards, turns, mask = made()
-    rows = losses.row_terms(
+    rows = jax.jit(losses.row_terms, static_argnums=0)(
         algorithm,
         losses.BatchValues(
             jnp.asarray(np.nansum(rewards, axis=-1)),
@@ -108,7 +108,8 @@ def test_further_rows_have_the_advantages_and_weights_of_their_own_turns(weight)
     expected = loop(rewards, turns, mask, 0.6, "group", kept=FIRST | (TRAJECTORIES == 7))
     assert_close(rows.advantages, expected, 1e-5)
     weights = np.exp(expected) * mask if weight == "exp_advantage" else mask
-    np.testing.assert_allclose(np.broadcast_to(rows.weights.reshape(11, -1), mask.shape) * mask, weights, rtol=1e-4)
+    found = np.asarray(rows.weights).reshape(11, -1)
+    np.testing.assert_allclose(np.broadcast_to(found, mask.shape) * mask, weights, rtol=1e-4)
 
 
 @pytest.mark.parametrize("discount", [0.0, 1.1])

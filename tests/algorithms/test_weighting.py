@@ -93,9 +93,13 @@ def test_token_weights_at_any_distance(advantage):
         "peaked": np.exp(power * np.log(bounded) + decay * (1 - bounded)),
         "tapered": np.ones_like(bounded) if up else np.minimum(bounded, 1),
     }
-    for name, values in expected.items():
-        got = getattr(token_weighting, f"{name}_weights")(ratio, jnp.array([advantage]))
-        np.testing.assert_allclose(got[0], values, rtol=2e-4, atol=1e-30, err_msg=name)
+
+    @jax.jit
+    def weights(*given):
+        return {name: getattr(token_weighting, f"{name}_weights")(*given) for name in expected}
+
+    for name, got in weights(ratio, jnp.array([advantage])).items():
+        np.testing.assert_allclose(got[0], expected[name], rtol=2e-4, atol=1e-30, err_msg=name)
 
 
 def test_token_weights():

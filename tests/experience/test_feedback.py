@@ -145,6 +145,7 @@ def test_where_there_is_no_store_none_is_made(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the commit", "after it"])
 def test_a_killed_feedback_gives_all_or_nothing_and_is_given_again(folder, moment):
     entries = [{"id": f"row {i}", "reward": i} for i in range(6)]

@@ -23,6 +23,7 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
+from tests.algorithms.examples import first_of_each_set_of_axes
 from tests.batch_shapes import shape_of
 from tests.closeness import assert_same_change, assert_same_logprobs
 from tests.experience.groups import same_groups, ungraded
@@ -140,7 +141,7 @@ def one_of_two_without(tmp_path_factory):
     return stored(tmp_path_factory.mktemp("one of two") / "s.db", make_row(0), text_row(1, group=1, prompt="12"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(PRESETS, *first_of_each_set_of_axes(), *WITHOUT))
 def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_without):
     algorithm, groups = build_algorithm(preset, {}), one_of_two_without
     with pytest.raises(

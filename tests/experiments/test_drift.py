@@ -175,6 +175,7 @@ def test_enumerated_gradients_are_those_of_loops_over_all_groups(algorithm):
     np.testing.assert_allclose(found.variance, np.dot(probabilities, squares), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_reinforce_loses_nothing_without_age_and_drift():
     rows = pd.DataFrame(bandit.losses_of("reinforce", ages=(1,), scales=(0.0,)))
     assert rows["kl"].abs().max() < 1e-5 and (rows["cosine"] > 1 - 1e-5).all()

@@ -27,7 +27,7 @@ def test_the_loss_is_that_of_the_package():
     }
     algorithm = algorithms.build("rec_one_side_nois", {})
     group_ids = jnp.repeat(jnp.arange(3), 4)
-    rows = algorithms.row_terms(
+    rows = jax.jit(algorithms.row_terms, static_argnums=0)(
         algorithm,
         algorithms.BatchValues(batch["rewards"], group_ids, mask.any(-1), jax.random.key(0), completion_mask=mask),
     )
@@ -36,8 +36,8 @@ def test_the_loss_is_that_of_the_package():
         total, count = algorithms.loss(algorithm, logprobs, batch["behavior_logprobs"], rows, mask)
         return total / count
 
-    found = jax.value_and_grad(lambda x: own_loop.clipped_reinforce(x, batch))(logprobs)
-    for ours, theirs in zip(found, jax.value_and_grad(expected)(logprobs), strict=True):
+    found = jax.jit(jax.value_and_grad(lambda x: own_loop.clipped_reinforce(x, batch)))(logprobs)
+    for ours, theirs in zip(found, jax.jit(jax.value_and_grad(expected))(logprobs), strict=True):
         assert_close(ours, theirs, 1e-5, least=0.01)
     assert 0 < np.count_nonzero(found[1]) < mask.sum()
 

@@ -11,7 +11,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -19,8 +18,8 @@ from recjax.hub.chat_rendering import render_chats
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
+from tests.tiny import params_of
 
 SECONDS = 20.0
 CHAT = [{"role": "user", "content": "12"}]
@@ -33,7 +32,7 @@ def make_model(folder):
     base = folder / "base"
     base.mkdir()
     write_base(base, config, character_tokenizer("0123456789+="), 1)
-    export_model(folder / "good", config, init_params(config, jax.random.key(0)), base)
+    export_model(folder / "good", config, params_of(config), base)
     return folder / "good"
 
 

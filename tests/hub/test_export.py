@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer, listed_eos, load_tokenizer, model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.closeness import assert_close
 from tests.hub.test_families import MODELS, SIZES, forward, random_model, torch_scores
 from tests.marks import campaign_except, slow, slow_except
+from tests.tiny import params_of
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
 FAMILIES = {
@@ -153,7 +153,7 @@ def small(tmp_path):
     """A decoder made from scratch, its parameters on the host, and the folder of what goes with them."""
     tokenizer = character_tokenizer("0123456789+= ")
     config = DecoderConfig(len(tokenizer), 16, 24, 2, 4, 2, 4, tie_embeddings=False)
-    params = jax.device_get(init_params(config, jax.random.key(0)))
+    params = jax.device_get(params_of(config))
     (tmp_path / "base").mkdir()
     write_base(tmp_path / "base", config, tokenizer, (1, 12))
     return tmp_path / "base", config, params

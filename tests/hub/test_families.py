@@ -387,6 +387,7 @@ def test_engine_and_files_give_what_transformers_and_peft_compute(loaded, error,
     assert error(loaded, tmp_path) < 1e-4
 
 
+@pytest.mark.slow
 def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
     draws = drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0))
     assert draws.mask.sum() > 16, "too few tokens to test the cache with"

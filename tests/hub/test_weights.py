@@ -17,10 +17,11 @@ from safetensors.numpy import load_file, save_file
 from recjax.hub import weights
 from recjax.hub.export import export_model
 from recjax.hub.weights import load_pretrained, read_config, tensor_names
-from recjax.models.decoder import abstract_params, init_params
+from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
-from tests.marks import campaign_except
+from tests.marks import campaign_except, slow
+from tests.tiny import params_of
 
 CONFIG = {
     "model_type": "llama",
@@ -113,7 +114,7 @@ def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
     assert held == [0] * len(SHAPES) and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [*slow(np.float32, np.float16), ml_dtypes.bfloat16])
 def test_every_tensor_lands_in_its_place_as_float32(tmp_path, dtype):
     tensors = random_tensors(dtype)
     config, params = load_pretrained(str(write_folder(tmp_path, tensors)))
@@ -201,7 +202,7 @@ def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name)
     changes, changed = LAYOUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
     config = read_config(tmp_path)
-    params = jax.device_get(init_params(config, jax.random.key(0)))
+    params = jax.device_get(params_of(config))
     export_model(tmp_path / "usual", config, params, tmp_path)
     tensors = load_file(tmp_path / "usual" / "model.safetensors")
     other = changed(tensors)

@@ -14,12 +14,13 @@ from recjax.config import ModelConfig
 from recjax.hub.policy import attention_kernel, kernel_options
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
-from recjax.models.decoder import REMAT, Decoder, Tokens, init_params
+from recjax.models.decoder import REMAT, Decoder, Tokens
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from tests.closeness import assert_close, assert_same_gradient
 from tests.marks import campaign_except, slow_except
+from tests.tiny import params_of
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])
@@ -238,7 +239,7 @@ def test_completions_over_a_prompt_take_a_kernel_that_fits(monkeypatch, kernel):
         assert ran.pop() == names[name], (prompt_time, time)
     # A layer with a window is plain over a prompt, and by cuDNN reads a mask in the prompt itself.
     decoder = Decoder(DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=(2, None)), attention=kernel)
-    params = init_params(decoder.config, jax.random.key(0))
+    params = params_of(decoder.config)
     ran.clear()
     jax.eval_shape(functools.partial(completions_of, decoder), params)
     assert set(ran) == {names["plain"]} | ({names["cudnn"]} if kernel != "splash" else set())
@@ -257,7 +258,7 @@ def completions_of(decoder, params):
 @pytest.mark.parametrize("remat", slow_except(["attention", "none"], "attention"))
 def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_here, monkeypatch, kernel, remat):
     config = DecoderConfig(11, 16, 32, 2, 4, 2, 8)
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
 
     @functools.partial(jax.jit, static_argnums=1)
     def gradient(params, decoder):
@@ -360,7 +361,7 @@ def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here
 )
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
     config = DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=windows)
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     tokens = np.random.default_rng(1).integers(0, 11, IDS.shape)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
     arrays = {"params": params}, tokens, positions, IDS
@@ -447,12 +448,13 @@ def lowered_update(platform, **options):
     """The gradient of a decoder's log-probs over shared prompts, as a device of another kind would compile it."""
     config = DecoderConfig(11, 16, 32, 3, 4, 2, 8)
     dtype = jnp.float32 if platform == "tpu" else jnp.bfloat16
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     decoder = Decoder(config, dtype, **options)
     gradient = jax.jit(jax.grad(lambda params: completions_of(decoder, params).sum()))
     return gradient.trace(params).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.slow
 def test_cudnn_lengths_holds_no_scores_of_a_shared_prompt(monkeypatch):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     text = lowered_update("cuda", attention="cudnn_lengths")
@@ -471,7 +473,8 @@ def test_cudnn_lengths_holds_no_scores_of_a_shared_prompt(monkeypatch):
     assert f"x{TIME - 1}x{PROMPT_TIME}xf32>" in measured and "PADDING_CAUSAL" not in measured
 
 
-@pytest.mark.parametrize("unrolled", slow_except([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("unrolled", [False, True])
 def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     kernels, products = {}, {}
@@ -487,6 +490,7 @@ def test_remat_that_keeps_attention_runs_no_kernel_twice(monkeypatch, unrolled):
     assert products["none"] < products["attention"] < products["dots"] < products["full"]
 
 
+@pytest.mark.slow
 def test_remat_that_keeps_attention_runs_splash_once():
     for remat, count in (("attention", 2), ("dots", 4)):
         text = lowered_update("tpu", attention="splash", remat=remat)
@@ -542,7 +546,7 @@ def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
 @pytest.mark.slow
 def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
     config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
-    decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), init_params(config, jax.random.key(0))
+    decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), params_of(config)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the rest of the update is computed here
     token, mask = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool)
 

@@ -14,6 +14,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 from tests.closeness import assert_close
 from tests.marks import campaign_except
+from tests.tiny import params_of
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {
@@ -169,7 +170,7 @@ SMALL = DecoderConfig(17, 16, 24, 2, 4, 2, 8, rope_scaling=RopeScaling("linear",
 @functools.cache
 def small_params():
     """Larger than initial weights, so that attention is far from uniform."""
-    params = jax.device_get(init_params(SMALL, jax.random.key(1)))
+    params = jax.device_get(params_of(SMALL, 1))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: 2 * leaf if "kernel" in str(path) else leaf, params)
 
 
@@ -263,6 +264,7 @@ def test_packed_sequences_do_not_see_each_other():
     assert (np.abs(found - base)[0, 5:].max(axis=-1) > 1e-3).all(), "its own sequence sees it"
 
 
+@pytest.mark.slow
 def test_packed_sequences_share_what_is_before_them():
     """A context of three tokens, then a tree of four sequences: a b, with c d and with c e f, and with g after b."""
     (row,), (positions,), (mask,) = small_batch(rows=1)

@@ -16,7 +16,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, ExpertOptions
 from recjax.models.experts import EXPERTS, Experts, Load, apply_routed, balance_loss, load_metrics, load_of
 from recjax.models.products import grouped_product
@@ -28,6 +28,7 @@ from recjax.training.update import Recipe, UpdateContext, first_state, update
 from tests.closeness import assert_close, assert_same_logprobs
 from tests.hub.test_families import random_model, torch_scores
 from tests.rollout.padded import sample_completions
+from tests.tiny import params_of
 
 CONFIG = DecoderConfig(13, 32, 24, 2, 4, 2, 8, tie_embeddings=False, experts=ExpertOptions(6, 2, True))
 PROMPTS, GROUP, TIME = 6, 8, 24
@@ -69,7 +70,7 @@ def hidden_of(decoder, params, mask, tokens):
 
 @pytest.mark.slow
 def test_padding_reaches_no_expert_and_gives_no_gradient():
-    params, tokens = init_params(CONFIG, jax.random.key(0)), np.random.default_rng(0).integers(0, 13, (2, 9))
+    params, tokens = params_of(CONFIG), np.random.default_rng(0).integers(0, 13, (2, 9))
     mask = np.arange(9) < np.array([[9], [5]])
 
     @jax.jit
@@ -141,7 +142,7 @@ class Replayed(NamedTuple):
 @pytest.fixture(scope="module")
 def sampled():
     """Completions of a bfloat16 engine, with their experts, as the update's batch."""
-    return completed(Decoder(CONFIG, jnp.bfloat16, replays_routing=True), init_params(CONFIG, jax.random.key(0)))
+    return completed(Decoder(CONFIG, jnp.bfloat16, replays_routing=True), params_of(CONFIG))
 
 
 def completed(decoder, params):

@@ -9,7 +9,7 @@ import pytest
 
 from recjax.algorithms.regularizers import teacher_divergence
 from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists, top_from_lists, top_to_lists
-from recjax.models.decoder import Decoder, init_params, logits
+from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import (
     SAMPLED,
@@ -24,6 +24,7 @@ from recjax.models.logprobs import (
 )
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from tests.closeness import assert_close, assert_same_gradient, assert_same_logprobs
+from tests.tiny import params_of
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
 PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
@@ -35,7 +36,7 @@ MASK = jnp.arange(5) < jnp.array([5, 3, 1, 4, 2, 5])[:, None]
 @functools.cache
 def initial():
     """The decoder's parameters."""
-    return init_params(CONFIG, jax.random.key(0))
+    return params_of(CONFIG)
 
 
 def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=False):
@@ -70,6 +71,7 @@ def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, r
     assert_same_gradient(actual[1], expected[1])
 
 
+@pytest.mark.slow
 def test_completions_of_one_token_are_the_first_of_longer_ones():
     @functools.partial(jax.jit, static_argnums=1)
     def first(params, time):
@@ -104,6 +106,9 @@ def test_completions_of_one_token():
     assert_same_logprobs(short, long[:, :1])
 
 
+jitted_logits = jax.jit(sampling_logits, static_argnums=1)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(6, 0.75, 0.0), (0, 1.0, 0.2), (0, 1.0, 1.0), (0, 1.0, 1e-6), (6, 1.0, 0.1), (0, 0.8, 0.1), (6, 0.9, 0.05)],
@@ -111,9 +116,9 @@ def test_completions_of_one_token():
 def test_cuts_keep_the_tokens_that_numpy_keeps(top_k, top_p, min_p):
     scores = np.random.default_rng(0).normal(size=(50, 13)).astype(np.float32) * 2
     sampling = Sampling(0.7, top_k=top_k, top_p=top_p, min_p=min_p)
-    actual = np.isfinite(sampling_logits(jnp.array(scores), sampling))
     forced = np.random.default_rng(1).integers(0, 13, 50)
-    with_forced = np.isfinite(sampling_logits(jnp.array(scores), sampling, jnp.array(forced)))
+    actual = np.isfinite(jitted_logits(scores, sampling))
+    with_forced = np.isfinite(jitted_logits(scores, sampling, forced))
     for row, kept, also, token in zip(scores / 0.7, actual, with_forced, forced, strict=True):
         order = np.argsort(-row)[: top_k or 13]
         probabilities = np.exp(row[order]) / np.exp(row[order]).sum()
@@ -130,7 +135,7 @@ def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient(sampling):
     def logprob(scores):
         return logprobs_and_entropy(scores, jnp.array([3]), sampling)[0][0]
 
-    value, gradient = jax.value_and_grad(logprob)(scores)
+    value, gradient = jax.jit(jax.value_and_grad(logprob))(scores)
     np.testing.assert_allclose(value, -5 - np.log(np.exp([4.0, 3.0, -5.0]).sum()), rtol=1e-5)
     assert np.isfinite(gradient).all() and gradient[0, 2] == 0
 
@@ -154,22 +159,22 @@ def test_entropy_is_that_of_the_cut_distribution():
 def test_logprobs_over_recorded_sets_by_a_double_loop(sampling, most, name, unknown):
     generator, vocab = np.random.default_rng(0), 131
     behavior, scores = generator.normal(size=(2, 40, vocab)).astype(np.float32) * 3
-    kept = np.isfinite(sampling_logits(jnp.array(behavior), sampling))
+    kept = np.isfinite(jitted_logits(behavior, sampling))
     tokens = np.array([generator.choice(np.flatnonzero(row)) for row in kept])
-    recorded = kept_tokens(jnp.array(behavior), sampling, most)
+    recorded = jax.device_get(jax.jit(kept_tokens, static_argnums=(1, 2))(behavior, sampling, most))
     assert list(recorded) == [name]
     if name == "kept_ids":
         ids = recorded[name]
-        recorded[name] = jnp.concatenate([ids, jnp.full_like(ids, -1)], axis=1)  # as next to rows with larger sets
-    assert has_sets({name: np.asarray(recorded[name])}, tokens >= 0).all() != unknown
-    recorded[SAMPLED] = jnp.ones(40, bool)
+        recorded[name] = np.concatenate([ids, np.full_like(ids, -1)], axis=1)  # as next to rows with larger sets
+    assert has_sets({name: recorded[name]}, tokens >= 0).all() != unknown
+    recorded[SAMPLED] = np.ones(40, bool)
 
     def total(scores):
-        logprobs, entropy = logprobs_and_entropy(scores, jnp.array(tokens), sampling, recorded)
+        logprobs, entropy = logprobs_and_entropy(scores, jnp.array(tokens), sampling, jax.tree.map(jnp.array, recorded))
         return logprobs.sum(), (logprobs, entropy)
 
-    (_, (logprobs, entropy)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.array(scores))
-    now = np.isfinite(sampling_logits(jnp.array(scores), sampling, jnp.array(tokens)))
+    (_, (logprobs, entropy)), gradient = jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(scores))
+    now = np.isfinite(jitted_logits(scores, sampling, tokens))
     for row, token in enumerate(tokens):
         is_known = name == "kept_bits" or kept[row].sum() <= most
         possible = np.flatnonzero(kept[row] if is_known else now[row])
@@ -223,10 +228,16 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
 def test_the_most_likely_tokens_are_recorded_and_scored_by_a_double_loop(sampling, possible):
     generator = np.random.default_rng(1)
     behavior, scores = generator.normal(size=(2, 6, 9)).astype(np.float32)
-    recorded = top_tokens(jnp.array(behavior), sampling, 4)
-    tokens = np.array(recorded["top_ids"][:, 0])
-    logprobs, _, top = logprobs_and_entropy(jnp.array(scores), jnp.array(tokens), sampling, recorded)
-    now = jax.nn.log_softmax(sampling_logits(jnp.array(scores), sampling, jnp.array(tokens)))
+    recorded = jax.device_get(jax.jit(top_tokens, static_argnums=(1, 2))(behavior, sampling, 4))
+    tokens = recorded["top_ids"][:, 0]
+
+    @jax.jit
+    def scored(scores):
+        of_sampler = jax.tree.map(jnp.array, recorded)
+        logprobs, _, top = logprobs_and_entropy(scores, jnp.array(tokens), sampling, of_sampler)
+        return logprobs, top, jax.nn.log_softmax(sampling_logits(scores, sampling, jnp.array(tokens)))
+
+    logprobs, top, now = jax.device_get(scored(scores))
     for row in range(6):
         order = np.argsort(-behavior[row])[: min(4, possible)]
         chosen = np.argsort(-behavior[row])[:possible]
@@ -264,7 +275,7 @@ TEACHER = DecoderConfig(13, 8, 16, 1, 2, 1, 4)
 def test_a_divergence_in_chunks_equals_the_plain_one(options):
     compared = Compared(
         Decoder(TEACHER),
-        init_params(TEACHER, jax.random.key(7)),
+        params_of(TEACHER, 7),
         functools.partial(teacher_divergence, coefficient=1.0, **options),
     )
     arguments = PROMPTS, PROMPT_MASK, COMPLETIONS, MASK

@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, Lora
 from recjax.models.products import product, products
 from recjax.models.unrolling import params_for
 from tests.closeness import assert_close, assert_same_gradient
+from tests.marks import slow, slow_except
+from tests.tiny import params_of
 
 
 def operands(subscripts, dtype):
@@ -21,7 +24,7 @@ def operands(subscripts, dtype):
     ("dtype", "of_weights"),
     [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
 )
-@pytest.mark.parametrize("subscripts", ["mk,kn->mn", "re,ve->rv", "re,ev->rv"])
+@pytest.mark.parametrize("subscripts", ["mk,kn->mn", *slow("re,ve->rv", "re,ev->rv")])
 def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype, of_weights):
     a, b = operands(subscripts, dtype)
     b = b.astype(of_weights)
@@ -36,7 +39,7 @@ def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dty
 
     found = jax.jit(lambda: weighed(lambda a, b: product(subscripts, a, b, jnp.float32)))()
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    expected = weighed(lambda a, b: jnp.einsum(subscripts, a, b))
+    expected = jax.jit(lambda: weighed(lambda a, b: jnp.einsum(subscripts, a, b)))()
     assert [x.dtype for x in found] == [jnp.float32, dtype, of_weights]
     assert_close(found[0], expected[0], 1e-5)  # sums of 700 bfloat16 numbers would be off by 1
     for one, other in zip(found[1:], expected[1:], strict=True):
@@ -137,12 +140,13 @@ def test_joined_kernels_are_not_kept_for_the_backward_pass(monkeypatch):
     assert sorted(leaf.size for leaf in jax.tree.leaves(backward)) == sorted([x.size, *(k.size for k in kernels)])
 
 
-@pytest.mark.parametrize("unrolled", [True, False])
+@pytest.mark.parametrize("unrolled", slow_except([True, False], False))
 def test_a_decoder_has_the_gradients_of_products_apart(monkeypatch, unrolled):
     lora = Lora(2, 1.0, ("query", "up"))
     config = DecoderConfig(16, 8, 12, 2, 2, 1, 4, qkv_bias=True, lora=lora)
     decoder = Decoder(config, unrolled=unrolled, joined_projections=True)
-    params = jax.tree.map(lambda leaf: leaf + 0.1, init_params(config, jax.random.key(0)))  # no bias or adapter is 0
+    start = jax.device_get(params_of(config))
+    params = jax.device_put(jax.tree.map(lambda leaf: leaf + np.float32(0.1), start))  # no bias or adapter is 0
     tokens = jnp.arange(6).reshape(2, 3)
     positions = jnp.arange(3) + jnp.zeros_like(tokens)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config import LoraConfig, ModelConfig
-from recjax.models.decoder import Decoder, init_params, logits
+from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
 from recjax.models.trainable import (
     combine,
@@ -23,6 +23,7 @@ from recjax.models.trainable import (
 )
 from tests.closeness import assert_close
 from tests.marks import slow
+from tests.tiny import params_of
 
 CONFIG = DecoderConfig(
     vocab_size=11,
@@ -41,7 +42,7 @@ LORA = LoraConfig(rank=3, alpha=5.0, targets=list(PROJECTIONS))
 @functools.cache
 def initial():
     """The decoder's parameters without adapters."""
-    return init_params(CONFIG, jax.random.key(0))
+    return params_of(CONFIG)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -128,7 +129,8 @@ def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
 def test_a_copy_in_the_compute_dtype_is_the_same_policy():
     decoder = Decoder(CONFIG, jnp.bfloat16)
     random = np.random.default_rng(3)
-    params = jax.tree.map(lambda x: jnp.asarray(x + random.normal(0, 0.1, x.shape), jnp.float32), initial())
+    noise = jax.tree.map(lambda x: random.normal(0, 0.1, x.shape), jax.device_get(initial()))
+    params = jax.device_put(jax.tree.map(lambda x, y: (np.asarray(x) + y).astype(np.float32), initial(), noise))
     copy = in_compute_dtype(decoder, params, copy=True)
     np.testing.assert_array_equal(scores(decoder, copy), scores(decoder, params))
     for path, leaf in flatten(copy).items():

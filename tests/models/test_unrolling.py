@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.models.decoder import Context, Decoder, init_params
+from recjax.models.decoder import Context, Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training, unrolled_params
 from recjax.rollout.keys_values import empty
 from tests.closeness import assert_close
+from tests.tiny import params_of
 
 CONFIG = DecoderConfig(
     vocab_size=20, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
@@ -29,7 +30,7 @@ def test_in_low_precision_a_trainer_writes_out_more_layers(layers, dtype, unroll
 @pytest.mark.slow
 def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_computed_in_bfloat16():
     sampler = made_for_sampling(Decoder(CONFIG, jnp.bfloat16))
-    params, mask = init_params(CONFIG, jax.random.key(0)), jnp.ones((1, 6), bool)
+    params, mask = params_of(CONFIG), jnp.ones((1, 6), bool)
     prompt, (keys, values) = sampler.apply({"params": params}, jnp.arange(6)[None], jnp.arange(6)[None], mask)
     assert keys.dtype == prompt.dtype == jnp.bfloat16 and sampler.cache_dtype == jnp.float32
     contexts = (

@@ -32,7 +32,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.prepare import prepare
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
-from tests.marks import campaign
+from tests.marks import campaign, slow
 from tests.rollout.reference_sampler import sample
 from tests.training.simulated_run import simulated
 from tests.training.tiny_run import TINY
@@ -73,7 +73,7 @@ def memory(result):
     return {item.name: item.bytes for item in result.memory}
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-1.5B-Instruct", *campaign("Llama-3.1-8B", "Qwen2.5-7B-Instruct")])
+@pytest.mark.parametrize("name", [*slow("Qwen2.5-1.5B-Instruct"), *campaign("Llama-3.1-8B", "Qwen2.5-7B-Instruct")])
 def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path, no_weights, capsys, name):
     options = [
         "rollout.max_prompt_tokens=64",

@@ -304,6 +304,7 @@ def test_a_chat_whose_prompts_go_on_has_one_row(made):
     assert all(len(one.rows) == 1 for one in completions_of(talks))
 
 
+@pytest.mark.slow
 def test_a_template_that_drops_something_gives_a_further_row(made):
     config, policy, params = made("talks")
     policy.tokenizer.chat_template = CHATS.replace("{{ m.content }}", "{{ m.content[:2] }}")
@@ -575,6 +576,7 @@ def test_an_agents_part_has_one_weight(made):
         Agents(config, policy)._grades(tried, [completion], {"score": 0.0}, [])
 
 
+@pytest.mark.slow
 def test_a_slow_agent_holds_up_nobody(made):
     some_agents.events.clear()
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("slow", *["fast"] * 5)]
@@ -736,6 +738,7 @@ def test_calls_are_read_as_models_write_them():
     assert all(errors) and "not JSON" in errors[0] and "object" in errors[3]
 
 
+@pytest.mark.slow
 def test_tools_run_in_processes_of_their_own():
     names = [f"{TOOLS}{name}" for name in ("add", "sleep", "die", "fail")]
     functions = {name: getattr(some_tools, name.partition(":")[2]) for name in names}

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
@@ -29,6 +29,7 @@ from tests.marks import campaign, campaign_except, slow
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.padded import sample_completions
 from tests.rollout.reference_sampler import sample
+from tests.tiny import params_of
 
 SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
 PLAIN = DecoderConfig(**SIZES, num_kv_heads=2, head_dim=4, tie_embeddings=False)
@@ -64,7 +65,7 @@ def small_sizes(monkeypatch):
 @functools.cache
 def problem(config):
     """A decoder, its parameters, prompts and their mask, which no test changes."""
-    params = init_params(config, jax.random.key(0))
+    params = params_of(config)
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     tokens = np.random.default_rng(0).integers(0, 23, mask.shape).astype(np.int32)
     return Decoder(config), params, np.where(mask, tokens, 0), mask
@@ -426,7 +427,7 @@ def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
     engine, request = engine_of(decoder, params, slots=5), requests_of()[3]
     (ticket,) = engine.admit([request])
     later = request._replace(prefix=np.append(request.prefix, engine.drain()[ticket].tokens))
-    others = jax.tree.map(lambda x: 1.5 * x, params)
+    others = jax.device_put(jax.tree.map(lambda x: np.float32(1.5) * x, jax.device_get(params)))
     engine.replace_weights(others, version=1)
     (ticket,) = engine.admit([later])
     assert_completions([engine.drain()[ticket]], alone([later], others))
@@ -435,7 +436,7 @@ def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
 @pytest.mark.slow
 def test_weights_are_replaced_between_rounds():
     decoder, params, *_ = problem(PLAIN)
-    others = jax.tree.map(lambda x: 1.5 * x, params)
+    others = jax.device_put(jax.tree.map(lambda x: np.float32(1.5) * x, jax.device_get(params)))
     engine, requests = engine_of(decoder, params, (), version=3), requests_of()[:6]
     tickets = engine.admit(requests)
     assert not engine.round()

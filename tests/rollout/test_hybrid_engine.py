@@ -7,7 +7,7 @@ import pytest
 from recjax.config import load_config
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig, DeltaNet
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.rollout import decoding, plan
@@ -17,6 +17,7 @@ from recjax.rollout.requests import Request
 from tests.closeness import assert_same_logprobs
 from tests.hub.test_families import random_model
 from tests.marks import campaign
+from tests.tiny import params_of
 from tests.training.tiny_run import TINY, train
 
 CONFIG = DecoderConfig(
@@ -49,7 +50,7 @@ def engine(request, monkeypatch):
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 4 if request.param == "unrolled" else 3)
     made = Engine(Decoder(CONFIG), (7,), slots=4, prefix_time=6)
-    made.replace_weights(init_params(CONFIG, jax.random.key(0)), 0)
+    made.replace_weights(params_of(CONFIG), 0)
     return made
 
 

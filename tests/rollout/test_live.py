@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
 from tests.closeness import assert_same_logprobs
+from tests.tiny import params_of
 
 CONFIG = DecoderConfig(23, 16, 32, 1, 2, 1, 8)
 
@@ -21,11 +22,11 @@ CONFIG = DecoderConfig(23, 16, 32, 1, 2, 1, 8)
 @functools.cache
 def initial():
     """The weights of version 3."""
-    return init_params(CONFIG, jax.random.key(0))
+    return params_of(CONFIG, 1)
 
 
 def engine():
-    made = Engine(Decoder(CONFIG), (7,), slots=None, prefix_time=8)
+    made = Engine(Decoder(CONFIG), (7,), slots=4, prefix_time=8)
     made.replace_weights(initial(), version=3)
     return made
 

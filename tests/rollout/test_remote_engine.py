@@ -19,7 +19,7 @@ from recjax.config import RegimeConfig, load_config
 from recjax.config.experience import EngineConfig
 from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
-from recjax.models.decoder import Decoder, abstract_params, init_params
+from recjax.models.decoder import Decoder, abstract_params
 from recjax.rollout import dialects, server
 from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.server import Address
@@ -34,6 +34,7 @@ from recjax.training.sources import EngineSampler
 from tests.commands import ROOT
 from tests.serving.some_server import POLICY, SHAPE, listening, post, serve
 from tests.test_remote_experience import config, fake, policy_of
+from tests.tiny import params_of
 from tests.training.tiny_run import TINY, train
 
 __all__ = ["config"]
@@ -151,7 +152,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
 
 @pytest.mark.slow
 def test_a_server_takes_pushed_weights_whole_or_not_at_all(tmp_path):
-    root, base, other = tmp_path / "root", tmp_path / "base", init_params(SHAPE, jax.random.key(1))
+    root, base, other = tmp_path / "root", tmp_path / "base", params_of(SHAPE, 1)
     base.mkdir()
     write_base(base, SHAPE, POLICY.tokenizer, POLICY.stop_ids)
     for folder in (root / "new", root / "damaged", tmp_path / "outside"):
@@ -186,7 +187,7 @@ def loaded(tmp_path, monkeypatch):
     path.write_text(TINY)
     policy = policy_of(load_config(path, ["model.dtype=float32"]))
     policy = policy._replace(decoder=Decoder(policy.decoder.config))
-    params = init_params(policy.decoder.config, jax.random.key(5))
+    params = params_of(policy.decoder.config, 5)
     options = {"policy": policy, "params": params, "pushed": pushed_reader(tmp_path, policy)}
     with listening(None, guarded=Guarded((KEY,)), **options) as (port, _):
         settings = [f"output={tmp_path / 'run'}", "model.dtype=float32", f"rollout.engine=http://127.0.0.1:{port}"]

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +14,6 @@ from recjax.experience.batch import Shape, pad
 from recjax.experience.group import group_staleness, with_grades
 from recjax.experience.layout import score
 from recjax.hub.policy import policy_alone
-from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.rollout import agents
 from recjax.rollout.agents import Agents
@@ -31,6 +29,7 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import OpenedPolicy, sampled_rows
 from recjax.training.sampling import BatchSampler
 from tests.closeness import assert_same_logprobs
+from tests.tiny import params_of
 from tests.training.counting import CountingLearner, Grades, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, without_times
 
@@ -208,7 +207,7 @@ def test_frozen_seats_have_the_logprobs_of_their_weights(make):
     """The ratio of their tokens is π/μ, with the frozen weights as μ."""
     config = make(*SEATS)
     policy = policy_alone(config, "0123456789+=!")
-    now, older = (init_params(policy.decoder.config, jax.random.key(seed)) for seed in (0, 1))
+    now, older = (params_of(policy.decoder.config, seed) for seed in (0, 1))
     prompts = encode_problems(SUMS, policy.tokenizer, None)
     with Grading(config, load_reward(config.task.reward_name())) as grading, Agents(config, policy) as opened:
         opened.older_params = {6: older}.get
@@ -226,6 +225,8 @@ def test_frozen_seats_have_the_logprobs_of_their_weights(make):
 
 
 # --- Baselines.
+
+jitted_advantages = jax.jit(group_mean_advantages)
 
 
 def expectations(stale):
@@ -248,7 +249,7 @@ def expectations(stale):
     for pair in itertools.product(range(4), repeat=2):
         values = rewards[[*pair]].T.ravel()  # the first seat's two games, then the second seat's
         for name, ids in {"seat": [0, 0, 1, 1], "shared": [0] * 4}.items():
-            advantages = np.asarray(group_mean_advantages(jnp.float32(values), jnp.array(ids), jnp.ones(4, bool)))
+            advantages = np.asarray(jitted_advantages(values.astype(np.float32), np.array(ids), np.ones(4, bool)))
             of_seats, weight = advantages.reshape(2, 2), chances[[*pair]].prod()
             found[name] += weight * np.stack([of_seats.mean(1), (of_seats * gradients[[*pair]].T).mean(1)])
     covariance = chances @ (rewards * gradients) - (chances @ rewards) * (chances @ gradients)
@@ -276,7 +277,7 @@ def test_the_baseline_of_a_batch_is_of_one_seat(play):
     groups, *_ = play()
     batch = pad(groups, Shape(16, None, 31, 31))
     kept = batch.completion_mask.any(-1)
-    advantages = group_mean_advantages(jnp.asarray(batch.rewards), jnp.asarray(batch.group_ids), jnp.asarray(kept))
+    advantages = jitted_advantages(batch.rewards, batch.group_ids, kept)
     advantages = np.asarray(advantages)[kept]
     of_games = batch.rewards[kept].reshape(2, 2, 3)  # problems, seats, games
     np.testing.assert_allclose(advantages.reshape(2, 2, 3), of_games - of_games.mean(-1, keepdims=True), atol=1e-6)

@@ -7,12 +7,11 @@ import socket
 import threading
 from pathlib import Path
 
-import jax
 from starlette.testclient import TestClient
 
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import TokenRecord
 from recjax.rollout.requests import Weights
@@ -20,6 +19,7 @@ from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
 from recjax.serving.running import Serving, build_server, uvicorn_server
 from recjax.serving.sampler import Limits
+from tests.tiny import params_of
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 TOKENIZER.chat_template = (
@@ -35,7 +35,7 @@ LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 @functools.cache
 def initial():
     """The weights that a server begins with."""
-    return init_params(SHAPE, jax.random.key(0))
+    return params_of(SHAPE)
 
 
 def serving(

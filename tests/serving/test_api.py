@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_after
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
@@ -24,6 +23,7 @@ from recjax.serving.sampler import Piece, Sampler, certain
 from tests.closeness import assert_same_logprobs
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, POLICY, SHAPE, TOKENIZER, chunks, initial, post, serve
+from tests.tiny import params_of
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -106,7 +106,7 @@ def test_bytes_of_log_probs_are_those_of_the_tokens():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", clean_up_tokenization_spaces=False)
     tokenizer.chat_template = TOKENIZER.chat_template
     shape = DecoderConfig(257, 16, 32, 1, 2, 1, 8)
-    policy, params = Policy(Decoder(shape), tokenizer, (0,)), init_params(shape, jax.random.key(0))
+    policy, params = Policy(Decoder(shape), tokenizer, (0,)), params_of(shape)
     with serve(None, policy=policy, params=params) as client:
         for seed in range(3):
             options = {"seed": seed, "max_tokens": 40, "return_token_ids": True}
@@ -226,7 +226,7 @@ def pieces_client():
     """A client of a server of a policy whose tokens are pieces of a text, a space at the beginning of some."""
     tokenizer = sentencepiece_like(template="{{ messages[0].content }}", codes=[10])
     shape = dataclasses.replace(SHAPE, vocab_size=len(tokenizer))
-    params = init_params(shape, jax.random.key(0))
+    params = params_of(shape)
     with serve(None, policy=Policy(Decoder(shape), tokenizer, (2,)), params=params) as client:
         yield tokenizer, client
 

@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import UTC, datetime
 
-import jax
 import numpy as np
 import pytest
 import sqlalchemy
@@ -24,10 +23,7 @@ from recjax.experience.records import PROMPT_LEFT_OUT
 from recjax.experience.store import Change, Store
 from recjax.experience.stored_groups import load_groups
 from recjax.experience.tokenize import tokenized
-from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder, init_params
-from recjax.models.decoder_config import DecoderConfig
 from recjax.rollout.requests import Sampled
 from recjax.serving import recorder
 from recjax.serving.bodies import RewardBody
@@ -64,9 +60,13 @@ def copied(place, other):
     return other / place.name
 
 
+# The distribution of every test that records the tokens that cuts keep.
+CUTS = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1}
+
+
 def test_rows_say_what_was_served(db):
     with serve(db) as client:
-        options = {"n": 2, "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "return_token_ids": True}
+        options = {"n": 2, "max_tokens": 9, "return_token_ids": True} | CUTS
         text = post(client, TEXT, prompt=["ab", "c"], user="me", metadata={"k": "v"}, **options)
         assert len(by_id(db)) == 4, "a row is there before its reply"
         chat = post(client, CHAT, messages=HELLO, max_tokens=9, return_token_ids=True)
@@ -136,12 +136,13 @@ def test_turns_of_a_session_are_one_trajectory(db):
 
 def test_a_prompt_that_goes_on_has_the_tokens_that_were_sampled(db):
     with serve(db) as client:
-        first = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, top_k=20, return_token_ids=True)
+        options = {"max_tokens": 4, "return_token_ids": True} | CUTS
+        first = post(client, "/sessions/s" + TEXT, prompt="ab", **options)
         text = "ab" + TOKENIZER.decode(first["choices"][0]["token_ids"])
-        more = post(client, "/sessions/s" + TEXT, prompt=text + "xy", max_tokens=4, top_k=20, return_token_ids=True)
+        more = post(client, "/sessions/s" + TEXT, prompt=text + "xy", **options)
         ids = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"], *TOKENIZER.encode("xy")]
         assert more["prompt_token_ids"] == ids
-        error = post(client, "/sessions/s" + TEXT, status=409, prompt="ab", temperature=0.5, top_k=20)["error"]
+        error = post(client, "/sessions/s" + TEXT, status=409, prompt="ab", **(CUTS | {"temperature": 0.7}))["error"]
         assert error["param"] == "temperature"
     (row,) = read(db)[0].completion.rows
     given = len(first["choices"][0]["token_ids"])
@@ -150,18 +151,18 @@ def test_a_prompt_that_goes_on_has_the_tokens_that_were_sampled(db):
 
 
 def test_tokens_are_never_made_twice(db):
-    pairs = [("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")]
-    vocabulary = {token: number for number, token in enumerate(["<eos>", "a", "b", *map("".join, pairs)])}
+    letters = "abcdefghi"
+    pairs = [(one, other) for one in letters for other in letters]
+    tokens = ["<eos>", *letters, *map("".join, pairs), *"012345"]  # as many as the decoder of the other tests has
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs))
     made.decoder = tokenizers.decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", clean_up_tokenization_spaces=False)
-    shape = DecoderConfig(7, 16, 32, 1, 2, 1, 8)
-    policy, params = Policy(Decoder(shape), tokenizer, ()), init_params(shape, jax.random.key(0))
-    with serve(db, policy=policy, params=params) as client:
+    with serve(db, policy=POLICY._replace(tokenizer=tokenizer)) as client:
         for seed in range(50):
             url, options = f"/sessions/{seed}{TEXT}", {"max_tokens": 12, "return_token_ids": True, "seed": seed}
             (choice,) = post(client, url, prompt="a", **options)["choices"]
-            if tokenizer.encode(choice["text"]) != choice["token_ids"]:
+            if choice["finish_reason"] == "length" and tokenizer.encode(choice["text"]) != choice["token_ids"]:
                 break
         else:
             pytest.fail("no seed samples tokens that the tokenizer would join")
@@ -170,20 +171,19 @@ def test_tokens_are_never_made_twice(db):
 
 
 def test_a_rendered_chat_gets_no_special_tokens_and_plain_text_does(db):
-    tokenizer = character_tokenizer("~[]:abcdefghijklmnopqrstuvwxyz")
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.bos_token, tokenizer.chat_template = "~", "{% for m in messages %}[{{ m.content }}{% endfor %}[a:"
+    bos_id = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="~ $A", special_tokens=[("~", 1)]
+        single="~ $A", special_tokens=[("~", bos_id)]
     )
-    shape = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)
-    policy, params = Policy(Decoder(shape), tokenizer, (0,)), init_params(shape, jax.random.key(0))
     options, chat = {"max_tokens": 1, "return_token_ids": True}, [{"role": "user", "content": "hi"}]
-    with serve(db, policy=policy, params=params) as client:
+    with serve(db, policy=POLICY._replace(tokenizer=tokenizer)) as client:
         for session in ("", "/sessions/one", "/sessions/two"):
             asked = post(client, f"{session}{CHAT}", messages=chat, **options)["prompt_token_ids"]
-            assert asked == tokenizer.apply_chat_template(chat, return_dict=False) and 1 not in asked
+            assert asked == tokenizer.apply_chat_template(chat, return_dict=False) and bos_id not in asked
         asked = post(client, TEXT, prompt="hi", **options)["choices"][0]["prompt_token_ids"]
-        assert asked == tokenizer("hi")["input_ids"] and asked[0] == 1
+        assert asked == tokenizer("hi")["input_ids"] and asked[0] == bos_id
         tokenizer.add_tokens(["<extra>"])
         assert post(client, TEXT, status=400, prompt="hi <extra>")["error"]["param"] == "prompt"
 

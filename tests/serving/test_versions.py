@@ -2,29 +2,28 @@
 
 import time
 
-import jax
 import numpy as np
 
 from recjax.experience.group import runs_of, token_staleness
 from recjax.experience.records import groups_of
-from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
 from recjax.serving import running, sampler, versions
 from tests.closeness import assert_same_logprobs
 from tests.experience.rows import read_columns
 from tests.serving.some_server import SHAPE, TestClient, initial, post, serve, serving
+from tests.tiny import params_of
 
 TEXT = "/v1/completions"
 
 
 def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
     begun, up_to_stop = [], sampler.up_to_stop
     monkeypatch.setattr(sampler, "up_to_stop", lambda *arguments: begun.append(1) or up_to_stop(*arguments))
     one_round = Engine.round
     monkeypatch.setattr(Engine, "round", lambda engine: time.sleep(0.05) or one_round(engine))
-    coming = [Weights(init_params(SHAPE, jax.random.key(1)), 7, "the run")]
+    coming = [Weights(params_of(SHAPE, 1), 7, "the run")]
 
     def newer():
         return coming.pop() if coming and begun else None
@@ -48,7 +47,7 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     group = groups[0]._replace(completions=(swapped,))
     (_, before), (_, since) = swapped.version_runs
     assert token_staleness([group], 11) == (7 * before + 3 * since) / (before + since)
-    fresh = serve(tmp_path / "fresh", params=init_params(SHAPE, jax.random.key(1)))
+    fresh = serve(tmp_path / "fresh", params=params_of(SHAPE, 1))
     with fresh as client:  # what came after is what these weights alone sample
         again = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
     assert again["choices"][0]["token_ids"] == after["choices"][0]["token_ids"]

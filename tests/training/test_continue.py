@@ -55,7 +55,7 @@ def trained(config, step=4, accuracy=None):
 def same(ours, theirs):
     """Whether two trees are equal, to the last bit."""
     ours, theirs = flatten(ours), flatten(theirs)
-    return ours.keys() == theirs.keys() and all((np.asarray(ours[key]) == theirs[key]).all() for key in ours)
+    return ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.fixture(scope="module")

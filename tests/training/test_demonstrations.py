@@ -19,7 +19,7 @@ from recjax.hub.chat_rendering import render_chats
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 from recjax.tasks.reading import read_file
@@ -33,6 +33,7 @@ from recjax.training.warm_start import demonstration
 from tests.closeness import assert_same_change
 from tests.hub.test_chat_templates import CHATML
 from tests.marks import campaign
+from tests.tiny import params_of
 from tests.training.counting import Interrupted, count
 from tests.training.tiny_run import one_device, train, without_times
 
@@ -88,7 +89,7 @@ def folder(tmp_path_factory):
     decoder = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8, tie_embeddings=False)
     (folder / "base").mkdir()
     write_base(folder / "base", decoder, tokenizer, (0, 2))
-    export_model(folder / "model", decoder, jax.device_get(init_params(decoder, jax.random.key(0))), folder / "base")
+    export_model(folder / "model", decoder, jax.device_get(params_of(decoder)), folder / "base")
     problems = [{"prompt": chat(f"{number}+1"), "answer": number + 1} for number in range(9)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     (folder / "shown.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in CHATS))

@@ -42,6 +42,7 @@ def test_the_first_groups_of_the_first_step_and_of_every_third(rows):
             assert {len(line[column]) for column in columns} == {len(line["tokens"])}
 
 
+@pytest.mark.slow
 def test_tokens_have_the_ratio_and_the_clip_of_the_update(rows):
     _, found = rows
     for line in found[1]:  # sampled by these very weights
@@ -58,6 +59,7 @@ def test_tokens_have_the_ratio_and_the_clip_of_the_update(rows):
     np.testing.assert_allclose(coefficient, advantage * left, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_rewards_of_a_group_make_its_advantages(rows):
     for lines in rows[1].values():
         for group in {line["group"] for line in lines}:

@@ -12,12 +12,13 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
+from tests.tiny import params_of
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.campaign
@@ -33,7 +34,7 @@ BATCH = make_batch(prompts=PROMPTS, group=GROUP, time=TIME)
 @functools.cache
 def initial():
     """The state before the update."""
-    params = init_params(CONFIG, jax.random.key(0))
+    params = params_of(CONFIG)
     return TrainState(params, OPTIMIZER.init(params))
 
 

@@ -27,7 +27,6 @@ from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import policy_alone
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.import_experience import import_files
-from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run
 from recjax.tasks.loading import load_task
@@ -37,6 +36,7 @@ from recjax.training.policies import open_policy
 from recjax.training.prepare import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
 from tests.experience.rows import read_columns
+from tests.tiny import params_of
 from tests.training.tiny_run import train, train_until_killed
 
 CONFIG = """
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
     decoder = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)
     (folder / "base").mkdir()
     write_base(folder / "base", decoder, tokenizer, (0,))
-    params = jax.device_get(init_params(decoder, jax.random.key(0)))
+    params = jax.device_get(params_of(decoder))
     export_model(folder / "model", decoder, params, folder / "base")
     asked = [{"prompt": [{"role": "user", "content": f"{number}+1"}], "answer": number + 1} for number in range(9)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))

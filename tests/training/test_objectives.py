@@ -12,13 +12,14 @@ from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
 from recjax.training.prepare import prepare
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.closeness import assert_same_change
+from tests.tiny import params_of
 from tests.training.counting import count, graded_batch
 from tests.training.test_update import CONFIG, SGD, assert_same_step, initial, make_batch
 from tests.training.tiny_run import train
@@ -39,7 +40,7 @@ OVERRIDES = {
 
 @functools.cache
 def teacher_params():
-    return init_params(TEACHER, jax.random.key(7))
+    return params_of(TEACHER, 7)
 
 
 def full_batch():
@@ -134,7 +135,7 @@ def make_teacher(folder, characters):
     base = folder / "base"
     base.mkdir(parents=True)
     write_base(base, config, tokenizer, (tokenizer.eos_token_id,))
-    export_model(str(folder / "model"), config, init_params(config, jax.random.key(3)), base, "float32")
+    export_model(str(folder / "model"), config, params_of(config, 3), base, "float32")
     return str(folder / "model")
 
 

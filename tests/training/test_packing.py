@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,13 +15,13 @@ from recjax.experience.batch import Batch, Shape, pad
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
-from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DeltaNet
 from recjax.training.prepare import prepare
 from recjax.training.update import update
 from tests.closeness import assert_close
 from tests.marks import campaign, slow
 from tests.rollout.test_trajectory import GROUPS
+from tests.tiny import params_of
 from tests.training import test_update
 from tests.training.test_update import CASES, assert_same_step, make_batch, step
 from tests.training.tiny_run import TINY, train
@@ -66,7 +65,7 @@ def test_packing_changes_nothing_with_delta_nets(layers, monkeypatch):
     delta = DeltaNet(layers, key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=4)
     config = dataclasses.replace(test_update.CONFIG, num_layers=len(layers), delta=delta, norm_epsilon=1e-3)
     monkeypatch.setattr(test_update, "CONFIG", config)
-    monkeypatch.setattr(test_update, "initial", functools.cache(lambda: init_params(config, jax.random.key(0))))
+    monkeypatch.setattr(test_update, "initial", functools.cache(lambda: params_of(config)))
     batch = ragged()
     expected = step(batch)
     params, metrics = step(batch, packed=pack(batch, RowShape(2, 16), share=False))

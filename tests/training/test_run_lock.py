@@ -57,6 +57,7 @@ def left_by(folder, host, pid, seconds_ago):
     os.utime(folder / NAME, (time.time() - seconds_ago,) * 2)
 
 
+@pytest.mark.slow
 def test_the_second_is_refused_by_name_and_the_dead_hold_nothing(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True)

@@ -18,6 +18,7 @@ from recjax.models.sampling import Sampling
 from recjax.planning.programs import resident_arrays, resolve_shapes
 from recjax.training.update import Averaged, Recipe, TrainState, UpdateContext, parameter_average, recipe_of, update
 from tests.closeness import assert_close
+from tests.tiny import params_of
 from tests.training.test_update import CONFIG, SGD, initial, make_batch
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -37,8 +38,8 @@ def recipe():
 @functools.cache
 def average():
     """Weights that differ from the policy's."""
-    key = jax.random.key(5)
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(key, x.shape), initial())
+    noise = params_of(CONFIG, 5)
+    return jax.device_put(jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), initial(), noise))
 
 
 def taught_batch():
@@ -151,10 +152,12 @@ def test_the_gradient_leaves_the_teacher_alone_and_the_average_follows():
         sampled = distributions[np.arange(len(completion)), completion]
         return distributions, sampled
 
-    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(3), x.shape), initial())
+    generator, start = np.random.default_rng(3), jax.device_get(initial())
+    direction = jax.tree.map(lambda x: generator.normal(size=x.shape).astype(np.float32), start)
     size = 2e-3
     (above, sampled_above), (below, sampled_below), (here, sampled) = (
-        slope(jax.tree.map(lambda x, d, sign=sign: x + sign * size * d, initial(), direction)) for sign in (1, -1, 0)
+        slope(jax.tree.map(lambda x, d, sign=sign: x + np.float32(sign * size) * d, start, direction))
+        for sign in (1, -1, 0)
     )
     expected = 0.0
     for row in range(len(batch.rewards)):

@@ -16,7 +16,7 @@ from recjax.config import OptimizerConfig
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
-from recjax.models.decoder import Decoder, init_params, logits
+from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.update import (
@@ -30,6 +30,7 @@ from recjax.training.update import (
 )
 from tests.closeness import assert_close, assert_same_change, assert_same_logprobs
 from tests.marks import campaign_except
+from tests.tiny import params_of
 from tests.training.tiny_run import train, without_times
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
@@ -39,7 +40,7 @@ SGD = optax.sgd(1.0)
 @functools.cache
 def initial():
     """The decoder's parameters before the update."""
-    return init_params(CONFIG, jax.random.key(0))
+    return params_of(CONFIG)
 
 
 def make_batch(seed=0, prompts=4, group=3, time=5):
