@@ -182,8 +182,8 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
         for name in old:
             got = _replaced(got, name, name.swapcase())
         return values.equal(wanted, got)
-    if is_periodic and not old and not new:
-        return _same_period(wanted, got)
+    if not old and not new:
+        return _same_integral(wanted, got) or (is_periodic and _same_period(wanted, got))
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}
@@ -194,6 +194,18 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
     counts = is_periodic and pair <= {*"klmn"}
     renamed = _replaced(got, *old, *new)
     return (constant or counts) and (values.equal(wanted, renamed) or (counts and _same_period(wanted, renamed)))
+
+
+def _same_integral(wanted: Node, got: Node) -> bool:
+    """True if two sums with a constant of integration differ by a number."""
+    constant = Node("name", ("C",))
+    variables = names(wanted) - {"C"}
+    are_integrals = all(tree.kind == "add" and constant in tree.args for tree in (wanted, got))
+    if not are_integrals or len(variables) != 1 or contains(wanted, "abs") is not contains(got, "abs"):
+        return False
+    (variable,) = (Node("name", (name,)) for name in variables)
+    offset = difference(wanted, got)
+    return values.equal(offset, _replaced(offset, variable, Node("add", (variable, number(Fraction(5, 7))))))
 
 
 def _same_period(wanted: Node, got: Node) -> bool:

@@ -166,7 +166,7 @@ def _binomial(match: re.Match) -> str:
     kind, lower, upper = (each for each in match.groups() if each is not None and each != "")
     if match.group().find("^") < match.group().find("_"):
         lower, upper = upper, lower
-    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper)
+    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper) and upper != "T"
     if not are_counts or (lower.isdigit() and not (upper.isdigit() and int(lower) >= int(upper))):
         return match.group()
     return rf"\binom{{{lower}}}{{{upper}}}" if kind == "C" else rf"\frac{{({lower})!}}{{({lower}-({upper}))!}}"
