@@ -183,7 +183,14 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
             got = _replaced(got, name, name.swapcase())
         return values.equal(wanted, got)
     if not old and not new:
-        return _same_integral(wanted, got) or (is_periodic and _same_period(wanted, got))
+        variables = [Node("name", (name,)) for name in names(wanted) - {"C"}]
+        constant = Node("name", ("C",))
+        are_integrals = all(tree.kind == "add" and constant in tree.args for tree in (wanted, got))
+        if are_integrals and len(variables) == 1 and contains(wanted, "abs") is contains(got, "abs"):
+            offset = difference(wanted, got)  # antiderivatives may differ by a number
+            shifted = Node("add", (variables[0], number(Fraction(5, 7))))
+            return values.equal(offset, _replaced(offset, variables[0], shifted))
+        return is_periodic and _same_period(wanted, got)
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}
@@ -194,18 +201,6 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
     counts = is_periodic and pair <= {*"klmn"}
     renamed = _replaced(got, *old, *new)
     return (constant or counts) and (values.equal(wanted, renamed) or (counts and _same_period(wanted, renamed)))
-
-
-def _same_integral(wanted: Node, got: Node) -> bool:
-    """True if two sums with a constant of integration differ by a number."""
-    constant = Node("name", ("C",))
-    variables = names(wanted) - {"C"}
-    are_integrals = all(tree.kind == "add" and constant in tree.args for tree in (wanted, got))
-    if not are_integrals or len(variables) != 1 or contains(wanted, "abs") is not contains(got, "abs"):
-        return False
-    (variable,) = (Node("name", (name,)) for name in variables)
-    offset = difference(wanted, got)
-    return values.equal(offset, _replaced(offset, variable, Node("add", (variable, number(Fraction(5, 7))))))
 
 
 def _same_period(wanted: Node, got: Node) -> bool:

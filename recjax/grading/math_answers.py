@@ -168,7 +168,13 @@ def boxed(completion: str) -> str | None:
     raised = _RAISED.match(behind)
     if [0, *depths(prefix)][-1] > 0:  # (5, 6) with a box around the 5
         return _short(f"{prefix}{content}{behind}")
-    if raised or (behind and (quantity(plain(content + behind)) is not None or _goes_on(content, behind))):
+    first = quantity(plain(content))
+    before_list, *others = _SEPARATOR.split(behind)
+    numbers = [] if before_list else [quantity(plain(each)) for each in others]
+    is_list = bool(numbers) and None not in numbers
+    if is_list and first is not None:  # 0.5 or 1/2 is one number
+        is_list = not all(same_quantity(first, each) for each in numbers)
+    if raised or is_list or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
     if prefix:
         return _short(f"{prefix}({content})")
@@ -186,16 +192,6 @@ def _prefix(before: str) -> str:
     if "," in prefix and not re.search(r"[(\[{]", prefix) and "=" in before.rpartition("$")[2]:
         prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
     return "" if re.fullmatch(r"[-−,.]?", prefix) else prefix
-
-
-def _goes_on(content: str, behind: str) -> bool:
-    """True if a list or "or" behind a box has further numbers, other than the box's number itself."""
-    parts = _SEPARATOR.split(behind)
-    numbers = [quantity(plain(each)) for each in parts[1:]]
-    if parts[0] or not numbers or None in numbers:
-        return False
-    first = quantity(plain(content))
-    return first is None or not all(same_quantity(first, each) for each in numbers)
 
 
 def tagged(completion: str) -> str | None:

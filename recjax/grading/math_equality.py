@@ -211,27 +211,28 @@ def _without_domains(texts: list[str]) -> list[str]:
     for text in texts:
         flat = TEXT.sub(lambda words: words[0] if words[1] in ("and", "or") else f" {words[1]} ", text)
         match = _DOMAIN.fullmatch(" ".join(flat.split()))
-        domain = _domain(match) if match else ""
-        core = match["before"] if domain else text
-        is_whole = [*depths(core)][-1:] == [0] and text.startswith(core)
-        is_used = domain and is_whole and (domain == "all" or match["name"] in re.sub(r"\\[A-Za-z]+", "", core))
+        fields = match.groupdict(default="") if match else dict.fromkeys(_DOMAIN.groupindex, "")
+        kind = fields["kind"] + fields["kinds"]
+        domain = fields["set"]
+        if domain == "N" or fields["part"] or re.search("positive|natural|negative", kind):
+            domain = "N"
+        elif fields["least"]:
+            domain = "N" if fields["name"] not in "xyz" else ""
+        elif "integer" in kind or fields["signed"]:
+            domain = "Z"
+        elif kind:
+            domain = "R"
+        elif fields["all"] and not domain:
+            domain = "all"
+        core = fields["before"]
+        is_whole = bool(core) and [*depths(core)][-1] == 0 and text.startswith(core)
+        has_name = domain == "all" or fields["name"] in re.sub(r"\\[A-Za-z]+", "", core)
+        is_used = bool(domain) and is_whole and has_name
         cores.append(core if is_used else text)
         domains.append(domain if is_used else "")
     is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
     differ = all(domains) and domains[0] != domains[1]
     return texts if differ or (is_periodic and "" in domains and {"N", "R"} & {*domains}) else cores
-
-
-def _domain(match: re.Match) -> str:
-    """N, Z or R, "all" for any value, or nothing if the text has no domain."""
-    kind = match["kind"] or match["kinds"] or ""
-    if match["least"] and match["name"] in "xyz":
-        return ""
-    if match["least"] or match["set"] == "N" or match["part"] or re.search("positive|natural|negative", kind):
-        return "N"
-    if kind or match["signed"]:
-        return "Z" if "integer" in kind or match["signed"] else "R"
-    return match["set"] or ("all" if match["all"] else "")
 
 
 def without_thousands(text: str) -> str:
