@@ -159,8 +159,11 @@ def _hours(clock: re.Match) -> set[int]:
 def _as_words(truth: str, answer: str) -> bool | None:
     marked = r"\text" in truth
     bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
-    if _is_date(bare):
-        return _date(answer) == _date(truth)
+    fields = _date(bare)
+    months = [field for field in fields if _MONTH.fullmatch(field)]
+    numbers = [field for field in fields if field.isdigit()]
+    if len(months) == 1 and len(numbers) in (1, 2) and len(fields) == 1 + len(numbers):  # 4 July 2020
+        return _date(answer) == fields
     is_foreign = not bare.isascii()  # letters of other scripts and letters with accents are no unknowns
     pattern = r"[^\W\d_][\w ,.'/&-]*" if marked or is_foreign else r"[A-Za-z][A-Za-z ,.'-]*"
     if not re.fullmatch(pattern, bare) or quantity(truth) is not None:
@@ -175,14 +178,6 @@ def _as_words(truth: str, answer: str) -> bool | None:
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)):
             return None  # abc may be the product a·b·c, but cat is not act
     return words_of(answer) == words_of(truth)
-
-
-def _is_date(text: str) -> bool:
-    """True for a month with a day, a year or both: 4 July 2020."""
-    fields = _date(text)
-    months = [field for field in fields if _MONTH.fullmatch(field)]
-    numbers = [field for field in fields if field.isdigit()]
-    return len(months) == 1 and len(numbers) in (1, 2) and len(fields) == 1 + len(numbers)
 
 
 def _date(text: str) -> list[str]:

@@ -25,15 +25,16 @@ _OPENED = re.compile(r"\\+$|\\boxed ?\{$")  # a backslash that was written twice
 _STYLES = (
     "displaystyle textstyle tiny small normalsize large Large LARGE huge Huge centering quad qquad left big Big bf"
     " approx therefore because to implies iff in Rightarrow rightarrow Longrightarrow longrightarrow Leftrightarrow"
-    " Longleftrightarrow leftrightarrow"
+    " Longleftrightarrow leftrightarrow equiv noindent item"
 )
 _STEP = re.compile(  # what stands before it is no part of the answer
-    r"\\(?:text\w*|mathrm|mbox|begin)\s*\{[^{}]*\}|\\(?:text\w*|math\w\w|boldsymbol|bm|underline)\s*\{$"
-    r"|\$+|\\[()\[\],;! ]|(?:^|\n) *>?|\\\\|&|(?<![<>!])=|[:→⇒⟹⟺⇔∴≈]|</?\w+>"
+    r"\\(?:text\w*|mathrm|mbox|begin|end|color|[hv]space\*?|phantom|tag)\s*\{[^{}]*\}|\\(?:text\w*|math\w\w|boldsymbol|bm|underline)\s*\{$"
+    r"|\$+|\\[()\[\],;! ]|(?:^|\n) *>?|\\\\|&|[-=]+>|(?<![<>!])=|[:→⇒⟹⟺⇔∴≈]|</?\w+>"
     rf"|\\(?:{'|'.join(_STYLES.split())})(?![A-Za-z])"
 )
 _WORDS = re.compile(r".*(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])|^ *\(?\w[.)] ", re.S)
 _TOUCHING = re.compile(r"(?:[\d)\]}]|[+*/×·^<>≤≥≠±] ?|(?<![A-Za-z])[(\[|]|\\[A-Za-z]+ ?|(?<![A-Za-z])[A-Za-z])$")
+_PARENTHESIS = re.compile(r"^ *[)\]]|(?<![\\A-Za-z])[A-Za-z]{2,}")  # a remark, or a bracket around the box
 _SEPARATOR = re.compile(r" ?(?:[,;]|\\text ?\{ ?(?:or|and) ?\}|\b(?:or|and)\b) ?")
 _PART = re.compile(r"(?:\^ ?\{?|_ ?\{|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?\{|\\sqrt ?(?:\[[^]]*\] ?)?\{)\s*$")
 _MINUS = re.compile(r"(?:(?:^|[\s:({]|\\[(\[])|[=$] ?)[-−]$|[=$] ?[-−] $")
@@ -162,10 +163,18 @@ def boxed(completion: str) -> str | None:
     behind = re.split(r"\$|\\[)\]]|\n", after[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
     is_blank = behind.lstrip().startswith("=")  # 7-5=2, and the box is around the 5
     prefix = "" if is_blank else _prefix(before)
+    if prefix in ("(", "[") and _PARENTHESIS.search(behind):
+        prefix = ""
     raised = _RAISED.match(behind)
     if [0, *depths(prefix)][-1] > 0:  # (5, 6) with a box around the 5
         return _short(f"{prefix}{content}{behind}")
-    if raised or (behind and (quantity(plain(content + behind)) is not None or _goes_on(content, behind))):
+    first = quantity(plain(content))
+    before_list, *others = _SEPARATOR.split(behind)
+    numbers = [] if before_list else [quantity(plain(each)) for each in others]
+    is_list = bool(numbers) and None not in numbers
+    if is_list and first is not None:  # 0.5 or 1/2 is one number
+        is_list = not all(same_quantity(first, each) for each in numbers)
+    if raised or is_list or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
     if prefix:
         return _short(f"{prefix}({content})")
@@ -183,16 +192,6 @@ def _prefix(before: str) -> str:
     if "," in prefix and not re.search(r"[(\[{]", prefix) and "=" in before.rpartition("$")[2]:
         prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
     return "" if re.fullmatch(r"[-−,.]?", prefix) else prefix
-
-
-def _goes_on(content: str, behind: str) -> bool:
-    """True if a list or "or" behind a box has further numbers, other than the box's number itself."""
-    parts = _SEPARATOR.split(behind)
-    numbers = [quantity(plain(each)) for each in parts[1:]]
-    if parts[0] or not numbers or None in numbers:
-        return False
-    first = quantity(plain(content))
-    return first is None or not all(same_quantity(first, each) for each in numbers)
 
 
 def tagged(completion: str) -> str | None:

@@ -47,6 +47,7 @@ _DOMAIN = re.compile(
 _BOLD = re.compile(r"\\mathbf\{\w\}")
 _TUPLE = re.compile(rf"^\(({_LETTER}(?: ?, ?{_LETTER})+)\) ?= ?\(((?:[^()]|\([^()]*\))*)\)$")
 _CHAIN = re.compile(rf"^{_LETTER}(?: ?= ?{_LETTER})+ ?= ?[^=,]*\d[^=,]*$")
+_LAST_CONDITION = re.compile(r" ?\(([a-z] ?(?:[<>]|\\(?:[lg]e|neq)(?![a-z]))[^()]*)\)$")
 _MAPPED = re.compile(r"^(?:([A-Za-z]) ?: ?)?([a-z]) ?\\mapsto ?")
 _TEXT_ANSWER_IS = re.compile(r"^\\text ?\{ ?(?:the )?(?:final )?answer(?: is|:)? ?:? ?([^{}]*)\}", re.I)
 _LABELED = re.compile(
@@ -178,7 +179,7 @@ def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
             match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
     texts = [_MAPPED.sub(lambda match: f"{match[1]}({match[2]})=" if match[1] else "", text) for text in texts]
-    texts = _without_domains(texts)
+    texts = _without_domains([_LAST_CONDITION.sub(r",\1", text) for text in texts])
     if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
         texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
 
@@ -208,28 +209,30 @@ def _without_domains(texts: list[str]) -> list[str]:
     cores = []
     domains = []
     for text in texts:
-        match = _DOMAIN.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split()))
-        domain = _domain(match) if match else ""
-        core = match["before"] if domain else text
-        is_whole = [*depths(core)][-1:] == [0] and text.startswith(core)
-        is_used = domain and is_whole and (domain == "all" or match["name"] in re.sub(r"\\[A-Za-z]+", "", core))
+        flat = TEXT.sub(lambda words: words[0] if words[1] in ("and", "or") else f" {words[1]} ", text)
+        match = _DOMAIN.fullmatch(" ".join(flat.split()))
+        fields = match.groupdict(default="") if match else dict.fromkeys(_DOMAIN.groupindex, "")
+        kind = fields["kind"] + fields["kinds"]
+        domain = fields["set"]
+        if domain == "N" or fields["part"] or re.search("positive|natural|negative", kind):
+            domain = "N"
+        elif fields["least"]:
+            domain = "N" if fields["name"] not in "xyz" else ""
+        elif "integer" in kind or fields["signed"]:
+            domain = "Z"
+        elif kind:
+            domain = "R"
+        elif fields["all"] and not domain:
+            domain = "all"
+        core = fields["before"]
+        is_whole = bool(core) and [*depths(core)][-1] == 0 and text.startswith(core)
+        has_name = domain == "all" or fields["name"] in re.sub(r"\\[A-Za-z]+", "", core)
+        is_used = bool(domain) and is_whole and has_name
         cores.append(core if is_used else text)
         domains.append(domain if is_used else "")
     is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
     differ = all(domains) and domains[0] != domains[1]
     return texts if differ or (is_periodic and "" in domains and {"N", "R"} & {*domains}) else cores
-
-
-def _domain(match: re.Match) -> str:
-    """N, Z or R, "all" for any value, or nothing if the text has no domain."""
-    kind = match["kind"] or match["kinds"] or ""
-    if match["least"] and match["name"] in "xyz":
-        return ""
-    if match["least"] or match["set"] == "N" or match["part"] or re.search("positive|natural|negative", kind):
-        return "N"
-    if kind or match["signed"]:
-        return "Z" if "integer" in kind or match["signed"] else "R"
-    return match["set"] or ("all" if match["all"] else "")
 
 
 def without_thousands(text: str) -> str:
@@ -256,7 +259,8 @@ def unnamed(text: str) -> str:
 def _as_named(truth: str, answer: str, finished: bool) -> bool | None:
     """Compares with a truth such as x = 5; the answer may omit the name x, but not change it."""
     wanted = _NAMED.fullmatch(truth)
-    if not wanted or "=" in wanted["value"] or r"\in" in truth:
+    is_piecewise = wanted and wanted["value"].startswith(r"\begin{cases}")
+    if not wanted or ("=" in wanted["value"] and not is_piecewise) or r"\in" in truth:
         return None
     if quantity(wanted["value"]) is None and not _spread(wanted["value"]):
         return None
@@ -359,6 +363,7 @@ def structure(text: str) -> Structure | None:
         cases = []
         for row in rows_of(match[2]):  # a statement, or a pair of a value and its condition
             cells = [_CONDITION.sub("", _CONDITION.sub("", cell)).strip() for cell in row]
+            cells[1:] = [re.sub(r"^\(([^()]*)\)$", r"\1", cell) for cell in cells[1:]]
             is_aligned = len(cells) > 1 and cells[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
             cases.append("".join(cells) if is_aligned or len(cells) == 1 else f"({','.join(cells)})")
         return Structure("list", cases)

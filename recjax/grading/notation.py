@@ -68,6 +68,8 @@ _MARKUP = [
     (rf"\{{\s*{_NESTED}\s*\\over(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\frac{\1}{\2}}"),
     (rf"\{{\s*{_NESTED}\s*\\choose(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\binom{\1}{\2}}"),
     (r"\\text\{\\?%\}|\\%", "%"),
+    (r"(?:\\text\{ ?)?(?<![\u4e00-\u9fff])或(?![\u4e00-\u9fff])(?: ?\})?", r"\\text{ or }"),
+    (r"(?:\\text\{ ?)?(?<![\u4e00-\u9fff])[且和](?![\u4e00-\u9fff])(?: ?\})?", r"\\text{ and }"),
     *[(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2")] * 3,  # \text{kg m^{2} s^{-2}}
     (r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}"),
     (r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}"),
@@ -116,7 +118,7 @@ _NOTATION = [
 _MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
 _ARGUMENT = r" ?(?:\{([^{}]*)\}|(\w))"
 _CHOSEN = re.compile(
-    rf"(?<![\w)\]}}'|^\\])(?:\\text ?\{{([CA])\}}|([CA])) ?(?:_{_ARGUMENT} ?\^{_ARGUMENT}|\^{_ARGUMENT} ?_{_ARGUMENT})"
+    rf"(?<![\w'|^\\])(?:\\text ?\{{([CA])\}}|([CA])) ?(?:_{_ARGUMENT} ?\^{_ARGUMENT}|\^{_ARGUMENT} ?_{_ARGUMENT})"
 )
 _COUNT = re.compile(r"\d*[A-Za-z]?(?: ?[-+] ?\w)*")
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
@@ -166,7 +168,7 @@ def _binomial(match: re.Match) -> str:
     kind, lower, upper = (each for each in match.groups() if each is not None and each != "")
     if match.group().find("^") < match.group().find("_"):
         lower, upper = upper, lower
-    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper)
+    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper) and upper != "T"
     if not are_counts or (lower.isdigit() and not (upper.isdigit() and int(lower) >= int(upper))):
         return match.group()
     return rf"\binom{{{lower}}}{{{upper}}}" if kind == "C" else rf"\frac{{({lower})!}}{{({lower}-({upper}))!}}"

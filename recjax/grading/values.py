@@ -71,7 +71,15 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     agreed = 0
     one_sided = 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    matrices = ordered(a, b) or _inverted(a, b)
+    matrices = ordered(a, b)
+    if not matrices:
+        # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
+        capitals = {*filter(CAPITAL.match, unknown)}
+        if transposed := [node for node in walk((a, b)) if node.kind == "call" and node.args[0] == "transpose"]:
+            capitals = capitals.union(*map(names, transposed))
+        elif not contains((a, b), "^-1") or capitals != unknown or len(capitals) == 1:
+            capitals = set()
+        matrices = dict.fromkeys(capitals, False)
     points = _Points(a, b, matrices, is_complex)
     for index, point in enumerate(points):
         for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
@@ -96,17 +104,6 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     if agreed >= (_AGREEMENTS if unknown else 1):
         return True
     return False if agreed and is_complex else None
-
-
-def _inverted(a: Node, b: Node) -> dict[str, bool]:
-    """The unknowns that stand for matrices because they are transposed, or because all are capitals with an inverse."""
-    nodes = list(walk((a, b)))
-    unknown = names(a) | names(b)
-    capitals = {*filter(CAPITAL.match, unknown)}
-    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
-        return dict.fromkeys(capitals.union(*map(names, transposed)), False)
-    is_product = contains((a, b), "^-1") and capitals == unknown and len(capitals) > 1
-    return dict.fromkeys(capitals if is_product else (), False)
 
 
 def ordered(a: Node, b: Node) -> dict[str, bool]:
@@ -193,38 +190,49 @@ class _Points:
         self.around = {name: _around_borders(name, borders, name in self.counting, has_steps) for name in self.unknown}
         self.least += max(map(len, self.around.values())) * min(2, len(self.unknown))
         if len(self.unknown) > 1 and not matrices and not is_complex:
-            # h and g are positive in the root of 2h/g: no path through its domain leads to negative values of both.
-            self.positive.update([name for name in self.unknown if not self._can_be_negative(name)])
-            if not {"x", "y", "z"} & {*self.unknown} and not contains((a, b), "abs", "sign", "max", "min"):
-                self.positive |= {name for name in self.unknown if name.partition("_")[0] in _POSITIVE}
+            self._find_positive()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in range(self.most):
             yield {name: self._value(name, index) for name in self.unknown}
 
+    def _find_positive(self) -> None:
+        """Finds unknowns that are positive by what they stand for.
+
+        h and g are positive in the root of 2h/g: if only one of them is negative, the root is undefined.
+        """
+        positive = set(self.unknown)
+        for name in self.unknown:
+            for index in range(_FEW_POINTS):
+                point = {other: abs(self._value(other, index)) for other in self.unknown}
+                evaluation = _Evaluation(point | {name: -point[name]}, is_complex=False)
+                is_defined = any(evaluation.defined(tree) is not None for tree in self.trees)
+                if is_defined or evaluation.is_slow:
+                    positive.remove(name)
+                    break
+        if not {"x", "y", "z"} & {*self.unknown} and not contains(self.trees, "abs", "sign", "max", "min"):
+            positive |= {name for name in self.unknown if name.partition("_")[0] in _POSITIVE}
+        self.positive |= positive
+
     def _value(self, name: str, index: int) -> Any:
+        counts = name in self.counting
+        draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
         if name in self.matrices:
-            return _matrix(name, index, self.matrices[name])
+            rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
+            matrix = mpmath.matrix(rows)
+            return matrix - matrix.T if self.matrices[name] else matrix
         if index < _FEW_POINTS:
-            value = _first_value(name, index, name in self.counting)
+            value = _first_value(name, index, counts)
         elif index < self.least:
             values = self.around[name]
             value = values[(index - _FEW_POINTS) % len(values)]
-        else:
-            value = _any_value(name, index, name in self.counting)
+        elif counts:
+            value = Fraction(draw.randrange(1, 50))
+        else:  # unknowns of one point have different magnitudes
+            value = Fraction(2 * draw.randrange(1, 512) + 1, draw.choice((64, 1024, 4096, 32768, -512)))
         if name in self.positive:
             return abs(value) if value != 0 else Fraction(1)
         return value
-
-    def _can_be_negative(self, name: str) -> bool:
-        """True if an expression is defined for a negative value while all other unknowns are positive."""
-        for index in range(_FEW_POINTS):
-            point = {other: abs(self._value(other, index)) for other in self.unknown}
-            evaluation = _Evaluation(point | {name: -point[name]}, is_complex=False)
-            is_defined = any(evaluation.defined(tree) is not None for tree in self.trees)
-            if is_defined or evaluation.is_slow:
-                return True
-        return False
 
 
 def _borders(node: Node) -> list[Node]:
@@ -303,22 +311,6 @@ def _first_value(name: str, index: int, counts: bool) -> Fraction:
     whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
     whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
     return [*kinds, *kinds, *map(Fraction, whole)][index]
-
-
-def _any_value(name: str, index: int, counts: bool) -> Fraction:
-    """A random value; unknowns of one point have different magnitudes."""
-    draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
-    if counts:
-        return Fraction(draw.randrange(1, 50))
-    scale = draw.choice((64, 1024, 4096, 32768, -512))
-    return Fraction(2 * draw.randrange(1, 512) + 1, scale)
-
-
-def _matrix(name: str, index: int, is_vector: bool) -> Any:
-    draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
-    rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
-    matrix = mpmath.matrix(rows)
-    return matrix - matrix.T if is_vector else matrix
 
 
 # --- Functions.
