@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from recjax.analysis.compare import estimate, interval
+from recjax.analysis.compare import interval
 
+# Metrics whose values are from 0 to 1.
+_SHARES = {"accuracy", "right_and_ended", "pass", "majority", "truncated"}
+_FEW = 10  # with fewer right or wrong answers, a mean over problems is far from normal
+_QUANTILE = 1.959964  # of the standard normal distribution, for intervals of 95 %
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 
 
@@ -87,7 +91,7 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     A metric is the mean of a number over problems; length quantiles are over all completions. With `task.seats`, each
     pair of a problem and a seat counts as a problem, with the completions in which the seat played. pass@k and
     majority@k are means over the problems with at least k completions; if some have fewer, `problems` has their number.
-    Intervals are percentile bootstraps over problems, and None for a single problem.
+    Intervals are percentile bootstraps over problems, Wilson's for shares near 0 or 1, and None for a single problem.
 
     Args:
         rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; the
@@ -133,10 +137,10 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         "truncated": known_means("truncated"),
         "completion_length": known_means("tokens"),
     }
-    metrics = {
-        name: _with_interval(numbers) | ({"problems": len(numbers)} if "@" in name and len(numbers) < problems else {})
-        for name, numbers in values.items()
-    }
+    metrics = {name: _with_interval(numbers, name.partition("@")[0] in _SHARES) for name, numbers in values.items()}
+    for name, numbers in values.items():
+        if "@" in name and len(numbers) < problems:
+            metrics[name]["problems"] = len(numbers)
     for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
         value = np.quantile(rows["tokens"], share)
         low = None
@@ -157,12 +161,45 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         "samples": samples,
         "unplayed": (groups or problems) - problems,
         "metrics": metrics,
-        "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
+        "difficulty": {label: _with_interval(each, True) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
 
 
-def _with_interval(values: np.ndarray) -> dict[str, float | None]:
-    without_interval = float(values.mean()), None, None, 1
-    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else without_interval
-    return {"value": value, "low": low, "high": high}
+def _with_interval(values: np.ndarray, is_share: bool) -> dict[str, float | None]:
+    """The mean over problems and its 95 % interval; None for one problem.
+
+    Args:
+        is_share: True if values are from 0 to 1.
+    """
+    mean = float(values.mean())
+    low = None
+    high = None
+    if len(values) > 1:
+        is_near_bound = is_share and min(values.sum(), (1 - values).sum()) < _FEW
+        if is_near_bound or (is_share and np.ptp(values) == 0):
+            low, high = wilson_interval(mean, len(values))
+        else:
+            low, high = interval(values.astype(np.float64), np.mean, len(values))
+    return {"value": mean, "low": low, "high": high}
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """The ends of Wilson's 95 % interval of a mean of values from 0 to 1.
+
+    Near 0 and 1 a bootstrap is too narrow: it is a point where all values are equal. Values between 0 and 1 vary less
+    than zeros and ones with their mean, so the interval covers at least as often.
+
+    Args:
+        share: mean of the values.
+        count: number of values.
+    Reference: Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
+
+    Examples:
+        >>> [round(end, 3) for end in wilson_interval(1.0, 64)]
+        [0.943, 1.0]
+    """
+    spread = _QUANTILE**2 / count
+    center = (share + spread / 2) / (1 + spread)
+    reach = np.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
+    return max(float(center - reach), 0.0), min(float(center + reach), 1.0)
