@@ -20,6 +20,9 @@ if "JAX_FORCE_TPU_INIT" not in os.environ and importlib.util.find_spec("libtpu")
     if not any(glob.glob(pattern) for pattern in _DEVICES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# True if transformers should look for torch in vain; see recjax/hub/tokenizers.py.
+HIDES_TORCH = IS_COMMAND
+
 # Without this, transformers reports at every start that torch is missing; recjax needs only its tokenizers and configs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -30,7 +33,11 @@ _PUBLIC = {"Config": "config", "load_config": "config", "run": "api", "open_run"
 
 def __getattr__(name: str) -> Any:
     """Imports a public name."""
+    global HIDES_TORCH
     if name in _PUBLIC:
+        # A program that has imported one of these before may need models of both.
+        if _PUBLIC[name] == "api" and sys.modules.keys().isdisjoint(("torch", "transformers")):
+            HIDES_TORCH = True
         return getattr(importlib.import_module(f"recjax.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

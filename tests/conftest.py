@@ -41,6 +41,7 @@ import filelock  # noqa: E402
 import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+import transformers  # noqa: E402, F401  (before `recjax.run`, which would hide torch from tests of its models)
 
 import tests.marks  # noqa: E402
 import tests.shape_checking  # noqa: E402

@@ -106,6 +106,16 @@ def test_importing_the_package_and_its_config_needs_nothing_heavy():
         recjax.runs  # noqa: B018
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "finds"), [("", False), ("import transformers", True)])
+def test_a_program_without_transformers_waits_for_no_torch(before, finds):
+    program = f"{before}\nimport recjax\nrecjax.run\nimport transformers\n"
+    program += "assert transformers.utils.is_torch_available() == FINDS\nimport torch"
+    line = [sys.executable, "-c", program.replace("FINDS", str(finds))]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
     others = [
         pd.DataFrame(ROWS),

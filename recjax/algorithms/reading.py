@@ -14,7 +14,7 @@ from recjax.algorithms.options import did_you_mean
 EVERYWHERE = {
     "advantages": "advantages A, [batch] or [batch, time]; inside the loss [batch, 1] or [batch, time]",
     "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in kept rows",
-    "foreign": "[batch], True for completions by another model",
+    "foreign": "[batch], True for completions by another model; those that experience.mix adds all count as such",
     "effective_share": "[batch], equal for all rows: (Σρ)² / (n Σρ²) over the batch's n tokens, with ρ = π/μ before the"
     " update; needs the scoring pass",
     "trajectories": "[batch], equal for rows of one completion; None if each row is one; give it the default None",

@@ -11,7 +11,11 @@ import numpy as np
 import pandas as pd
 
 from recjax.analysis.compare import interval
+from recjax.analysis.statistics import wilson_interval
 
+# Metrics whose values are from 0 to 1.
+_SHARES = {"accuracy", "right_and_ended", "pass", "majority", "truncated"}
+_FEW = 10  # with fewer right or wrong answers, a mean over problems is far from normal
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 
 
@@ -87,8 +91,8 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     A metric is the mean of a number over problems; length quantiles are over all completions. With `task.seats`, each
     pair of a problem and a seat counts as a problem, with the completions in which the seat played. pass@k and
     majority@k are means over the problems with at least k completions; if some have fewer, `problems` has their number.
-    Intervals are percentile bootstraps over problems, and None for a single problem. If a completion has no verdict,
-    metrics of right answers are missing.
+    Intervals are percentile bootstraps over problems, Wilson's for shares near 0 or 1, and None for a single problem.
+    If a completion has no verdict, metrics of right answers are missing.
 
     Args:
         rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate (None: no verdict),
@@ -139,10 +143,10 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     if not has_verdicts:
         of_answers = re.compile(r"accuracy|right_and_ended|(pass|majority)@\d+")
         values = {name: numbers for name, numbers in values.items() if not of_answers.fullmatch(name)}
-    metrics = {
-        name: _with_interval(numbers) | ({"problems": len(numbers)} if "@" in name and len(numbers) < problems else {})
-        for name, numbers in values.items()
-    }
+    metrics = {name: _with_interval(numbers, name.partition("@")[0] in _SHARES) for name, numbers in values.items()}
+    for name, numbers in values.items():
+        if "@" in name and len(numbers) < problems:
+            metrics[name]["problems"] = len(numbers)
     for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
         value = np.quantile(rows["tokens"], share)
         low = None
@@ -163,14 +167,24 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
         "samples": samples,
         "unplayed": (groups or problems) - problems,
         "metrics": metrics,
-        "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
+        "difficulty": {label: _with_interval(each, True) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
 
 
-def _with_interval(values: np.ndarray) -> dict[str, float | None]:
+def _with_interval(values: np.ndarray, is_share: bool) -> dict[str, float | None]:
+    """The mean over problems and its 95 % interval; None for one problem.
+
+    Args:
+        is_share: True if values are from 0 to 1.
+    """
+    mean = float(values.mean())
     low = None
     high = None
     if len(values) > 1:
-        low, high = interval(values.astype(np.float64), np.mean, len(values))
-    return {"value": float(values.mean()), "low": low, "high": high}
+        is_near_bound = is_share and min(values.sum(), (1 - values).sum()) < _FEW
+        if is_near_bound or (is_share and np.ptp(values) == 0):
+            low, high = wilson_interval(mean, len(values))
+        else:
+            low, high = interval(values.astype(np.float64), np.mean, len(values))
+    return {"value": mean, "low": low, "high": high}

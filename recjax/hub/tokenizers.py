@@ -18,13 +18,14 @@ import transformers
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from recjax import IS_COMMAND
+from recjax import HIDES_TORCH
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
 # Wherever torch is installed, transformers imports it for tokenizers and configs, which takes 3 to 17 s; recjax needs
-# nothing of torch. In a command, transformers looks for torch here and finds none: None stands for a module that cannot
-# be imported. Code of users can import torch all the same; USE_TORCH=1 is for agents that run transformers' models.
-if IS_COMMAND and os.environ.get("USE_TORCH") != "1" and sys.modules.setdefault("torch", None) is None:
+# nothing of torch. In a command, and in a program that imports neither before `recjax.run`, transformers looks for
+# torch here and finds none: None stands for a module that cannot be imported. Code of users can import torch all the
+# same; USE_TORCH=1 is for agents and programs that run transformers' models.
+if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and sys.modules.setdefault("torch", None) is None:
     transformers.utils.is_torch_available.cache_clear()
     transformers.utils.is_torch_available()
     del sys.modules["torch"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.analysis import compare
+from recjax.analysis import samples as samples_module
 from recjax.analysis.samples import majority_at_k, pass_at_k, results, sizes
 
 
@@ -163,10 +164,29 @@ def test_a_single_problem_has_no_interval_and_a_missing_answer_no_vote():
     assert found["majority@2"]["value"] == 0
 
 
+def test_equal_answers_leave_an_interval():
+    found = results(table(np.ones((64, 1), bool)))["metrics"]["accuracy"]
+    assert found["high"] == 1.0 and found["low"] == pytest.approx(1 - 1.96**2 / (64 + 1.96**2), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_intervals_near_one_hold_the_truth(monkeypatch):
+    monkeypatch.setattr(samples_module, "interval", functools.partial(compare.interval, resamples=199))
+    generator = np.random.default_rng(0)
+    # The means of Beta(50, 1/2), and of 1 − (1 − p)² under it.
+    truths = {"accuracy": 100 / 101, "pass@2": 1 - 0.75 / (50.5 * 51.5)}
+    covered = dict.fromkeys(truths, 0)
+    for _ in range(40):
+        found = results(table(generator.random((64, 2)) < generator.beta(50, 0.5, (64, 1))))["metrics"]
+        for name, truth in truths.items():
+            covered[name] += found[name]["low"] <= truth <= found[name]["high"]
+    assert min(covered.values()) >= 36
+
+
 @pytest.mark.slow
 def test_intervals_hold_the_truth_about_95_times_in_100(monkeypatch):
     """Problems differ in how hard they are: resampling completions instead of problems would be far too sure."""
-    monkeypatch.setattr(compare, "interval", functools.partial(compare.interval, resamples=999))
+    monkeypatch.setattr(samples_module, "interval", functools.partial(compare.interval, resamples=999))
     samples, generator = 4, np.random.default_rng(0)
     covered = lengths_covered = 0
     for _ in range(100):

@@ -409,9 +409,23 @@ FAULTS = {
     "update-reference-is-policy": Fault(
         "the KL to the initial policy is taken to the policy being trained, so it is always zero",
         "recjax/training/update.py",
-        "scored_by(context.reference_params).logprobs",
-        "scored_by(params).logprobs",
+        "scored_by(context.reference_params, freely_routed(scored_part)).logprobs",
+        "scored_by(params, freely_routed(scored_part)).logprobs",
         (_ON_POLICY,),
+    ),
+    "update-teacher-gets-shared-beginnings": Fault(
+        "a teacher whose decoder cannot read rows with a shared beginning gets them all the same",
+        "recjax/training/learner.py",
+        "doublings, teacher=recipe.teacher)",
+        "doublings)",
+        ("tests/training/test_layout.py",),
+    ),
+    "experience-mixed-rows-have-an-age": Fault(
+        "stored rows that join a group count as samples of the run's initial policy",
+        "recjax/experience/stored.py",
+        "mix is None and completion.policy_version == 0",
+        "completion.policy_version == 0",
+        (f"{_FED}::test_mixed_rows_of_an_initial_policy_never_make_groups_stale",),
     ),
     "update-teacher-reads-the-policys-prompt": Fault(
         "the distributions of a policy that is its own teacher are those behind the policy's prompt",
