@@ -72,8 +72,8 @@ def show_result(result: "recjax.api.Result") -> None:
     output = result.folder
     summary = result.summary
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
-    has_accuracy = summary["accuracy_before"] is not None or summary["accuracy_after"] is not None
-    measure = "accuracy" if has_accuracy else "reward"
+    known = {name.partition("_")[0] for name, value in summary.items() if value is not None}
+    measure = "reward" if "reward" in known and "accuracy" not in known else "accuracy"
     numbers = [_shown(summary.get(f"{measure}_{when}")) for when in ("before", "after")]
     table.add_row(f"held-out {measure}", *numbers)
     try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from recjax.experience.records import signed_hash
 from recjax.experience.sources import check_logprobs, check_top_tokens
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
-from recjax.tasks.grading.reward import is_accurate
+from recjax.tasks.grading.reward import LENGTH, MixedReward, Reward, is_accurate, part_weights
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,30 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
     if max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
         listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
         logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
+
+
+def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Reward | MixedReward) -> None:
+    """Warns if a recorded reward is not the sum of its parts with the weights of this run, which do not change it."""
+    for completion in groups[0].completions:
+        grade = completion.grade
+        parts = grade.reward_parts or {}
+        name = completion.metadata.get("task")
+        task_reward = reward.of.get(name) if isinstance(reward, MixedReward) else reward
+        # Other programs' parts need not be complete, and failed completions have a reward of their own.
+        if task_reward is None or LENGTH not in parts or grade.failure not in (None, "none"):
+            continue
+        # The task's reward or an agent has given the parts.
+        choices = task_reward.weights, part_weights(task.of(name).reward_weights)
+        totals = [sum(weights.get(part, 1.0) * value for part, value in parts.items()) for weights in choices]
+        if all(abs(total - grade.reward) > 1e-4 * max(1.0, abs(total)) for total in totals):
+            logger.warning(
+                "completion %r has the reward %g, and its parts have the sum %g with this run's task.reward_weights,"
+                " which do not change stored rewards; set experience.regrade to compute them again",
+                completion.id,
+                grade.reward,
+                totals[0],
+            )
+            return
 
 
 def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: Prompts) -> None:

@@ -14,7 +14,7 @@ from recjax.experience.packing import shape_for
 from recjax.experience.queue import Settings, settings_of
 from recjax.experience.replay import Judge, judge_of
 from recjax.experience.sources import with_initial_logprobs
-from recjax.experience.stored import Stored, check_prompts, load_stored
+from recjax.experience.stored import Stored, check_prompts, load_stored, warn_of_other_weights
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.teacher_prompts import TeacherPrompts
 from recjax.files import digest, size_and_digest
@@ -126,6 +126,8 @@ def prepare(
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
+    if stored and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
+        warn_of_other_weights(stored.groups, config.task, task.reward)
     joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
     if joins:
         check_prompts(stored.groups, agents is not None, experience.mix.store, train)

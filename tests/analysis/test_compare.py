@@ -12,6 +12,7 @@ from recjax.analysis.compare import (
     differing_bases,
     differing_steps,
     final,
+    held_out_metric,
     in_words,
     minus_line,
     pair_runs,
@@ -201,6 +202,13 @@ def test_steps_that_differ_are_named(tmp_path):
     assert differing_steps([pair], metric) == differing_steps(more, "reward") == []
     assert differing_steps(more, metric) == [f"latest step with {metric} = 2 and 8"]
     assert differing_steps([(tmp_path / "a0", tmp_path / "evaluation")], metric) == []
+
+
+def test_runs_without_accuracy_are_compared_by_reward(table):
+    rewarded = table.assign(**{"evaluation/reward": table["evaluation/accuracy"]})
+    assert held_out_metric(table) == held_out_metric(rewarded) == "evaluation/accuracy"
+    assert held_out_metric(rewarded.assign(**{"evaluation/accuracy": np.nan})) == "evaluation/reward"
+    assert held_out_metric(table[["step"]]) == "evaluation/accuracy", "which the message then names"
 
 
 def test_settings_that_a_run_resumed_with_are_differences(tmp_path):

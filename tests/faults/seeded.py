@@ -504,7 +504,7 @@ FAULTS = {
         "recjax/tasks/grading/reward.py",
         "returned = [name for name in parts if name not in SHAPING]",
         "returned = list(parts)",
-        ("tests/tasks/test_grading.py::test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong",),
+        ("tests/tasks/test_grading.py::test_stored_rewards_follow_the_same_rule",),
     ),
     "tasks-counts-are-rewards": Fault(
         "counts of turns and rows are rewards of weight 1 where no agent runs, as in training on stored trajectories",

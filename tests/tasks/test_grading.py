@@ -13,6 +13,7 @@ import pytest
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import as_trained
+from recjax.rollout.collecting import Grades
 from recjax.tasks.grading import custom as own_rewards
 from recjax.tasks.grading import reward as reward_module
 from recjax.tasks.grading.graders import GRADERS, Grader
@@ -443,6 +444,12 @@ WITH_VERDICT = CONFIG.model_copy(update={"task": TaskConfig(verdict="right")})
 def only_one_part(prompts, completions, answers):
     return {"sums": [1.0 if text == "5" else None for text in completions],
             "others": [1.0 if text != "5" else None for text in completions]}  # fmt: skip
+
+
+def test_grades_without_a_verdict_are_neither_right_nor_wrong():
+    with Grading(CONFIG, custom(right_and_polite)) as grading:
+        grades = Grades(submitted(grading, ["5", "6"]), 2).result()
+    assert [(grade.reward, grade.accurate) for grade in grades] == [(1.0, None), (0.0, None)]
 
 
 def test_a_failed_completion_takes_no_verdict_from_others():

@@ -98,7 +98,7 @@ def measured(batch, loss: float) -> tuple[dict, TokenResults]:
 
 def evaluation(setup, accuracy: float) -> Evaluation:
     """An evaluation of answers that nothing sampled."""
-    graded = {"completion": "2", "reward": 1.0, "accurate": None, "truncated": False}
+    graded = {"completion": "2", "reward": 1.0, "accurate": False, "truncated": False}
     problems = zip(setup.held_out.texts, setup.held_out.answers, strict=True)
     samples = [
         {"problem": place, "prompt": text, "question": text, "answer": answer} | graded

@@ -254,7 +254,7 @@ def test_pad_writes_what_a_double_loop_writes(seed, of_rows, logprobs):
         np.testing.assert_equal(batch.reward_parts.get("part", np.full(index + 1, np.nan))[index], np.float32(part))
         version = -1 if completion.policy_version is None else completion.policy_version
         assert batch.policy_version[index] == version and batch.truncated[index] == completion.truncated
-        assert batch.accurate[index] == bool(grade.accurate)
+        np.testing.assert_equal(batch.accurate[index], np.float32(np.nan if grade.accurate is None else grade.accurate))
         if of_rows:
             prompts[index, : len(row.prompt_tokens)] = row.prompt_tokens
             assert batch.group_ids[index] == number

@@ -89,6 +89,13 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
 
 
+def test_weights_that_stored_rewards_do_not_have_are_warned_of(tiny, drawn, caplog):
+    prepare(tiny("same", f"experience.store={drawn}"))
+    assert "do not change stored rewards" not in caplog.text
+    prepare(tiny("other", f"experience.store={drawn}", "task.reward_weights={score: 2.0}"))
+    assert "task.reward_weights, which do not change stored rewards; set experience.regrade" in caplog.text
+
+
 @pytest.mark.parametrize("key", ["store={}", "mix={{store: {}, of: group}}"])
 def test_algorithms_of_parts_refuse_stored_rewards_alone(tiny, drawn, tmp_path, key):
     rows = read_columns(drawn)[:16]
