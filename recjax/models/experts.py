@@ -215,8 +215,10 @@ def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> 
             routed[number] = jax.tree.map(operator.itemgetter(number // size), of_periods)
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *routed.values())
     (chosen,) = stacked["chosen"]
-    every = jnp.full((decoder.config.num_layers, *chosen.shape[1:]), NO_RECORD, chosen.dtype)
-    return result, {"chosen": every.at[np.array([*routed])].set(chosen), "load": stacked["load"][0]}
+    if len(routed) < decoder.config.num_layers:
+        every = jnp.full((decoder.config.num_layers, *chosen.shape[1:]), NO_RECORD, chosen.dtype)
+        chosen = every.at[np.array([*routed])].set(chosen)
+    return result, {"chosen": chosen, "load": stacked["load"][0]}
 
 
 def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:
